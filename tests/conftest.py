@@ -1,7 +1,7 @@
 """Orders the tests, so that slow tests start first and tests that wait run in parallel with tests that compute.
 
-Property tests have no deadline, and torch uses one thread, because tests run in parallel. Each run uses the same
-examples, so that only code changes cause failures. `make explore` tries many new examples.
+Property tests have no deadline, and torch uses one thread, because tests run in parallel. Property tests use the same
+examples in every run, so that only code changes cause failures. `make explore` tries many new examples.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from hypothesis import settings
 from sae_tui.gpu.once import THREAD_NAME
 from trainer.contract import paths
 
-# Use one thread, since several test processes share the cores, and threads spin while they wait for each other.
+# Use one thread, because several test processes share the cores, and PyTorch's threads spin while they wait for each
+# other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under `nohup`, programs that tests start would inherit an ignored SIGHUP. A handler is not inherited.
+# Under `nohup`, programs that tests start would inherit an ignored SIGHUP. A signal handler is not inherited, so set
+# one.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)

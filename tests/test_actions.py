@@ -85,13 +85,13 @@ def actions(state: State, person: Person) -> Actions:
     return Actions(state, person)
 
 
-def test_a_missing_job_is_reported(box: Box, actions: Actions, person: Person) -> None:
+def test_an_action_on_a_job_that_does_not_exist_is_reported(box: Box, actions: Actions, person: Person) -> None:
     box.record_job("a", JobState.FINISHED)
     actions.stop(7)
     assert person.told == ["warning: There is no job 7."]
 
 
-def test_a_job_is_stopped_after_a_question_and_killed_after_a_second_one(
+def test_stopping_a_job_asks_first_and_stopping_it_again_asks_whether_to_kill_it(
     box: Box, state: State, actions: Actions, person: Person
 ) -> None:
     job_id = box.record_job("a", JobState.RUNNING)
@@ -107,7 +107,7 @@ def test_a_job_is_stopped_after_a_question_and_killed_after_a_second_one(
     assert person.told[-1] == "information: Job 1 is killed within 5 s, even if it has not saved."
 
 
-def test_a_running_training_can_finish_early_instead_of_being_stopped(
+def test_a_running_training_job_can_finish_early_instead_of_being_stopped(
     box: Box, state: State, actions: Actions, person: Person
 ) -> None:
     job_id = box.record_job("a", JobState.RUNNING, step=200, total_steps=2000)
@@ -161,7 +161,7 @@ def test_a_running_job_is_not_deleted(box: Box, state: State, actions: Actions, 
     assert len(state.jobs) == 1
 
 
-def test_resuming_after_a_failure_likely_to_recur_asks_first(box: Box, actions: Actions, person: Person) -> None:
+def test_resuming_a_job_whose_failure_is_likely_to_recur_asks_first(box: Box, actions: Actions, person: Person) -> None:
     person.answer = False
     actions.resume(box.record_job("a", JobState.FAILED, error="rank 0: torch.OutOfMemoryError: CUDA out of memory"))
     ((question, yes),) = person.questions
@@ -177,7 +177,7 @@ def test_an_edit_reports_its_effect(box: Box, state: State, actions: Actions, pe
     assert state.jobs[0].name == "b"
 
 
-def test_only_jobs_seen_running_are_reported_as_newly_ended_and_only_once(
+def test_only_jobs_that_were_seen_running_are_reported_as_ended_and_only_once(
     box: Box, state: State, actions: Actions
 ) -> None:
     box.record_job("old", JobState.FINISHED)

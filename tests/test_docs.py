@@ -196,7 +196,7 @@ def test_the_architecture_guide_shows_the_tested_example() -> None:
 
 
 @pytest.mark.slow
-def test_the_guides_sensor_appears_in_every_view_and_answer(tmp_path: Path) -> None:
+def test_the_example_sensor_of_the_guide_appears_in_every_view_and_json_output(tmp_path: Path) -> None:
     for name in ("sae_tui", "trainer", "data"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (change,) = blocks("diff")
@@ -234,13 +234,13 @@ def asking(pattern: re.Pattern[str]) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in sources if pattern.search(path.read_text())}
 
 
-def test_only_the_files_of_a_kind_ask_for_the_class_of_a_job() -> None:
+def test_only_the_modules_of_a_job_kind_check_the_class_of_a_job() -> None:
     # Both modules use the parsed TOML table of a job file, not a job.
     by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
     assert asking(BY_CLASS) - OWN_FILES - by_table == set()
 
 
-def test_the_job_kind_guide_names_every_module_that_asks_for_the_kind() -> None:
+def test_the_job_kind_guide_names_every_module_that_checks_the_kind_of_a_job() -> None:
     guide = (GUIDES / "add-a-job-kind.md").read_text()
     assert [path for path in sorted(asking(BY_NAME)) if f"`{path}`" not in guide] == []
 
@@ -260,7 +260,7 @@ def test_every_link_target_exists(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_site_builds_and_loads_nothing_external(tmp_path: Path) -> None:
+def test_the_site_can_be_built_and_loads_nothing_external(tmp_path: Path) -> None:
     program = shutil.which("mkdocs", path=str(Path(sys.executable).parent))
     if program is None:
         pytest.skip("mkdocs is not installed")

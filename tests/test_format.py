@@ -10,7 +10,9 @@ from trainer.contract import wording
 
 
 @given(st.text(max_size=40), st.integers(0, 30), st.booleans())
-def test_fit_gives_exactly_the_width_and_no_control_characters(text: str, width: int, right: bool) -> None:
+def test_fit_returns_text_of_exactly_the_given_width_without_control_characters(
+    text: str, width: int, right: bool
+) -> None:
     fitted = say.fit(text, width, right=right)
     assert cell_len(fitted) == width
     assert fitted.isprintable() or not fitted
@@ -26,7 +28,7 @@ def test_a_sparkline_has_one_column_per_sample_on_a_fixed_axis(values: list, wid
             assert abs(say.BLOCKS.index(char) / 8 * 100 - value) <= 12.5
 
 
-def test_a_sparkline_does_not_scale_itself_to_its_data() -> None:
+def test_the_axis_of_a_sparkline_does_not_depend_on_its_data() -> None:
     assert say.sparkline([98, 99, 98], 3, 100) == "███"
     assert say.sparkline([1, 2, 1], 3, 100) == "▁▁▁"
 
@@ -42,7 +44,7 @@ def test_a_tall_sparkline_fills_eighths_in_proportion_to_the_value(values: list,
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(None, "    "), (0, "────"), (0.4, "━╸──"), (1, "━━━━"), (7, "━━━━"), (-1, "────")]
 )
-def test_a_bar_is_clamped_and_empty_if_unknown(fraction, expected) -> None:
+def test_a_bar_is_clamped_to_its_range_and_empty_if_the_value_is_unknown(fraction, expected) -> None:
     assert say.bar(fraction, 4) == expected
 
 
@@ -78,7 +80,7 @@ def test_durations_have_a_short_readable_form(seconds, expected) -> None:
         (-999_960, "-1.0M"),
     ],
 )
-def test_counts_keep_three_digits(value, expected) -> None:
+def test_counts_are_shown_with_at_least_three_digits(value, expected) -> None:
     assert say.count(value) == expected
 
 
@@ -95,7 +97,7 @@ def test_only_complete_progress_is_100_percent() -> None:
     ]  # fmt: skip
 
 
-def test_a_gap_is_marked_if_another_quantity_is_known_at_that_time():
+def test_a_gap_in_a_sparkline_is_marked_if_another_quantity_is_known_at_that_time():
     others = [None, 0.5, 0.5, 0.5, None, 0.5]
     assert say.tall_sparkline([None, 1, None, None, None, 1], 6, 2, 1.0, others) == [" █   █", " █── █"]
     assert say.tall_sparkline([None] * 6, 6, 1, 1.0, others) == [" " * 6]

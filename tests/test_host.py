@@ -44,7 +44,7 @@ def test_rates_cover_the_time_since_the_last_reading_at_most_once_per_second(mon
     assert (machine.load().disk_bytes_s, machine.load().network_bytes_s) == (0.0, 50.0)
 
 
-def test_values_that_do_not_fit_are_left_out_entirely() -> None:
+def test_host_values_that_do_not_fit_are_left_out_entirely() -> None:
     assert words(BUSY, 200) == (
         "  CPU  37%  RAM 8.0 GiB of 24.0 GiB  load 2.1  swap 1.0 GiB  disk   12 MB/s  network    0 MB/s"
     )
@@ -52,6 +52,6 @@ def test_values_that_do_not_fit_are_left_out_entirely() -> None:
     assert words(BUSY, 5) == ""
 
 
-def test_unknown_and_unused_values_are_left_out() -> None:
+def test_unknown_values_and_unused_swap_are_left_out() -> None:
     assert words(NOT_READ, 200) == ""
     assert "swap" not in words(HostLoad(1.0, 0.0, 1, 2, 0), 200)

@@ -138,7 +138,7 @@ print(json.dumps(sorted({"torch", "numpy", "sae_tui", "rich", "textual"} & set(s
 
 
 @pytest.mark.slow
-def test_a_training_on_a_cpu_loads_neither_the_compiler_nor_a_data_frame() -> None:
+def test_training_on_a_cpu_loads_neither_the_compiler_nor_pandas() -> None:
     code = """
 import sys, torch
 from trainer.api import train
@@ -150,7 +150,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton", "pandas", "sqlite_ut
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_modules_below_finds_every_module_of_a_package() -> None:
+def test_the_list_of_modules_for_these_tests_contains_every_module_of_a_package() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for package in ("trainer", "sae_tui")
@@ -179,7 +179,7 @@ def test_there_are_no_import_cycles() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def test_the_layers_of_the_source_are_respected() -> None:
+def test_the_import_rules_between_layers_are_respected() -> None:
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
     )

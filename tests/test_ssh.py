@@ -26,7 +26,7 @@ def test_valid_ssh_host_names_are_accepted(name) -> None:
     assert {"BatchMode=yes", "ClearAllForwardings=yes", "-a", "-x"} <= set(options)
 
 
-def test_arguments_arrive_unchanged_even_with_a_program_in_a_users_home(tmp_path: Path) -> None:
+def test_arguments_reach_the_remote_program_unchanged_even_if_it_is_in_a_home_folder(tmp_path: Path) -> None:
     program = tmp_path / ".local" / "bin" / "sae-tui"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')

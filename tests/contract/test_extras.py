@@ -45,7 +45,9 @@ def test_only_missing_packages_are_named(tmp_path, there, told) -> None:
         ("env/pipx_metadata.json", "pipx install --force"),
     ],
 )
-def test_an_extra_is_installed_with_the_tool_that_made_the_environment(tmp_path, monkeypatch, mark, command) -> None:
+def test_the_command_for_an_extra_uses_the_tool_that_created_the_environment(
+    tmp_path, monkeypatch, mark, command
+) -> None:
     folder = (tmp_path / mark).parent / "of-sae-tui"
     folder.mkdir(parents=True)
     (folder / Path(mark).name).touch()

@@ -23,7 +23,7 @@ from trainer.contract.output import SafeParser
         ("a sentence: with a colon", None, "a sentence: with a colon", None),
     ],
 )  # fmt: skip
-def test_a_sentence_is_split_into_field_message_and_fix(sentence, field, message, fix) -> None:
+def test_an_error_sentence_is_split_into_field_and_message_and_fix(sentence, field, message, fix) -> None:
     failure = refusal(UserError(sentence)).error
     assert (failure.field, failure.message, failure.fix) == (field, message, fix)
     assert failure_in(msgspec.json.encode(refusal(UserError(sentence)))) == sentence
@@ -44,7 +44,7 @@ def test_control_characters_and_invalid_text_are_encoded_as_json(capsys) -> None
     assert json.loads(out)["error"]["message"] == "file \x1b[2J? is odd"
 
 
-def test_bad_usage_prints_safely_and_keeps_its_text_in_json(capsys) -> None:
+def test_a_usage_error_prints_no_control_characters_but_keeps_the_original_text_in_json(capsys) -> None:
     with pytest.raises(BadUsage) as refused:
         SafeParser(prog="p").parse_args(["\x1b[2J\udcff"])
     assert "\x1b" not in refused.value.sentence
@@ -53,10 +53,10 @@ def test_bad_usage_prints_safely_and_keeps_its_text_in_json(capsys) -> None:
     assert error == {"field": None, "message": "unrecognized arguments: \x1b[2J?", "fix": "see p --help"}
 
 
-def test_other_output_is_not_read_as_a_failure() -> None:
+def test_output_of_any_other_form_is_not_read_as_a_failure() -> None:
     assert [failure_in(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
 
 
-def test_the_json_flag_counts_only_before_a_double_dash() -> None:
+def test_the_json_flag_has_an_effect_only_before_a_double_dash() -> None:
     assert asks_for_json(["gpus", "--json", "--", "x"])
     assert not asks_for_json(["gpus", "--", "--json"])

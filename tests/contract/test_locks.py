@@ -22,7 +22,7 @@ input()
 
 
 @pytest.mark.parametrize(("theirs", "shared", "alone"), [("shared", True, False), ("alone", False, False)])
-def test_a_lock_is_shared_on_request_and_exclusive_once_others_have_died(
+def test_a_lock_is_shared_on_request_and_can_be_exclusive_once_other_holders_have_died(
     theirs: str, shared: bool, alone: bool, tmp_path: Path, child: Callable[..., Any]
 ) -> None:
     (tmp_path / "lock").touch()
@@ -37,7 +37,7 @@ def test_a_lock_is_shared_on_request_and_exclusive_once_others_have_died(
     os.close(descriptor)
 
 
-def test_only_one_of_two_acquires_a_lock_until_it_is_released(tmp_path: Path) -> None:
+def test_a_lock_cannot_be_acquired_twice_until_it_is_released(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     data.create()
     first, second = (FileLock(data.locks / "a.lock") for _ in range(2))

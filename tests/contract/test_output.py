@@ -31,7 +31,7 @@ def printed(act) -> str:
 
 @given(TEXTS)
 @example(EVIL)
-def test_no_output_function_prints_control_characters(text: str) -> None:
+def test_no_output_function_prints_control_characters_from_untrusted_text(text: str) -> None:
     ways = [
         lambda: shell.say(text),
         lambda: shell.warn(text),
@@ -48,7 +48,7 @@ def test_no_output_function_prints_control_characters(text: str) -> None:
 
 @given(TEXTS)
 @example(EVIL)
-def test_bad_usage_prints_no_control_characters(text: str) -> None:
+def test_the_message_for_a_usage_error_has_no_control_characters(text: str) -> None:
     with pytest.raises(BadUsage) as refused:
         SafeParser(prog="p").parse_args([f"x{text}"])
     output = refused.value.sentence

@@ -43,5 +43,5 @@ def test_a_process_exits_at_once_if_its_parent_died_before_the_call() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 1
 
 
-def test_a_subreaper_adopts_the_orphans_below_it(child: Callable[..., Any]) -> None:
+def test_a_subreaper_adopts_the_orphans_among_its_descendants(child: Callable[..., Any]) -> None:
     assert child(ORPHANED).hear() == "True"

@@ -40,7 +40,7 @@ print("done")
 """
 
 
-def test_progress_covers_all_stages_and_the_time_left_follows_the_pace() -> None:
+def test_progress_covers_all_stages_and_the_remaining_time_follows_the_measured_pace() -> None:
     with Progress("x", {"rows": Planned(10.0, 2), "probes": Planned(10.0)}) as shown:
         assert shown.reached == Reached("", 0.0, 20.0)
         assert list(track([1, 2], "rows")) == [1, 2]
@@ -57,7 +57,7 @@ def test_progress_covers_all_stages_and_the_time_left_follows_the_pace() -> None
 
 
 class ChangingTotal(float):
-    """A number of units that starts the next stage when its value is read."""
+    """A number of units that starts the next stage when its truth value is read."""
 
     def __bool__(self) -> bool:
         stage("writing")
@@ -71,7 +71,7 @@ def test_the_stage_may_change_while_another_thread_reads_the_progress() -> None:
         assert shown.reached == Reached("writing")
 
 
-def test_a_suspended_process_writes_one_line_for_all_it_missed(
+def test_a_resumed_process_writes_one_line_for_all_that_it_missed_while_suspended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show = _ProgressLines("evaluating")
@@ -80,7 +80,7 @@ def test_a_suspended_process_writes_one_line_for_all_it_missed(
     assert capsys.readouterr().err == 2 * "evaluating: rows\n"
 
 
-def test_progress_is_optional_and_without_a_plan_shows_the_current_stage() -> None:
+def test_reporting_progress_is_optional_and_needs_no_plan() -> None:
     stage("rows", 4)
     advance()
     assert list(track(iter([1]), "rows")) == [1]
@@ -93,7 +93,7 @@ def test_progress_is_optional_and_without_a_plan_shows_the_current_stage() -> No
     assert Reached("rows", 0.41, 180).words == "rows, 41 %, 3 min left"
 
 
-def test_a_pipe_gets_lines_only_on_standard_error() -> None:
+def test_progress_in_a_pipe_is_printed_as_lines_on_standard_error_only() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
     assert done.stdout == "done\n"
     lines = done.stderr.splitlines()
@@ -101,7 +101,7 @@ def test_a_pipe_gets_lines_only_on_standard_error() -> None:
     assert len(lines) >= 2
 
 
-def test_a_parent_gets_json_and_standard_error_stays_empty() -> None:
+def test_a_parent_process_gets_progress_as_json_and_standard_error_stays_empty() -> None:
     reading, writing = os.pipe()
     env = os.environ | {ENV_DESCRIPTOR: str(writing)}
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, env=env, pass_fds=[writing], check=True)
@@ -113,7 +113,7 @@ def test_a_parent_gets_json_and_standard_error_stays_empty() -> None:
     assert (last.stage, last.share) == ("rows", 0.5)
 
 
-def test_a_terminal_gets_a_bar_that_is_removed_at_the_end() -> None:
+def test_a_terminal_shows_a_progress_bar_that_is_removed_at_the_end() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=theirs)

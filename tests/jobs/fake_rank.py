@@ -143,7 +143,7 @@ def _exclusive(uuids, rank, run_dir):
             with mark.open("x") as stream:
                 stream.write(run_dir.name)
         except FileExistsError:
-            # An earlier attempt of this job that was killed may have left the file.
+            # A killed attempt of this job may have left the file behind.
             if mark.read_text() != run_dir.name:
                 (run_dir.parent / "double-booking").touch()
     yield

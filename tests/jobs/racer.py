@@ -1,4 +1,4 @@
-"""A launcher in a separate process. It reads job ids from standard input and tries to start each job."""
+"""A launcher in a separate process. The launcher reads job ids from standard input and tries to start each job."""
 
 import sys
 from pathlib import Path

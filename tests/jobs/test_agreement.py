@@ -93,7 +93,7 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     # If the GPUs are real but torch has no CUDA support, the review reports only this problem.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
-    # Check the doctor, for the same number of these GPUs.
+    # Check the doctor's answer for the same number of these GPUs.
     rows = job_rows(job, shape, asked.samples, MeasuredHardware(), cuda=asked.cuda)
     (row,) = [row for row in rows if row.chosen and row.n_gpus == ranks] if ranks != 3 else [None]
     if row:
@@ -116,11 +116,11 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     assert starts(row, [free for _, free in asked.gpus]) == (not look.lack)
     assert starts(row, [total for total, _ in asked.gpus])
 
-    # After a resume, only the memory that the job had on its GPUs is known.
+    # After a resume, all that is known is the memory that the job had on its GPUs.
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # Check the ranks, on GPUs with exactly the free memory that the job waited for.
+    # Check the ranks on GPUs that have exactly the free memory for which the job waited.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )
@@ -181,12 +181,12 @@ def test_too_little_free_memory_is_reported_with_the_gpu_and_both_amounts() -> N
         ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 43.8 GiB, and the largest has 24.0 GiB"),
     ],
 )  # fmt: skip
-def test_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
+def test_choosing_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
     problems = problems_of(gpus, mode, d_sae)
     assert bool(problems) == bool(said)
     assert not said or problems[0].startswith(said)
 
 
-def test_an_unused_gpu_is_not_reported_as_becoming_free() -> None:
+def test_a_full_gpu_that_no_process_uses_is_not_reported_as_soon_becoming_free() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
     assert ", though no process uses it; " in problem

@@ -62,13 +62,13 @@ def read_every_kind(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", BAD, ids=lambda content: repr(content[:12]))
-def test_a_small_file_with_bad_content_is_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_bad_content_gives_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
 @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=200))
-def test_a_small_file_with_random_bytes_is_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_random_bytes_gives_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
@@ -85,7 +85,7 @@ def test_a_run_in_the_trash_with_an_unreadable_row_keeps_its_files(tmp_path, con
     assert not (data.trash / "2" / "rest").exists()
 
 
-def test_an_invalid_progress_line_affects_no_other_line(tmp_path):
+def test_an_invalid_progress_line_does_not_affect_other_lines(tmp_path):
     file = tmp_path / "progress.jsonl"
     heartbeat = Heartbeat("training", 5, 10, 50, 1.0)
     bad = [b'{"rows": "\xff', b"[" * 100_000, b'{"rows": [["a", 99999999999999999999, 1.0, 0]]}', b"\r\0"]
@@ -123,7 +123,7 @@ def test_toml_beyond_the_limits_is_rejected_in_one_sentence(tmp_path, text):
     assert len(line) < 300
 
 
-def test_a_value_beyond_the_limits_is_a_string_or_rejected():
+def test_a_value_beyond_the_limits_is_read_as_a_string_or_rejected():
     for text in ("[" * 20_000, "{a" + ".a" * 50_000 + " = 1}", "9" * 5000):
         assert parse_value(text) == text
     with pytest.raises(JobFileError, match=r"--set: expects UTF-8, not 'name=\\udcff'"):
@@ -175,7 +175,7 @@ def test_another_users_unfinished_write_is_left_alone(tmp_path, monkeypatch):
     assert theirs.exists()
 
 
-def test_a_pipe_in_place_of_a_file_blocks_no_reader(tmp_path):
+def test_a_pipe_in_place_of_a_file_does_not_block_readers(tmp_path):
     data, pipe = DataDir(tmp_path / "data"), tmp_path / "pipe"
     data.run(1).create()
     data.create()
@@ -193,7 +193,7 @@ def test_a_pipe_in_place_of_a_file_blocks_no_reader(tmp_path):
             read()
 
 
-def test_a_mark_with_numbers_that_no_store_accepts_is_none(tmp_path):
+def test_a_rank_marker_with_numbers_that_no_store_accepts_is_ignored(tmp_path):
     process = '{"pid": 1, "start_ticks": 1, "boot_id": ""}'
     (tmp_path / "mark").write_text(f'{{"host": "a", "process": {process}, "exit_code": {2**70}}}')
     assert read_mark(tmp_path / "mark") is None

@@ -95,7 +95,7 @@ PARSER = cli.make_parser(no_supervisor)
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     """Record a finished job, a queued job, and a job with a run folder. The test corrupts the row of the last job."""
-    # The original function starts a process whenever a store is opened, which happens thousands of times in this test.
+    # The replaced function starts a process whenever a store is opened, which happens thousands of times in this test.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
     finished = box.record(
@@ -190,7 +190,7 @@ GOOD = {
 @pytest.mark.slow
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1800)
-def test_a_corrupt_row_affects_no_other_row_and_repair_restores_it(box, three_jobs, capsys):
+def test_a_corrupt_row_does_not_affect_other_rows_and_repair_restores_it(box, three_jobs, capsys):
     # Everything runs in one process: corrupt a row, use everything, and restore the rows.
     finished, waiting, bad = three_jobs
     pristine = sqlite3.connect(":memory:")
@@ -247,7 +247,7 @@ def test_an_unreadable_row_is_reported_once_and_restored_from_the_run(box, three
     assert box.job(bad) == msgspec.structs.replace(before, tags=("kept",))
 
 
-def test_a_job_that_comes_after_an_unreadable_one_waits_for_it(box, three_jobs):
+def test_a_job_that_comes_after_a_job_with_an_unreadable_row_waits(box, three_jobs):
     _, waiting, bad = three_jobs
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
@@ -273,7 +273,7 @@ def test_waiting_supervisors_and_commands_continue_despite_unreadable_rows(box, 
     for column, value in hostile.items():
         spoil(box.data, box.record("bad", state="running", peak_memory_bytes=2**30), column, value)
     log = box.data.run(second).supervisor_log
-    wait_for(lambda: "no readable row for jobs 7, 6, 5, 4, 3;" in log.read_text(), "a word in its log")
+    wait_for(lambda: "no readable row for jobs 7, 6, 5, 4, 3;" in log.read_text(), "the message in its log")
     for words in (["jobs"], ["job", str(second)], ["stop", str(first)]):
         command(box, *words)
     assert box.wait_ended(first).state == JobState.STOPPED
@@ -288,7 +288,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
     job_id = box.launch("steps=3", place={"hold": True})
     spoil(box.data, job_id, "state", "bogus")
     log = box.data.run(job_id).supervisor_log
-    wait_for(lambda: "no readable row" in log.read_text(), "a word in its log")
+    wait_for(lambda: "no readable row" in log.read_text(), "the message in its log")
     list(repair(box.data))
     with store_access.open_control(box.data) as control:
         edits.release(box.data, control, job_id)

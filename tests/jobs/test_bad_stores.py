@@ -192,7 +192,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # If there are per-minute means, even from 1970, they replace the later samples.
+            # Per-minute means, even from 1970, take the place of later samples.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.total_power_w or 0:.0f}"
@@ -221,7 +221,7 @@ def spoilt(file: Path, how: str) -> None:
         file.write_bytes(b"" if how == "empty" else b"no database, but long enough to be read as one" * 100)
 
 
-def test_invalid_stores_do_not_prevent_showing_anything_else(box, two_runs, gpu_db, capsys):
+def test_an_invalid_store_does_not_prevent_the_app_from_showing_everything_else(box, two_runs, gpu_db, capsys):
     good, bad = two_runs
     flags = ["--data-dir", str(box.data.root), "--gpu-source", "simulated"]
     files = {file: file.read_bytes() for file in (box.data.run(bad).metrics_db, gpu_db)}

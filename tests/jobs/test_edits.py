@@ -91,7 +91,7 @@ def test_releasing_a_paused_job_names_the_checkpoint_from_which_it_resumes(box):
 
 
 @pytest.mark.parametrize("what", [edits.hold, edits.release])
-def test_a_missing_job_cannot_be_edited(box, what):
+def test_a_job_that_does_not_exist_cannot_be_edited(box, what):
     box.record()
     with pytest.raises(UserError, match="there is no job 5"):
         edit(box, what, 5)
@@ -129,13 +129,13 @@ def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
         (edits.kill, "job 1 is killed within 5 s; its complete shards are kept"),
     ],
 )
-def test_an_extraction_is_not_promised_a_checkpoint(box, what, said):
+def test_messages_about_an_extraction_do_not_promise_a_checkpoint(box, what, said):
     job_id = box.record(state=JobState.RUNNING, config='kind = "extract"')
     box.data.run(job_id).create()
     assert what(box.data, job_id) == said
 
 
-def test_only_a_running_training_can_finish_early(box):
+def test_only_a_running_training_job_can_finish_early(box):
     job_id = box.record()
     with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` removes it from the queue"):
         edits.finish(box.data, job_id)

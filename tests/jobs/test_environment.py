@@ -80,7 +80,7 @@ def test_an_environment_is_read_again_if_it_or_a_package_folder_has_changed(tmp_
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Rewriting the fake Python was a change too, but the environment was not queried at that time.
+    # Rewriting the fake Python was also a change, but nothing queried the environment at that time.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 
@@ -99,7 +99,7 @@ HOSTILE = "\x1b]0;owned\x07"
         ({"settings": {}}, None),
     ],
 )
-def test_a_deficiency_is_reported_in_one_sentence_with_a_remedy(
+def test_a_deficiency_of_an_environment_is_reported_in_one_sentence_with_a_remedy(
     tmp_path: Path, box: Box, told: dict, sentence: str | None
 ) -> None:
     python = answering(tmp_path, answer(**told))
@@ -139,7 +139,7 @@ def test_a_python_that_fails_or_hangs_is_abandoned_with_the_reason(tmp_path: Pat
     assert sentence in lack
 
 
-def test_a_path_that_is_no_python_is_not_run(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_python_is_not_run(tmp_path: Path) -> None:
     env = answering(tmp_path / "env").parents[1]
     (plain := tmp_path / "python").write_text("")
     (other := stand_in(tmp_path, f"touch {tmp_path}/was-run", "ruin"))
@@ -165,7 +165,7 @@ def test_a_tilde_in_the_path_stands_for_the_home_folder(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("exposed", [".", "bin", "bin/python", "link"])
-def test_a_python_that_others_may_change_is_not_run(tmp_path: Path, exposed: str) -> None:
+def test_a_python_that_other_users_may_change_is_not_run(tmp_path: Path, exposed: str) -> None:
     env = answering(tmp_path / "env").parents[1]
     (env / "bin" / "python3").symlink_to("../bin/../bin/python")
     (open_to_all := tmp_path / "open").mkdir()
@@ -207,7 +207,7 @@ def test_jobs_are_checked_against_the_packages_of_the_other_environment(tmp_path
     assert Environment("/x/python", failure="gone").packages.names is None
 
 
-def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_path: Path, box: Box) -> None:
+def test_a_cloned_job_keeps_its_python_unless_other_users_may_change_its_job_file(tmp_path: Path, box: Box) -> None:
     python = str(answering(tmp_path / "env"))
     job = launching.with_whole_python(box.config(), python)
     assert launching.with_whole_python(box.config(python=""), python).launch.python == ""
@@ -227,7 +227,9 @@ def test_a_cloned_job_keeps_its_python_unless_others_may_change_the_file(tmp_pat
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
 
-def test_a_batch_script_runs_ranks_with_it_and_without_the_apps_packages(tmp_path: Path, box: Box) -> None:
+def test_a_batch_script_runs_ranks_with_the_chosen_python_and_without_packages_of_the_app(
+    tmp_path: Path, box: Box
+) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, device="cpu")
     launch = box.config(python="/env/bin/python").launch
     assert "\nunset PYTHONPATH PYTHONHOME " in script(spec, launch, ["rank"])

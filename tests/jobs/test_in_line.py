@@ -66,7 +66,7 @@ def test_a_job_starts_once_all_its_dependencies_have_finished(box):
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "failed"), ("stopped", "was stopped"), ("lost", "was lost")])
-def test_a_job_after_an_unfinished_one_waits_for_a_decision_and_blocks_no_other(box, state, word):
+def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_blocks_no_other_job(box, state, word):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second, other = in_line(box, after=(first,)), in_line(box)
     box.control.transition(first, JobState(state))
@@ -80,7 +80,7 @@ def test_a_job_after_an_unfinished_one_waits_for_a_decision_and_blocks_no_other(
     assert tries(box, second) is None
 
 
-def test_a_held_job_with_a_dependency_shows_and_keeps_both(box):
+def test_a_held_job_with_a_dependency_shows_and_keeps_both_reasons_to_wait(box):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second = in_line(box, after=(first,), held=True)
     assert tries(box, second) == f"held; comes after job {first}, which is queued"
@@ -110,7 +110,7 @@ def test_a_job_after_a_deleted_job_starts_only_if_that_job_had_finished(box):
     assert tries(box, third) is None
 
 
-def test_a_higher_priority_goes_first_even_if_it_is_set_later(box):
+def test_a_job_with_a_higher_priority_starts_first_even_if_the_priority_is_set_later(box):
     old, new = in_line(box), in_line(box)
     assert tries(box, new) == f"job {old} is ahead in the queue"
     edits.prioritise(box.data, box.control, new, 5)
@@ -118,7 +118,7 @@ def test_a_higher_priority_goes_first_even_if_it_is_set_later(box):
     assert tries(box, new) is None
 
 
-def test_a_job_whose_row_was_deleted_fails_to_start_without_a_crash(box):
+def test_a_job_whose_row_is_deleted_while_it_starts_fails_without_a_crash(box):
     job_id = in_line(box)
     control = Control(box.data.control_db)
     line = QueueEntry(box.data, control, control.job(job_id))
@@ -177,7 +177,7 @@ def test_queued_jobs_restore_their_rows_with_later_edits(box):
     edits.prioritise(box.data, box.control, job_id, 9)
     before = box.job(job_id)
     delete_store(box)
-    box.wait_for(lambda: listed(box, job_id), "its row to be back")
+    box.wait_for(lambda: listed(box, job_id), "its row to be restored")
     after = box.job(job_id)
     assert (after.name, after.priority, after.tags, after.held) == ("another name", 9, ("mine",), True)
     assert (after.state, after.created, after.supervisor) == (JobState.QUEUED, before.created, before.supervisor)
@@ -190,7 +190,7 @@ def test_a_running_job_restores_its_row_and_its_leases(box):
     box.wait_steps(job_id, rank_count=2)
     edits.write_note(box.data, box.control, job_id, "keep an eye on it")
     delete_store(box)
-    box.wait_for(lambda: listed(box, job_id), "its row to be back")
+    box.wait_for(lambda: listed(box, job_id), "its row to be restored")
     job = box.wait(job_id, JobState.RUNNING)
     assert job.note == "keep an eye on it"
     assert {lease.gpu_uuid for lease in box.control.leases()} == {"GPU-0", "GPU-1"}
@@ -207,7 +207,7 @@ def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
     assert box.wait_ended(first).state == JobState.FAILED
     second = box.launch("steps=2", place={"after": (first,)})
     delete_store(box)
-    box.wait_for(lambda: listed(box, second), "its row to be back")
+    box.wait_for(lambda: listed(box, second), "its row to be restored")
     wanted = f"comes after job {first}, which is not in the list; `sae-tui repair` restores it"
     box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "its reason to wait")
     assert box.job(second).state == JobState.QUEUED
@@ -215,7 +215,7 @@ def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
     box.wait_for(lambda: "which failed" in (box.job(second).waits_for or ""), "what the repair has found")
 
 
-def test_a_new_job_never_gets_the_number_of_one_that_the_store_has_lost(box):
+def test_a_new_job_never_gets_the_number_of_a_job_that_the_store_has_lost(box):
     first = box.launch("steps=1")
     box.wait_ended(first)
     delete_store(box)
@@ -231,7 +231,7 @@ def test_a_lock_that_cannot_be_opened_makes_a_job_wait_without_holding_other_gpu
     box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(message), "the reason")
     assert box.job(job_id).supervisor.is_alive()
     other = GpuLocks(box.data.locks, ["GPU-0"])
-    box.wait_for(other.take, "a lock that is free between two tries")
+    box.wait_for(other.take, "the lock to be free between two attempts")
     other.release()
     lock.unlink()
     assert box.wait_ended(job_id).state == JobState.FINISHED

@@ -13,8 +13,8 @@ UNHANDLED = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details),
 SYSTEM = f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details): "
 REMOTE = f"{NCCL}remote process exited or there was a network error, NCCL version 2.21.5: "
 
-# Each entry contains the source of the report, the message, the kind of cause, whether a retry is allowed, and a word
-# from the remedy.
+# Each entry has the source of the report, the message, the kind of cause, whether a retry is allowed, and a word from
+# the remedy.
 REPORTED = [
     ("", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "gpu-memory", False, "batch_size"),
     ("", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "gpu-memory", False, "GPUs"),

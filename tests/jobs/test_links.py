@@ -140,7 +140,8 @@ def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Put links in place of files that are replaced when they are written, and of files that lines are appended to.
+        # Put links in place of files that are replaced when they are written, and in place of files to which lines are
+        # appended.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
@@ -232,7 +233,9 @@ def as_it_is(folder: Path) -> dict[Path, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_no_command_reads_or_writes_through_a_link(box, tmp_path: Path, monkeypatch, capsys, where: str) -> None:
+def test_no_command_reads_or_writes_through_a_symbolic_link(
+    box, tmp_path: Path, monkeypatch, capsys, where: str
+) -> None:
     assert box.record(state=JobState.STOPPED, name="steps=10") == 1
     box.data.run(1).create()
     for made in PLACES:

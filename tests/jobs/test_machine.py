@@ -52,13 +52,15 @@ def test_a_job_of_this_boot_is_on_this_machine_under_any_host_name(box):
 
 
 @pytest.mark.parametrize(("theirs", "is_ours"), [("another", False), ("mine", True), (None, True)])
-def test_after_a_restart_the_host_name_decides_unless_the_machine_ids_differ(box, monkeypatch, theirs, is_ours):
+def test_after_a_restart_the_host_name_identifies_a_machine_unless_the_machine_ids_differ(
+    box, monkeypatch, theirs, is_ours
+):
     monkeypatch.setattr(machine, "machine_id", lambda: "mine")
     job = box.job(box.record(host=socket.gethostname(), boot_id="another-boot", machine_id=theirs))
     assert machine.is_here(job) == is_ours
 
 
-def test_machines_made_from_one_image_are_distinguished(box, monkeypatch):
+def test_machines_that_were_created_from_one_image_are_distinguished(box, monkeypatch):
     monkeypatch.setattr(machine, "machine_id", lambda: "of-the-image")
     job_id = box.record(state=JobState.RUNNING, machine_id="of-the-image", **AWAY)
     assert reconcile(box.data) == []

@@ -55,7 +55,7 @@ def test_jobs_alive_in_another_pid_namespace_are_kept_and_dead_ones_are_lost(box
     assert box.messages(runs, "orphaned") == []
     edits.hold(box.data, box.control, waits)
     box.job(runs).supervisor.send(signal.SIGKILL)
-    box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{runs}]"), "the dead one to be lost")
+    box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{runs}]"), "the dead job to be lost")
     assert (box.job(waits).state, box.job(runs).state) == (JobState.QUEUED, JobState.LOST)
     edits.stop(box.data, waits)
     assert box.wait_ended(waits).state == JobState.STOPPED

@@ -35,7 +35,7 @@ def by_slurm(box) -> Path:
     return file
 
 
-def test_a_job_whose_file_others_may_write_to_is_not_started(box):
+def test_a_job_whose_job_file_other_users_may_write_to_is_not_started(box):
     job_id = box.launch("steps=1", place={"hold": True})
     file = box.data.run(job_id).job_file
     file.chmod(0o660)
@@ -89,7 +89,7 @@ def test_a_rank_rejects_a_spec_to_which_others_may_write(tmp_path: Path, capsys)
     assert f"ranks.json is ignored, because others may write to {file}" in capsys.readouterr().err
 
 
-def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_path: Path) -> None:
+def test_a_foreground_run_works_on_a_file_system_that_has_no_permissions(box, tmp_path: Path) -> None:
     command = rank_command(tmp_path / "attempt1" / "ranks.json", any_owner=True)
     (tmp_path / "job.toml").write_text(dump_job(box.config("steps=1").replace("launch", gpus="cpu")))
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
@@ -99,7 +99,7 @@ def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_pa
     assert (done.returncode, (tmp_path / "sae" / "cfg.json").exists()) == (EXIT_FINISHED, True), done.stderr
 
 
-def test_a_slurm_job_number_that_others_may_have_written_is_not_cancelled(box, monkeypatch, capsys) -> None:
+def test_a_slurm_job_is_not_cancelled_if_others_may_have_written_its_number(box, monkeypatch, capsys) -> None:
     folder = box.data.run(1).attempt(1)
     folder.mkdir(parents=True)
     (folder / "slurm_job").write_text("7")
@@ -114,7 +114,7 @@ def test_a_slurm_job_number_that_others_may_have_written_is_not_cancelled(box, m
     assert cancelled == ["7"]
 
 
-def test_a_link_is_not_accepted_as_an_own_file(tmp_path: Path, box) -> None:
+def test_a_link_is_not_accepted_as_a_file_of_the_user(tmp_path: Path, box) -> None:
     file = RunPaths(tmp_path).job_file
     (tmp_path / "mine.toml").write_text("")
     os.symlink(tmp_path / "mine.toml", file)

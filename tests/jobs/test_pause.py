@@ -49,7 +49,7 @@ def steps_made(box, job_id: int) -> list[str]:
 # Pause.
 
 
-def test_a_pause_that_is_followed_by_a_stop_does_not_queue_the_job(box):
+def test_pausing_a_job_and_then_stopping_it_does_not_put_it_in_the_queue(box):
     job_id = box.record(state=JobState.STOPPING)
     box.control.request(job_id, "stop")
     assert not box.control.transition(job_id, JobState.QUEUED, unless=("stop", "kill"))
@@ -273,7 +273,7 @@ def test_a_job_continues_on_other_gpus_with_the_same_tokens_per_step(box):
     assert [rank.rank for rank in box.control.ranks(job_id) if rank.attempt == 2] == [0, 1]
 
 
-def test_a_resumed_job_has_all_its_restarts_again(box):
+def test_a_resumed_job_may_be_restarted_as_often_as_a_new_one(box):
     job_id = box.launch("steps=20 save=4 crash=0@6#1 crash=0@10#2 crash=0@14#3", max_restarts=1)
     failed = box.wait_ended(job_id)
     assert (failed.state, failed.attempt, failed.restarts) == (JobState.FAILED, 2, 1)
@@ -364,7 +364,7 @@ def test_a_resumed_job_keeps_its_current_priority_unless_another_is_given(box):
     assert box.wait_ended(job_id).priority == 3
 
 
-def test_a_job_of_another_host_is_resumed_on_this_one(box):
+def test_a_job_of_another_host_is_resumed_on_this_host(box):
     job_id = box.launch("steps=10 crash=0@3#1")
     box.wait_ended(job_id)
     box.control.update(job_id, host="elsewhere")
@@ -385,7 +385,7 @@ def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
     assert again.had_bytes == job.card_memory_bytes
 
 
-def test_a_job_that_cannot_be_resumed_gives_the_reason(box):
+def test_a_refusal_to_resume_a_job_gives_the_reason(box):
     waiting = box.launch("steps=3", place={"hold": True})
     with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings, stop it, then resume it"):
         box.resume(waiting)

@@ -97,7 +97,7 @@ def test_eight_launchers_never_book_one_of_four_gpus_twice(box, racers):
 
 
 @pytest.mark.slow
-def test_launchers_of_jobs_for_any_gpus_never_book_one_twice(box, racers):
+def test_launchers_of_jobs_that_accept_any_gpus_never_book_a_gpu_twice(box, racers):
     GpuReader(box.data, SOURCE).samples()
     for _ in range(ROUNDS):
         job_ids = [
@@ -213,7 +213,7 @@ def test_a_job_that_names_another_users_gpu_waits_until_it_is_released(two_users
     control.close()
 
 
-def test_a_lock_taken_at_the_last_moment_is_noticed_by_the_second_job(two_users, other_user_holds, box):
+def test_a_job_notices_a_lock_that_another_user_takes_at_the_last_moment(two_users, other_user_holds, box):
     _, bob = two_users
     folder = lock_folder(bob, "nvml")
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",), shares_gpus=True)

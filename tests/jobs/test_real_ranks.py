@@ -1,4 +1,7 @@
-"""Tests for jobs with real training processes. There are only a few, because each process has to import torch."""
+"""Tests for jobs with real training processes.
+
+There are only a few such tests, because each process has to import torch.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def test_ranks_save_and_stop_on_request(box, wait_for):
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(box):
+def test_a_killed_rank_is_reported_as_the_cause_although_its_peer_lost_the_connection(box):
     job_id = launch(box)
     box.wait(job_id, JobState.RUNNING, timeout_s=START_S)
     killed = box.control.ranks(job_id)[1]

@@ -152,7 +152,7 @@ def a_minute_later(box) -> None:
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
 
 
-def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orphan):
+def test_a_process_without_the_lock_is_never_signalled_even_if_the_store_names_its_pid(box, other_user, orphan):
     # A user who can write to the list of jobs can put any pid there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
@@ -171,7 +171,7 @@ def test_a_process_that_only_a_row_names_is_never_signalled(box, other_user, orp
     assert other_user.is_alive()
 
 
-def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
+def test_without_usable_locks_only_a_rank_of_the_same_attempt_is_ended(box, tmp_path):
     # Otherwise, another user could replace the lock file, so that an editor that has a file of the run open would be
     # killed.
     job_id = started(box, gone_process())
@@ -181,7 +181,7 @@ def test_without_usable_locks_only_a_rank_of_that_attempt_is_ended(box, tmp_path
     log.touch()
     package = tmp_path / "trainer"
     package.mkdir()
-    (package / "__init__.py").touch()  # so that Python imports this package instead of the project's
+    (package / "__init__.py").touch()  # so that Python imports this package instead of the real trainer
     (package / "__main__.py").write_text("import time; time.sleep(600)")
     command = rank_command(paths.rank_spec(1))
     with (
@@ -209,7 +209,7 @@ def test_a_process_that_only_has_the_lock_file_open_does_not_hold_the_lock(box, 
     assert holds == [True, False]
 
 
-def test_a_process_that_only_a_row_names_does_not_keep_a_job_from_being_lost(box, other_user):
+def test_a_process_without_the_lock_does_not_keep_a_job_from_being_marked_as_lost(box, other_user):
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
     assert reconcile(box.data) == [job_id]
@@ -234,7 +234,7 @@ def test_the_end_of_a_job_is_read_from_its_file_if_the_store_lacks_it(box):
     assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
 
 
-def test_a_deleted_run_folder_is_the_reason_if_no_supervisor_is_left(box):
+def test_a_job_without_a_supervisor_and_run_folder_gives_the_deleted_folder_as_the_reason(box):
     job_id = started(box, gone_process())
     shutil.rmtree(box.data.run(job_id).root)
     assert reconcile(box.data) == [job_id]

@@ -56,7 +56,7 @@ def test_a_job_keeps_its_gpus_from_one_attempt_to_the_next(box):
 
 
 @pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
-def test_gpus_of_the_model_are_leased_and_pinned_without_ranks_in_every_attempt(box, tmp_path, model_gpus, n_ranks):
+def test_the_gpus_of_the_language_model_are_leased_and_pinned_but_have_no_rank(box, tmp_path, model_gpus, n_ranks):
     data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
@@ -87,7 +87,7 @@ def test_gpus_of_the_model_are_leased_and_pinned_without_ranks_in_every_attempt(
         ("oom=0@2", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "half the train.batch_"),
     ],
 )
-def test_a_failure_that_would_recur_causes_no_restart(box, word, error, cause):
+def test_a_job_whose_failure_would_recur_is_not_restarted(box, word, error, cause):
     job_id = box.launch(word, max_restarts=3)
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
@@ -118,7 +118,7 @@ def test_a_job_that_waits_for_its_restart_can_be_stopped_or_paused(box, ask, sta
         assert job.held
 
 
-def test_a_crash_during_a_stop_causes_no_restart(box):
+def test_a_job_that_crashes_while_it_is_being_stopped_is_not_restarted(box):
     job_id = box.launch("deaf crash=0@80", max_restarts=3)
     box.wait_steps(job_id)
     edits.stop(box.data, job_id)
@@ -146,7 +146,7 @@ def impatient(monkeypatch) -> dict[str, float]:
     return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
 
 
-def test_a_halted_rank_is_named_and_the_job_restarted(box, impatient):
+def test_a_halted_rank_is_named_and_its_job_is_restarted(box, impatient):
     job_id = box.launch("steps=12 hang=1@6#1", gpus=(0, 1), max_restarts=1, **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt, job.error) == (JobState.FINISHED, 2, None)
@@ -168,7 +168,7 @@ def test_a_rank_that_never_continues_fails_the_job_with_its_name(box, impatient)
     assert box.living(job_id) == []
 
 
-def test_an_attempt_that_hangs_fails_even_if_its_ranks_save_when_ended(box, impatient):
+def test_an_attempt_that_hangs_fails_even_if_its_ranks_save_when_they_are_ended(box, impatient):
     job_id = box.launch("steps=12 idle=0@6#1", world_size=2, max_restarts=1, **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt) == (JobState.FINISHED, 2)

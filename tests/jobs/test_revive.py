@@ -98,7 +98,7 @@ def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_to_wait(box, capf
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_unwritable_logs_affect_no_command_and_no_other_job(box, monkeypatch, capfd):
+def test_an_unwritable_log_affects_neither_commands_nor_other_jobs(box, monkeypatch, capfd):
     job_id = waits_alone(box, user=user_name())
     for log in (box.data.root / "revive.log", box.data.run(job_id).supervisor_log):
         log.mkdir(parents=True)
@@ -157,7 +157,7 @@ def test_a_resumed_job_stays_held_and_dependent_unless_it_has_begun(box, attempt
         assert plan.sentence == f"is queued again; it comes after job {first} and is held until it is released"
 
 
-def test_a_second_process_does_not_start_the_same_supervisors(box):
+def test_two_processes_do_not_start_the_same_supervisor(box):
     job_id = waits_alone(box, user=user_name())
     started = []
 

@@ -56,7 +56,7 @@ def n_asked(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_the_trainer_reads_every_format_as_it_does_in_a_training(tmp_path: Path, shards: Path) -> None:
+def test_the_trainer_reads_the_headers_of_every_format_as_it_does_when_training(tmp_path: Path, shards: Path) -> None:
     (arrow := tmp_path / "arrow").mkdir()
     table = pa.table({"x": pa.array(torch.randn(6, 4).tolist(), pa.list_(pa.float32()))})
     with pa.ipc.new_file(str(arrow / "a.arrow"), table.schema) as writer:
@@ -69,7 +69,7 @@ def test_the_trainer_reads_every_format_as_it_does_in_a_training(tmp_path: Path,
         assert read(headers, folder) == expected
 
 
-def test_a_refusal_of_the_trainer_names_the_setting_file_and_remedy(tmp_path: Path, shards: Path) -> None:
+def test_an_error_of_the_trainer_names_the_setting_and_the_file_and_the_remedy(tmp_path: Path, shards: Path) -> None:
     torch.save({"x": range(3)}, shards / "b.pt")
     message = refusal(ShardHeaders(DataDir(tmp_path / "data")), shards)
     assert message.startswith(f"data.target_path: {shards / 'b.pt'} is not an array of rows [n_tokens, d_in]: it can ")
@@ -91,7 +91,7 @@ def test_headers_are_read_once_until_a_file_changes_even_by_another_process(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"state": [], "shards": {"shards": []}}'])
-def test_a_damaged_record_is_replaced(content: bytes, tmp_path: Path, shards: Path) -> None:
+def test_a_damaged_record_of_headers_is_replaced(content: bytes, tmp_path: Path, shards: Path) -> None:
     data, command = DataDir(tmp_path / "data"), answering(tmp_path, shards)
     found = read(ShardHeaders(data, command), shards)
     (kept,) = data.headers.iterdir()
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_replaced(content: bytes, tmp_path: Path, shards: Pa
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )
-def test_a_failure_is_one_sentence_and_is_kept_for_a_moment(
+def test_a_failed_read_of_headers_gives_one_sentence_that_is_kept_for_a_moment(
     script: str, reason: str, tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = ShardHeaders(DataDir(tmp_path / "data"), failing(tmp_path, script))
@@ -120,7 +120,7 @@ def test_a_failure_is_one_sentence_and_is_kept_for_a_moment(
     assert n_asked(tmp_path) == 2
 
 
-def test_a_process_that_hangs_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_reader_that_hangs_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.shard_headers.LIMIT_S", 0.1)
     headers = ShardHeaders(DataDir(tmp_path / "data"), [sys.executable, "-c", "import time; time.sleep(600)"])
     assert "the trainer has not read the data within 0.1 s; try again" in refusal(headers, shards)
@@ -134,7 +134,7 @@ def test_the_python_that_a_job_names_reads_the_headers(tmp_path: Path, shards: P
     assert (tmp_path / "asked").read_text() == f"-P -m trainer inspect --headers --json -- {shards}\n"
 
 
-def test_headers_that_are_already_stored_are_read_without_an_announcement(tmp_path: Path, shards: Path) -> None:
+def test_reading_headers_is_not_announced_if_they_are_already_stored(tmp_path: Path, shards: Path) -> None:
     places: list[Path] = []
     headers = ShardHeaders(DataDir(tmp_path / "data"), answering(tmp_path, shards))
     with announcing(places.append):

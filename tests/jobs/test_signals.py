@@ -1,4 +1,4 @@
-"""Tests with signals that the parent process blocks or ignores, as daemons and notebook servers do."""
+"""Tests for jobs whose parent process blocks or ignores signals, as daemons and notebook servers do."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Failing:
         return self.n_calls
 
 
-def test_a_failing_call_is_retried_until_it_succeeds_and_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_call_is_logged_once_and_retried_until_it_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert retry("pausing", Failing(3)) == 4
     assert capsys.readouterr().err.count("pausing: control.db is locked\n") == 1
 

@@ -67,7 +67,7 @@ def main() -> int:
     different = [name for name in before | behaviour if before.get(name) != behaviour.get(name)]
     for name in different:
         print(f"{name}: was {before.get(name)!r:.500}, is {behaviour.get(name)!r:.500}")
-    print(f"{len(behaviour)} results, {len(different)} of them differ")
+    print(f"{len(different)} of {len(behaviour)} results differ")
     return bool(different)
 
 

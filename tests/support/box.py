@@ -1,4 +1,4 @@
-"""A user's data folder. Tests run shell commands and, in a pseudo-terminal, the demo app on it."""
+"""A user's data folder. Tests use it to run shell commands and, in a pseudo-terminal, the demo app."""
 
 from __future__ import annotations
 

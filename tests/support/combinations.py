@@ -1,6 +1,7 @@
 """Chooses parameters of tests: combinations for Triton's interpreter, and the cases that every change runs.
 
-All combinations would take minutes in the interpreter. They are used on a GPU and with EXAMPLES=explore.
+All combinations would take minutes in the interpreter. The tests run all of them only on a GPU or with
+EXAMPLES=explore.
 """
 
 from __future__ import annotations

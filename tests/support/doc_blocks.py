@@ -67,8 +67,9 @@ def commands_of(block: Block) -> list[list[str]]:
 
 
 def _simple(line: str) -> Iterator[list[str]]:
-    """Split a shell line into simple commands, without operators and assignments. A command substitution is one of
-    them.
+    """Split a shell line into simple commands, without operators and assignments.
+
+    A command substitution counts as a simple command.
     """
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True

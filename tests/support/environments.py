@@ -25,7 +25,8 @@ with open({file!r}, "a") as stream:
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
-    """Create a virtual environment and return its Python. With `trains`, it can import all packages of the tests.
+    """Create a virtual environment and return its Python. With `trains`, the environment can import all
+    packages of the tests.
 
     The arguments of each Python process are recorded in the file `starts` next to it.
     """

@@ -2,7 +2,8 @@
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
-The numbers are recorded while `DistributedGroup` runs on tensors without memory. `--times` prints modelled times.
+The numbers are recorded while `DistributedGroup` runs on fake tensors, which have no memory. `--times` prints modelled
+times.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def rows(shapes: Iterable[str] = SHAPES) -> Iterator[str]:
     for mode in MODES:
         for shape in shapes:
             for case in CASES:
-                # The numbers for the other combinations can be derived from these.
+                # The numbers for all other combinations can be derived from the rows of these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
@@ -206,7 +207,7 @@ def rows(shapes: Iterable[str] = SHAPES) -> Iterator[str]:
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
     """Yield the lines of one mode: one line per set of identical collectives, in order of first use.
 
-    The first line is what the rank reads from host memory.
+    The first line describes what the rank reads from host memory.
     """
     read = round(2 * _rows_read(mode, shape) * SHAPES[shape][1] / 1e6, 3)
     of_read = ("activations/training_data.py IndexedData.read", "host", "read", "bfloat16", 1, read)

@@ -18,7 +18,7 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Exchange tensors of all types and sizes. Some fit into a slot of shared memory; others are split."""
+    """Exchange tensors of all types and sizes. Some tensors fit into a slot of shared memory; others are split."""
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}

@@ -1,8 +1,8 @@
-"""Runs the GPU path of a step on tensors without memory, to test shapes, types and operations without a driver.
+"""Runs the GPU path of a step on fake tensors (without memory), to test shapes, types and operations without a driver.
 
 With a CPU build of torch, the tensors report the device "cpu" and only `is_cuda` is true, since autograd needs a driver
-for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, they report "cuda:0", so that a tensor left on
-the CPU is detected. Code that reads a tensor's values gets arbitrary numbers.
+for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, the tensors report "cuda:0", so that a tensor
+left on the CPU is detected. Code that reads a tensor's values gets arbitrary numbers.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class OtherInterpreter(Group):
 
 
 class Unread:
-    """Replaces the reader of stop requests and returns none. The real reader returns the requests of the
-    previous step.
+    """Replaces the reader of stop requests and reports no requests.
+
+    The real reader returns the requests of the previous step.
     """
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
@@ -80,8 +81,9 @@ def one_of_ranks(
 
 
 class ToldNumber:
-    """Replaces `HostCopy`, a number that the host reads from the GPU. By default, it exceeds the capacity of every
-    buffer.
+    """Replaces `HostCopy`, a number that the host reads from the GPU.
+
+    By default, the number exceeds the capacity of every buffer.
     """
 
     told = 2**62

@@ -12,7 +12,7 @@ import torch
 from support.box import ROOT
 from support.forked import in_loaded_process
 
-# For a file that has slow cases.
+# Run the fast and the slow cases of a file as two tests.
 in_two_shares = pytest.mark.parametrize("among", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 
 

@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         x_hat = values @ decoder + own["b_dec"]
         if "W_skip" in own:
             x_hat = x_hat + rows @ own["W_skip"].T
-        # With `by_norm`, the factor of the rows is removed from the activations.
+        # With `by_norm`, undo the scaling of the rows in the activations.
         return acts / (self.row_scale if self.by_norm else 1.0), x_hat / self.row_scale, clear
 
     def _encoded(self, product: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

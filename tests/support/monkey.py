@@ -111,7 +111,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # The keys that quit are left out, since a start takes a second. `_choose_key` occasionally presses `q`.
+    # Keys that quit the app are left out, since restarting it takes a second. `_choose_key` occasionally presses `q`.
     return sorted(codes - {b"q", b"\x11"})
 
 

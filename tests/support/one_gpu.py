@@ -39,8 +39,9 @@ class QuietWaiting(HostWaiting):
 
 
 class ByHost(SharedRanks):
-    """Exchanges GPU tensors through shared memory. They are copied to the host, since PyTorch cannot add across
-    devices.
+    """Exchanges GPU tensors through shared memory.
+
+    The tensors are copied to the host, since PyTorch cannot add tensors on different devices.
     """
 
     def _sum(self, blocks: list[Tensor], own: Tensor) -> None:

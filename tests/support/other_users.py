@@ -27,8 +27,9 @@ _OWN = re.compile(
 
 
 class Texts:
-    """Creates a string for each label. It consists of characters that identify the label, markup, and shuffled
-    `PIECES`.
+    """Creates a string for each label.
+
+    A string consists of characters that identify the label, of markup, and of shuffled `PIECES`.
     """
 
     def __init__(self, seed: int = 0) -> None:

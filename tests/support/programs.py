@@ -1,7 +1,7 @@
-"""Chooses which programs of a kernel launch Triton's interpreter runs, and in which order. By default, it runs all in
-order.
+"""Chooses which programs of a kernel launch Triton's interpreter runs, and in which order.
 
-A GPU runs the programs in any order. `support.interpreted` makes pytest load this module.
+By default, the interpreter runs all programs in order. A GPU runs the programs in any order.
+`support.interpreted` makes pytest load this module.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _known_of_language(function: Any) -> frozenset[str]:
 
 
 class _Mask(language.tensor):  # type: ignore[misc]
-    """A mask that is applied even if it has a single element, which is false."""
+    """A mask that is applied even if its only element is false."""
 
     def __bool__(self) -> bool:
         return True

@@ -1,7 +1,8 @@
 """Finds races between the queues of several GPUs, each simulated by a thread.
 
-A queue that reads or overwrites another queue's data must first wait for a moment that the other queue recorded after
-accessing the data. The real timing of the threads does not matter, since only such a wait orders two queues.
+A queue that reads or overwrites another queue's data must first wait for a `Moment` that the other queue recorded after
+accessing the data. The real timing of the threads does not matter, since only such waits determine the order of two
+queues.
 """
 
 from __future__ import annotations

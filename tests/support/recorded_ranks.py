@@ -128,7 +128,7 @@ def in_step(one: list[Call], other: list[Call]) -> bool:
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs (number of ranks, ranks that divide the latents) for ddp, tensor and every hybrid."""
+    """Yield pairs (number of ranks, number of ranks that divide the latents) for ddp, tensor and every hybrid mode."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

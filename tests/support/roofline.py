@@ -161,7 +161,7 @@ def _selection(op: Op) -> Cost:
 def _sort(op: Op) -> Cost:
     keys = op.reads[0]
     passes = 2 * keys.dtype.itemsize
-    # One block sorts up to 4,096 numbers. Two kernels before it copy the numbers and create their indices.
+    # One block sorts up to 4,096 numbers. Before the sort, two kernels copy the numbers and create their indices.
     launches = 3 if keys.shape[-1] <= 4096 else 3 + passes
     return Cost(launches, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort")
 
@@ -264,8 +264,8 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The fraction of rows that kernels over whole rows must search. With noise around 0, half of the rows have more than k
-# positive values. Kernels that mark or gather values also search rows with fewer positive values.
+# The fraction of rows in which kernels that process complete rows must search. With noise around 0, half of the rows
+# have more than k positive values. Kernels that mark or gather values also search rows with fewer positive values.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
 # torch computes these element-wise operations with a slow kernel if their operands differ in shape or type.
 _UNEVENLY = {"add", "sub", "mul", "div"}

@@ -118,7 +118,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Step:
-    """The operations of a step: `passes` are the forward and backward passes with the metrics, `update` is the update.
+    """The operations of a step: `passes` are the forward and backward passes and metrics, `update` the weight update.
 
     `exchanges` contains the collectives of groups that write to the step's log, in order.
     """
@@ -263,7 +263,7 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
     called = dict(zip(kernel.arg_names, args, strict=False)) | named
     arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
     tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
-    # The prefix of its name shows whether an argument is written, or both read and written.
+    # The prefix of an argument's name shows whether the kernel writes the argument, or both reads and writes it.
     writes = tuple(one for name, one in tensors if name.startswith(("out", "inout")))
     reads = tuple(one for name, one in tensors if not name.startswith("out"))
     shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))
@@ -272,7 +272,7 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
 
 def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     args, named = arguments
-    # An `out` argument is written, not read.
+    # The operation writes an `out` argument but does not read it.
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:

@@ -17,7 +17,10 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 class TapeOnCpu(TorchDispatchMode):
-    """Captures operations. Unlike a CUDA graph, it also executes them, so the first replay does nothing."""
+    """Captures operations.
+
+    Unlike a CUDA graph, a tape also executes them during the capture, so the first replay does nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from trainer.contract.settings.job import JobConfig
 class NiceSettings(msgspec.Struct, frozen=True):
     """The settings of this backend."""
 
-    niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
+    niceness: Annotated[int, about("Niceness of a rank: 19 is the lowest CPU priority.", ge=0, le=19)] = 5
 
 
 class NiceRanks(RankGroup):
@@ -43,12 +43,12 @@ class NiceRanks(RankGroup):
 
 def check_gpus(job: JobConfig) -> list[Problem]:
     """Warn if GPUs are requested, since niceness has no effect on a GPU."""
-    message = '"nice" makes way on the CPU alone; use "cpu"'
+    message = '"nice" lowers only the CPU priority; use "cpu"'
     return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
 
 
 ENTRY = BackendEntry(
-    f"{__name__}:NiceRanks", "Ranks that give way to others.", NiceSettings, check=f"{__name__}:check_gpus"
+    f"{__name__}:NiceRanks", "Ranks with a low CPU priority.", NiceSettings, check=f"{__name__}:check_gpus"
 )
 
 if __name__ == "__main__":

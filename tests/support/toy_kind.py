@@ -31,7 +31,7 @@ class CommandSettings(msgspec.Struct, frozen=True):
     """The settings of this kind."""
 
     line: Annotated[list[str], about("The command and its arguments.", wanted='a list like ["make"]')]
-    times: Annotated[int, about("How often it runs.", ge=1)] = 1
+    times: Annotated[int, about("How often the command runs.", ge=1)] = 1
 
 
 class CommandJob(AnyJob, frozen=True, kw_only=True):

@@ -69,4 +69,4 @@ class ToyStream(StreamSource):
         self._next = state["next"]
 
 
-ENTRY = SourceEntry("support.toy_stream:ToyStream", "Rows as they come.", ToySettings)
+ENTRY = SourceEntry("support.toy_stream:ToyStream", "Rows from a known dictionary.", ToySettings)

@@ -24,7 +24,7 @@ N_TOKENS, D_IN = 20_000, 8
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Return a machine with five GPUs: a free, a busy, a broken, one without a memory sensor, and a nearly full one."""
+    """Return a machine with five GPUs: free, busy, broken, without a memory sensor, and nearly full."""
     gpus = (
         MachineGpu(0, "RTX 3090", 23 * GIB),
         MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),
@@ -149,7 +149,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 216 passes", "warning"),
     ],
 )
-def test_each_reason_against_a_launch_is_one_problem(
+def test_each_reason_why_a_job_cannot_run_is_reported_as_one_problem(
     checked: Callable[..., list[Problem]], sections: dict[str, Any], path: str, message: str, severity: str
 ) -> None:
     (problem,) = checked(**{"train": SMALL, **sections})
@@ -207,7 +207,7 @@ def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
         ),
     ],
 )
-def test_a_training_job_uses_one_slice_or_only_full_gpus(
+def test_a_training_job_uses_either_one_mig_slice_or_only_full_gpus(
     checked: Callable[..., list[Problem]], machine: Machine, gpus: Any, message: str
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (2, 3))
@@ -217,7 +217,7 @@ def test_a_training_job_uses_one_slice_or_only_full_gpus(
     assert [(one.path, one.message) for one in problems] == ([("launch.gpus", message)] if message else [])
 
 
-def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
+def test_a_full_disk_is_reported_as_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # The SAE has 17e13 parameters, including the encoder's bias.
@@ -246,7 +246,7 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
     assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
 
 
-def test_all_saes_of_a_sweep_count_towards_memory(
+def test_the_memory_estimate_includes_all_saes_of_a_sweep(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
     # Deterministic mode disables CUDA graphs, which take extra memory in a run of a single SAE but not in a sweep.
@@ -331,12 +331,12 @@ def test_latents_that_do_not_divide_evenly_over_replicas_give_a_warning(
         assert problems[0].message.endswith(f"choose {64 - 64 % n_gpus} or 66")
 
 
-def test_without_held_out_tokens_all_tokens_are_for_training(checked: Callable[..., list[Problem]]) -> None:
+def test_without_held_out_tokens_all_tokens_are_used_for_training(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
     assert problem.message.endswith("has only 20,000; make batch_size × accumulate at most 20,000")
 
 
-def test_a_transcoder_without_an_export_format_is_refused_with_the_alternatives(
+def test_the_error_for_a_transcoder_without_an_export_format_names_the_alternatives(
     checked: Callable[..., list[Problem]], write_shard: Callable[..., Path], tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
@@ -365,7 +365,7 @@ def test_synthetic_data_needs_no_file(machine: Machine, make_job: Callable[..., 
     ("gpus", "indices", "ranks"),
     [("auto", [], 1), ("auto:3", [], 3), ("cpu", [], 1), ("cpu:2", [], 2), ([5, 0], [5, 0], 2)],
 )
-def test_the_number_of_devices_follows_from_launch_gpus(
+def test_launch_gpus_determines_the_number_of_devices(
     make_job: Callable[..., JobConfig], gpus: Any, indices: list[int], ranks: int
 ) -> None:
     job = make_job(launch={"gpus": gpus})

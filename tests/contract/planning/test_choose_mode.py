@@ -65,7 +65,7 @@ def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: 
     assert narrow.needs_bytes < needs
 
 
-def test_if_nothing_fits_the_smallest_mode_is_tried_and_explained(make_job: MakeJob) -> None:
+def test_if_no_mode_fits_in_memory_the_one_that_needs_the_least_is_chosen_with_a_reason(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 2, GPT2_XL), PlannedResources(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert settled.reason.endswith(" GiB, but each rank may use only 0.9 GiB")
@@ -97,7 +97,7 @@ def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     mode=st.sampled_from(["auto", "auto", "ddp", "tensor"]),
     free_gb=st.one_of(st.none(), st.floats(0.1, 100)),
 )
-def test_the_way_a_step_is_divided_never_changes_its_tokens(
+def test_dividing_a_step_among_ranks_never_changes_its_number_of_tokens(
     make_job: MakeJob, ranks: int, batch: Any, accumulate: int, fixed: int | None, mode: str, free_gb: float | None
 ) -> None:
     train = {"batch_size": batch, "accumulate": accumulate} | ({"global_batch_size": fixed} if fixed else {})
@@ -112,7 +112,7 @@ def test_the_way_a_step_is_divided_never_changes_its_tokens(
     assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
-def test_exchanged_bytes_match_a_ring_all_reduce_and_the_candidates(make_job: MakeJob) -> None:
+def test_ranks_exchange_the_bytes_of_a_ring_all_reduce_and_of_their_candidate_latents(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
@@ -147,7 +147,7 @@ def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -
 def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
-    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange another 75 MB for it.
+    # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange another 75 MB for AuxK.
     batch_size = 4096 * (8 if mode == "tensor" else 1)
     job = wide(make_job, batch_size=batch_size).replace("parallel", mode=mode)
     time = step_time(workload(job, 2304, 8), NVLINK)
@@ -159,7 +159,9 @@ def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
 
 @pytest.mark.parametrize("speeds", [NVLINK, STAGED], ids=["nvlink", "staged"])
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])
-def test_the_chosen_mode_is_not_much_slower_once_latents_die(make_job: MakeJob, n_ranks: int, speeds: Speeds) -> None:
+def test_the_chosen_mode_is_not_much_slower_after_latents_have_died(
+    make_job: MakeJob, n_ranks: int, speeds: Speeds
+) -> None:
     time = settle(Workload(wide(make_job), n_ranks, GPT2_XL), PlannedResources(speeds)).time
     assert time.total_s < time.with_dead_s < 1.3 * time.total_s
 
@@ -192,7 +194,7 @@ def test_a_sweep_with_enough_saes_is_distributed_over_devices(make_job: MakeJob)
     assert settle(Workload(job, 8, GPT2_XL), PlannedResources(NVLINK)).job.parallel.mode != "sweep"
 
 
-def test_an_optimizer_for_full_matrices_never_gets_a_shard(make_job: MakeJob) -> None:
+def test_an_optimizer_that_needs_full_matrices_never_gets_a_shard_of_the_latents(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": 64}, train={"optimizer": ["adam", "muon"]})
     for free in (None, 8 * 10**9):
         assert settle(Workload(job, 4, GPT2_XL), PlannedResources(STAGED, free_bytes=free)).work.latent_ranks == 1
@@ -234,7 +236,9 @@ def read_parts(make_job: MakeJob, ranks: int, speeds: Speeds, *, device: str = "
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_read_shards_of_rows_if_their_bus_beats_host_memory(make_job: MakeJob, ranks: int) -> None:
+def test_ranks_read_shards_of_rows_if_the_bus_between_gpus_is_faster_than_host_memory(
+    make_job: MakeJob, ranks: int
+) -> None:
     assert read_parts(make_job, ranks, NVLINK)
     assert not read_parts(make_job, ranks, STAGED)
 
@@ -246,7 +250,7 @@ def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_
     assert not read_parts(make_job, 2, NVLINK, train={"batch_size": 16})
 
 
-def test_ranks_with_their_own_tokens_or_on_cpus_read_all_rows(make_job: MakeJob) -> None:
+def test_data_parallel_ranks_and_cpu_ranks_read_all_of_their_rows(make_job: MakeJob) -> None:
     assert not read_parts(make_job, 4, NVLINK, parallel={"mode": "ddp"})
     assert not read_parts(make_job, 4, NVLINK, device=CPU)
     assert not read_parts(make_job, 1, NVLINK)

@@ -47,7 +47,7 @@ def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
     return Machine(gpus, 2, tmp_path, memory=DeviceMemory(20 * GIB, 24 * GIB), cuda=cuda)
 
 
-def test_disk_space_follows_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
+def test_disk_space_is_estimated_from_the_rows_and_time_from_the_matmuls(job: ExtractJob) -> None:
     # The simulated device runs at 1 GFLOP/s.
     box = MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
@@ -163,7 +163,7 @@ def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_on
         ),
     ],
 )
-def test_processes_may_use_slices_but_no_model_is_spread_over_slices(
+def test_processes_may_use_mig_slices_but_a_model_cannot_be_spread_over_slices(
     job: ExtractJob, tmp_path: Path, gpus: object, spread: bool, said: list[str]
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (0, 1))

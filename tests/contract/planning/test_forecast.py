@@ -14,7 +14,7 @@ MakeJob = Callable[..., JobConfig]
 SHAPE = DataShape(768, None, 10**9)
 
 
-def test_time_follows_from_steps_and_cost_from_devices_and_time(make_job: MakeJob) -> None:
+def test_the_forecast_time_scales_with_steps_and_the_cost_with_devices_and_time(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"batch_size": 4096, "n_steps": 1000})
     rows = forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), MeasuredHardware(), price_per_gpu_hour=3.6)
     assert tuple(row.ranks for row in rows) == COUNTS
@@ -25,13 +25,13 @@ def test_time_follows_from_steps_and_cost_from_devices_and_time(make_job: MakeJo
         assert row.efficiency == pytest.approx(row.tokens_per_s / rows[0].tokens_per_s / row.ranks)
 
 
-def test_a_fixed_step_size_is_not_sped_up_beyond_the_number_of_ranks(make_job: MakeJob) -> None:
+def test_with_a_fixed_step_size_the_speedup_is_at_most_the_number_of_ranks(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 24576}, train={"global_batch_size": 4096})
     for row in forecast(Workload(job, 1, SHAPE, "NVIDIA H200"), MeasuredHardware()):
         assert row.speed_up <= row.ranks
 
 
-def test_a_forecast_uses_measured_speeds_and_says_so(make_job: MakeJob) -> None:
+def test_a_forecast_says_whether_its_speeds_are_measured(make_job: MakeJob) -> None:
     box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 2, Speeds(1e12, 1e12, 1e9, 1e-5, is_measured=True))
     rows = forecast(Workload(make_job(), 1, SHAPE, "NVIDIA H200"), box)
     assert [row.is_measured for row in rows] == [True, True, False, False]

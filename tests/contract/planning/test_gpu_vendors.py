@@ -31,7 +31,7 @@ GPUS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
         ("MIG-cc33", []),
     ],
 )
-def test_a_list_ends_at_the_first_unknown_gpu_and_duplicates_make_it_empty(text, indices):
+def test_a_gpu_list_ends_at_the_first_unknown_gpu_and_is_empty_if_it_has_duplicates(text, indices):
     assert VENDORS["nvml"].visible_indices(text, GPUS) == indices
 
 
@@ -50,7 +50,7 @@ def test_numbers_refer_to_the_indices_of_readable_gpus():
         ("1,2", [1]),
     ],
 )
-def test_slices_are_selected_by_uuid_and_not_by_index(text, indices):
+def test_mig_slices_are_selected_by_uuid_and_not_by_index(text, indices):
     gpus = [(0, "GPU-split"), (1, "GPU-whole"), (2, "MIG-a"), (3, "MIG-b")]
     assert VENDORS["nvml"].visible_indices(text, gpus) == indices
 

@@ -20,7 +20,7 @@ def test_measured_speeds_are_stored_and_read_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_another_number_of_gpus_has_only_an_assumed_bus_speed() -> None:
+def test_the_bus_speed_is_assumed_for_a_number_of_gpus_that_was_not_measured() -> None:
     box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 4, FOUND)
     two = box.speeds("NVIDIA H200", "bf16", 2)
     assert (two.flops_per_s, two.is_measured) == (FOUND.flops_per_s, False)
@@ -28,7 +28,7 @@ def test_another_number_of_gpus_has_only_an_assumed_bus_speed() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"cards": 3}'])
-def test_a_damaged_file_is_read_as_no_measurements(content: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_file_is_treated_as_a_file_without_measurements(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "box.json").write_bytes(content)
     assert read_box(tmp_path / "box.json") == MeasuredHardware()

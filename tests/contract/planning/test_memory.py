@@ -47,7 +47,7 @@ def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
 
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_each(
+def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_memory_per_rank(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
     # Deterministic mode disables CUDA graphs.
@@ -82,7 +82,7 @@ def test_captured_sparse_steps_need_extra_memory_only_for_few_tokens(make_job: M
     assert slack(256) > slack(256, deterministic=True)
 
 
-def test_replicas_add_gradients_in_place_and_sharded_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
+def test_replicas_add_gradients_in_place_and_latent_shards_divide_all_but_the_batch(make_job: MakeJob) -> None:
     sae, train = {"d_sae": 24576}, {"batch_size": 4096}
     alone_job = make_job(sae=sae, train=train)
     alone = estimate(workload(alone_job, 768, 1))
@@ -165,7 +165,7 @@ def test_memory_counted_by_pytorch_excludes_nccl(make_job: MakeJob) -> None:
         ({"optimizer": "muon"}, 4, 4),
     ],
 )
-def test_an_optimizer_takes_the_bytes_of_its_state_on_each_device(
+def test_an_optimizer_needs_the_memory_of_its_state_on_each_type_of_device(
     make_job: MakeJob, train: dict[str, Any], on_gpu: float, on_cpu: float
 ) -> None:
     job = make_job(sae={"d_sae": 64}, train=train)
@@ -176,7 +176,7 @@ def test_an_optimizer_takes_the_bytes_of_its_state_on_each_device(
         assert checkpoint_bytes(work) == round((4 + n_bytes) * n_parameters)
 
 
-def test_a_transcoder_has_a_decoder_of_its_own_width(make_job: MakeJob) -> None:
+def test_the_decoder_of_a_transcoder_has_the_width_of_the_targets(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = 8 * 64 + 64 * 24 + 64 + 24
     assert n_parameters(workload(job, 8, d_out=24), job.sae) == parameters
@@ -239,7 +239,9 @@ def test_disk_space_covers_the_newest_and_best_and_one_spare_checkpoint_of_each_
 
 
 @pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", PROCESS_BYTES)])
-def test_a_gpu_needs_a_cuda_context_and_the_cpu_a_process(make_job: MakeJob, device: str, context: int) -> None:
+def test_the_estimate_includes_a_cuda_context_on_a_gpu_and_a_process_on_the_cpu(
+    make_job: MakeJob, device: str, context: int
+) -> None:
     assert estimate(workload(make_job(), 384, 1, device=device)).context == context
 
 
@@ -309,7 +311,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_memory(
 
 
 @pytest.mark.parametrize(("ranks", "n_batches"), [(2, 2.5), (3, 2), (8, 2)])
-def test_readers_of_row_shards_hold_three_shards_and_one_full_batch_ahead(
+def test_a_rank_that_reads_row_shards_holds_three_shards_and_one_full_batch_in_memory(
     make_job: MakeJob, ranks: int, n_batches: float
 ) -> None:
     job = make_job(data={"path": "acts", "held_out_tokens": 0}, train={"batch_size": 128}, parallel={"mode": "tensor"})

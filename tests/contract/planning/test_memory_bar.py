@@ -17,7 +17,7 @@ def test_every_component_has_a_unique_letter() -> None:
 
 
 @given(PARTS, st.integers(len(LETTERS), 200))
-def test_components_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
+def test_the_components_of_the_memory_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
     widths = cells(parts, width)
     assert sum(widths.values()) == (width if parts.total else 0)
     assert widths.keys() == {name for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes}
@@ -25,10 +25,10 @@ def test_components_fill_the_bar_and_each_is_visible(parts: Memory, width: int) 
 
 
 @given(PARTS, st.integers(0, len(LETTERS)))
-def test_a_bar_too_short_for_all_components_is_not_exceeded(parts: Memory, width: int) -> None:
+def test_a_bar_that_is_too_short_for_all_components_keeps_its_width(parts: Memory, width: int) -> None:
     assert sum(cells(parts, width).values()) <= width
 
 
-def test_widths_are_proportional_if_there_is_space() -> None:
+def test_segment_widths_are_proportional_to_memory_if_the_bar_is_long_enough() -> None:
     parts = Memory(3 << 30, 3 << 30, 6 << 30, 2 << 30, 0, 1 << 30, 1 << 30)
     assert list(cells(parts, 32).values()) == [6, 6, 12, 4, 2, 2]

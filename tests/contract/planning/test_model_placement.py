@@ -104,7 +104,7 @@ def test_an_impossible_number_of_model_gpus_is_refused_with_the_possible_ones(
     assert [problem.message for problem in problems] == ([refusal] if refusal else [])
 
 
-def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
+def test_a_language_model_that_does_not_fit_next_to_an_sae_gets_its_own_gpus(make: Make) -> None:
     job, capacity = make(), DeviceMemory(24 * GIB, 24 * GIB)
     chosen = place(job, capacity=capacity)
     beside = place(with_model_gpus(job, 8, 0), capacity=capacity)
@@ -123,7 +123,7 @@ def test_a_model_that_fits_only_alone_gets_gpus_of_its_own(make: Make) -> None:
     assert chosen.needs_bytes == max(stored.total, chosen.reader.total)
 
 
-def test_free_memory_counts_before_total_memory(make: Make) -> None:
+def test_free_memory_takes_precedence_over_total_memory(make: Make) -> None:
     assert place(make(), capacity=DeviceMemory(24 * GIB, 80 * GIB)).model_gpus
     assert place(make(), H100, capacity=DeviceMemory(80 * GIB, 80 * GIB)).model_gpus == 0
 
@@ -145,7 +145,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
-def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Make) -> None:
+def test_if_no_placement_fits_the_one_that_needs_the_least_memory_is_chosen_with_a_reason(make: Make) -> None:
     chosen = place(make(), capacity=DeviceMemory(8 * GIB, 8 * GIB))
     assert "needs the least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
@@ -162,12 +162,12 @@ def test_if_nothing_fits_the_smallest_placement_is_tried_and_explained(make: Mak
         {"data": {"model_gpus": 0}},
     ],
 )
-def test_no_placement_is_chosen_if_there_is_no_choice(changes: dict[str, Any], make: Make) -> None:
+def test_no_placement_is_computed_if_only_one_is_possible(changes: dict[str, Any], make: Make) -> None:
     chosen = place(make(**changes), capacity=DeviceMemory(24 * GIB, 24 * GIB))
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
-def test_ranks_that_share_latents_in_groups_stay_in_full_groups(make: Make) -> None:
+def test_groups_of_ranks_that_share_latents_stay_complete(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
     assert place(job, capacity=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 
@@ -203,7 +203,7 @@ def test_a_given_number_of_model_gpus_leaves_the_rest_as_ranks(make: Make) -> No
     assert steps_of(job, 8) == Layout(job, 2).total_steps
 
 
-def test_a_step_takes_the_longer_of_reading_and_training(make: Make) -> None:
+def test_a_step_takes_as_long_as_reading_or_training_whichever_is_slower(make: Make) -> None:
     speeds = assumed_speeds(H100, "bf16")
     for n_parameters, reads_longer in ((10.5e9, True), (1e8, False)):
         job = make(n_parameters, parallel={"mode": "ddp"})
@@ -217,7 +217,7 @@ def test_a_step_takes_the_longer_of_reading_and_training(make: Make) -> None:
         assert (reading > alone) == reads_longer
 
 
-def test_the_outlook_needs_the_larger_of_training_and_model_memory(make: Make) -> None:
+def test_the_memory_check_uses_the_fuller_gpu_of_training_and_language_model(make: Make) -> None:
     job = make(gpus="auto:2", data={"model_gpus": 1}, d_sae=4096)
     gpus = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
     look = outlook(job, job.data_shape(), 2, gpus)

@@ -81,7 +81,7 @@ def test_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> N
     assert n_stored_rows(job) == 80
 
 
-def test_foreign_shards_are_reported_as_refused(make: Make) -> None:
+def test_unrelated_shards_are_reported_as_a_reason_for_refusal(make: Make) -> None:
     (folder := (job := make()).folder("mlp_out.0")).mkdir(parents=True)
     (folder / "acts.safetensors").touch()
     assert what_is_there(job).startswith(f"{folder} contains unrelated shards, so this extraction would be refused")

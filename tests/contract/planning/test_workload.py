@@ -15,7 +15,7 @@ MakeJob = Callable[..., JobConfig]
 SHAPE = DataShape(8, None, 10**6)
 
 
-def test_steps_and_tokens_and_mode_follow_from_the_job_and_its_ranks(make_job: MakeJob) -> None:
+def test_the_job_and_its_ranks_determine_steps_and_tokens_and_mode(make_job: MakeJob) -> None:
     job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000})
     layout = Layout(job, 2)
     assert layout.tokens_per_step == 64 * 3 * 2
@@ -49,7 +49,7 @@ def test_the_learning_rate_scales_with_the_tokens_of_a_step(make_job: MakeJob, s
         ({"n_tokens": 1_000_000}, 1, 1984, 505),
         ({"n_tokens": 300_000}, 1, 576, 521),
         ({"n_tokens": 10_000}, 1, 512, 20),
-        # In total, the ranks use as many tokens as a single rank would, but at least 64 tokens each.
+        # All ranks together use as many tokens per step as a single rank, but at least 64 tokens each.
         ({"n_tokens": 1_000_000}, 4, 1792, 559),
         ({"n_tokens": 10_000}, 3, 576, 18),
         ({"n_tokens": 10_000}, 16, 1024, 10),
@@ -76,7 +76,7 @@ def test_only_an_automatic_rate_is_reduced_for_small_steps(
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_adam_has_shorter_averages_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
+def test_adam_averages_over_fewer_steps_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
     settings = make_job(train={"optimizer": optimizer}).train.settings
     for_runs = [settings.for_run(n_steps, "cpu") for n_steps in (10, 500, 10_000, 10**6)]
     assert [one.beta1 for one in for_runs] == [0.75, 0.75, 0.9, 0.9]
@@ -109,7 +109,9 @@ def test_saes_are_placed_so_that_ranks_are_balanced(make_job: MakeJob) -> None:
     ("section", "changes"),
     [("parallel", {"mode": "tensor"}), ("train", {"batch_size": 77, "global_batch_size": 154, "precision": "bf16"})],
 )
-def test_changed_settings_apply_to_each_sae(make_job: MakeJob, section: str, changes: dict[str, Any]) -> None:
+def test_changed_settings_apply_to_each_sae_of_a_sweep(
+    make_job: MakeJob, section: str, changes: dict[str, Any]
+) -> None:
     job = make_job(sae={"k": [4, 8]}, train={"seed": [0, 1]})
     work = Workload(job, 2, SHAPE)
     changed = work.with_settings(section, **changes).on(4).on_device(CPU)
@@ -137,7 +139,7 @@ def test_changed_settings_apply_to_each_sae(make_job: MakeJob, section: str, cha
         ("NVIDIA H200", "fp32", "fp32", 4),
     ],
 )
-def test_auto_precision_is_one_that_the_device_is_fast_at(
+def test_auto_chooses_a_precision_that_is_fast_on_the_device(
     make_job: MakeJob, name: str, asked: str, precision: str, n_bytes: int
 ) -> None:
     work = Workload(make_job(train={"precision": asked}), 1, SHAPE, name)

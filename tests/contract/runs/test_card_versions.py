@@ -55,7 +55,9 @@ def fails_halfway(_: object, target: object, *__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_link_in_place_of_features_is_not_stored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_link_in_place_of_a_features_file_is_not_stored(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "secret"
     (folder / FEATURES).rename(elsewhere)
     (folder / FEATURES).symlink_to(elsewhere)

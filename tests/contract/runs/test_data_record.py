@@ -161,7 +161,7 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
     assert cut_short(before) == said
 
 
-def test_a_shard_that_changes_before_it_is_sampled_is_not_the_same(folder: Path) -> None:
+def test_a_shard_that_changes_before_it_is_sampled_is_refused(folder: Path) -> None:
     record = record_of([ShardSettings(str(folder))])
     save(folder / "d.npy", 60, 2)
     os.utime(folder / "d.npy", ns=(1, 1))
@@ -170,7 +170,7 @@ def test_a_shard_that_changes_before_it_is_sampled_is_not_the_same(folder: Path)
     assert "d.npy in" in refusal(folder, before)
 
 
-def test_a_file_that_cannot_be_sampled_is_identified_by_its_time(folder: Path) -> None:
+def test_a_file_that_cannot_be_sampled_is_identified_by_its_modification_time(folder: Path) -> None:
     record = record_of([ShardSettings(str(folder))])
     (folder / "d.npy").rename(folder / "d")
     before = sampled(record)

@@ -23,7 +23,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_feature_contains_its_contexts(file: Path) -> None:
+def test_a_feature_is_read_with_its_statistics_and_contexts(file: Path) -> None:
     feature = Features(file).feature(0)
     assert (feature.density, feature.largest, feature.mean) == (0.03, 4.0, 2.0)
     assert (feature.histogram, feature.nearest) == ((1, 2), ((1, 0.25),))
@@ -47,7 +47,7 @@ def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("shape", [[1, 2], [2], []])
-def test_promoted_tokens_of_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
+def test_promoted_tokens_of_the_wrong_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
     kind, code, _, values = MOVED[name]
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
     with pytest.raises(UserError, match="was not written by `sae-train eval`"):
@@ -106,8 +106,8 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fired", "order"),
     [
-        # There are 100,000 rows, and the maximum activations of the two latents are 4 and 3.
-        # Either both latents fire on 0.01 % to 1 % of the rows, or one of them is rarer or denser.
+        # There are 100,000 rows, and the maximum activations of the two latents are 4 and 3. In the first case, both
+        # latents fire on 0.01 % to 1 % of the rows; in the next three, at least one latent is rarer or denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),
@@ -137,7 +137,7 @@ def test_a_search_lists_latents_that_fire_on_a_token_before_its_contexts(file: P
 
 
 @pytest.mark.parametrize("ends", [[2, 3, 99], [-5, 2, -1], [5, 0, 3]])
-def test_a_corrupt_index_breaks_no_search(file: Path, ends: list[int]) -> None:
+def test_a_corrupt_index_does_not_break_a_search(file: Path, ends: list[int]) -> None:
     latents = ("I32", "i", [5], [7, -1, 2**30, 0, 1])
     file.write_bytes(features_file(index_ends=("I64", "q", [3], ends), index_latents=latents))
     assert {latent for words in ("the", "s") for latent in Features(file).search(words)} <= {0, 1}
@@ -167,7 +167,7 @@ def test_a_missing_file_raises_a_user_error(tmp_path: Path) -> None:
         {"text_ends": ("I64", "q", [2], [1, 2])},
     ],
 )
-def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
+def test_a_file_with_tensors_of_the_wrong_shape_is_refused(changes: Any, file: Path) -> None:
     file.write_bytes(features_file(**changes))
     with pytest.raises(UserError, match="was not written by `sae-train eval`; run the command again"):
         Features(file)
@@ -175,7 +175,9 @@ def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_any_damage_gives_a_user_error_or_other_values(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_reading_a_damaged_file_gives_a_user_error_or_different_values(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     content = bytearray(features_file(data.draw(st.sampled_from([TEXTS, SPREAD]))))
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -189,7 +191,7 @@ def test_any_damage_gives_a_user_error_or_other_values(tmp_path_factory: pytest.
             features.search(words)
 
 
-def test_a_deeply_nested_header_matches_no_weights(file: Path) -> None:
+def test_a_file_with_a_deeply_nested_header_matches_no_weights(file: Path) -> None:
     header = b"[" * 100_000
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     assert not is_of_weights(file, "0123")

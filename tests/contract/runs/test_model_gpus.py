@@ -1,4 +1,4 @@
-"""Tests for GPUs that run only the language model. Every rank reads from its spec how many there are."""
+"""Tests for GPUs that run only the language model. Every rank reads the number of these GPUs from its spec."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def placed(spec: RankSpec, job: JobConfig, model_gpus: int | str) -> RankSpec:
     return with_model_placed(spec, job.replace("data", settings=settings), "", MeasuredHardware(), DeviceMemory())
 
 
-def test_gpus_of_the_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:
+def test_the_gpus_of_the_language_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:
     spec = placed(given, job, 2)
     assert (spec.world_size, spec.n_processes, spec.model_gpus, spec.n_devices) == (2, 2, 2, 4)
     assert read_spec(write_spec(spec)) == spec
@@ -53,7 +53,7 @@ def test_gpus_of_the_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, 
     ("devices", "model_gpus", "of_ranks"),
     [(4, 2, [[2], [3]]), (4, 3, [[1, 2, 3]]), (8, 6, [[2, 4, 6], [3, 5, 7]]), (4, 0, [[], [], [], []])],
 )
-def test_each_gpu_of_the_model_belongs_to_one_rank(
+def test_each_gpu_of_the_language_model_belongs_to_one_rank(
     devices: int, model_gpus: int, of_ranks: list[list[int]], given: RankSpec
 ) -> None:
     spec = msgspec.structs.replace(given, world_size=devices - model_gpus, model_gpus=model_gpus)

@@ -45,7 +45,7 @@ def test_a_written_spec_is_read_back_unchanged(tmp_path: Path) -> None:
     assert read_spec(write_spec(full)) == full
 
 
-def test_the_environment_of_a_rank_has_its_rank_and_the_world_size(tmp_path: Path) -> None:
+def test_the_environment_of_a_rank_contains_its_rank_and_the_world_size(tmp_path: Path) -> None:
     environment = rank_environment(spec(tmp_path), 1, {"PATH": "/bin"})
     assert environment["PATH"] == "/bin"
     assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")

@@ -64,7 +64,7 @@ AT_NO_TIME = {"rows": {"measured": 1e300, "step": 1, "n": 1, "unit": "rows"}}
     ["", "{}", "[1]", '{"figures": 1}', '{"a": ' * 5000, json.dumps(card_table(parts=AT_NO_TIME))],
     ids=["empty", "no field", "list", "number", "deep", "no time"],
 )
-def test_a_damaged_card_is_read_as_none(tmp_path: Path, content: str) -> None:
+def test_a_damaged_card_is_treated_as_missing(tmp_path: Path, content: str) -> None:
     (tmp_path / CARD).write_text(content)
     assert read_card(tmp_path) is None
     assert read_card(tmp_path / "gone") is None
@@ -107,7 +107,7 @@ def test_scores_name_the_tokens_that_they_cover() -> None:
     assert one["CE score"].startswith("0.9500 ± 0.0040 all tokens, as in SAELens: ")
 
 
-def test_an_l0_off_target_is_shown_next_to_the_target() -> None:
+def test_an_l0_that_misses_its_target_is_shown_next_to_the_target() -> None:
     recipe = Recipe(
         optimizer="adam", optimizer_settings={"beta1": 0.9}, lr=0.01, encoder_follows=False, warmup_fraction=0.05,
         decay_fraction=0.2, batch_tokens=512, steps=391, planned_steps=500, tokens=200_192, passes=12.86, target_l0=32,

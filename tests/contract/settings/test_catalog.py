@@ -18,7 +18,7 @@ def test_a_registered_class_takes_its_settings_as_keywords_or_in_a_spec(entry: E
         assert [parameter.name for parameter in parameters] == ["spec"]
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return  # a class that accepts any keyword arguments converts them to its settings
+        return  # a class that accepts any keyword arguments and converts them to its settings
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     assert keywords == (list(entry.settings.__struct_fields__) if isinstance(entry, SettingsEntry) else [])
 

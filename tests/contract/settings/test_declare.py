@@ -158,13 +158,13 @@ def test_typed_text_is_read_as_the_type_of_the_setting(name: str, text: str, val
     assert SETTINGS[name].parse(text) == value
 
 
-def test_an_empty_entry_is_refused() -> None:
+def test_empty_text_is_refused_as_a_value() -> None:
     with pytest.raises(ValueError, match="is empty"):
         SETTINGS["title"].parse("  ")
 
 
 @given(st.integers(-(2**62), 2**62), st.sampled_from(["{}", "{:,}", "{:_}", "+{}", " {} "]))
-def test_an_integer_in_any_notation_reads_the_same(number: int, style: str) -> None:
+def test_an_integer_has_the_same_value_in_any_notation(number: int, style: str) -> None:
     assert parse_number(style.format(abs(number)), whole=True) == abs(number)
     assert parse_number(f"{number:,}") == number
 
@@ -234,7 +234,7 @@ def test_a_shown_value_fits_on_a_line() -> None:
     assert len(show("x" * 1000)) == 60
 
 
-def test_an_unregistered_name_is_refused_with_the_registered_ones() -> None:
+def test_the_error_for_an_unregistered_name_lists_the_registered_ones() -> None:
     assert catalog.entry(PARALLEL, "ddp", "parallel.mode") is PARALLEL["ddp"]
     with pytest.raises(
         UserError,
@@ -243,5 +243,5 @@ def test_an_unregistered_name_is_refused_with_the_registered_ones() -> None:
         catalog.entry(PARALLEL, "dpp", "parallel.mode")
 
 
-def test_an_entry_imports_its_code_only_when_loaded() -> None:
+def test_a_catalog_entry_imports_its_code_only_when_it_is_loaded() -> None:
     assert Entry("collections:OrderedDict", "").load().__name__ == "OrderedDict"

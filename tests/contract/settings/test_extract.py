@@ -22,7 +22,7 @@ def problems(**sections: Any) -> list[str]:
     return [str(problem) for problem in parse_as(ExtractJob, LEAST | table)[1]]
 
 
-def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest() -> None:
+def test_an_extraction_job_needs_model_and_hooks_and_text_and_has_defaults_for_the_rest() -> None:
     job, wrong = parse_as(ExtractJob, LEAST)
     assert wrong == []
     assert isinstance(job, ExtractJob)
@@ -78,7 +78,7 @@ def test_a_job_needs_a_model_and_hooks_and_a_text_and_has_defaults_for_the_rest(
         ({"kind": "extrcat"}, 'kind: must be "train" or "extract", not "extrcat"'),
     ],
 )
-def test_each_mistake_is_one_sentence_that_names_the_field(changed: dict[str, Any], wrong: str) -> None:
+def test_each_mistake_is_reported_in_one_sentence_that_names_the_setting(changed: dict[str, Any], wrong: str) -> None:
     (sentence,) = problems(**changed)
     assert sentence.startswith(wrong)
 

@@ -21,13 +21,13 @@ from trainer.contract.settings.hooks import (
 
 
 @given(st.sampled_from(list(SITES)), st.integers(0, 9999))
-def test_our_name_and_the_name_of_transformer_lens_give_the_same_hook(site: str, layer: int) -> None:
+def test_the_name_of_this_project_and_that_of_transformer_lens_give_the_same_hook(site: str, layer: int) -> None:
     hook = parse_hook(f"{site}.{layer}")
     assert hook == Hook(site, layer) == parse_hook(hook.transformer_lens)
     assert parse_hook(hook.name) == hook
 
 
-def test_transformer_lens_names_match_their_library() -> None:
+def test_hook_names_match_those_of_the_transformer_lens_library() -> None:
     assert parse_hook("resid_post.12").transformer_lens == "blocks.12.hook_resid_post"
     assert parse_hook("blocks.3.hook_mlp_out") == Hook("mlp_out", 3)
     assert parse_hook("blocks.3.mlp.hook_in") == Hook("mlp_in", 3)
@@ -40,13 +40,13 @@ def test_any_other_dotted_name_is_the_path_of_a_module(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "resid post.1", "../h.0", "h/0", "h.0.", ".h", "12", "h..0", "h.0\n"])
-def test_a_name_that_is_no_module_path_is_refused(text: str) -> None:
+def test_a_name_that_cannot_be_a_module_path_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as error:
         parse_hook(text)
     assert str(error.value) == f"must be {WANTED}"
 
 
-def test_an_unknown_transformer_lens_hook_is_refused_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_transformer_lens_hook_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"^has no site attn.hook_z; the known sites are blocks.3.hook_") as error:
         parse_hook("blocks.3.attn.hook_z")
     assert str(error.value).endswith("blocks.3.hook_attn_out")

@@ -71,7 +71,7 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
-# Arbitrary text might be parsed as several hooks, and thus as a sweep axis.
+# Arbitrary text might be parsed as several hooks, which would make the setting a sweep axis.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
 OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
 
@@ -201,7 +201,7 @@ def table_with(path: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value", "said"), BAD, ids=[f"{path} {str(value)[:20]!r}" for path, value, _ in BAD])
-def test_a_bad_value_is_one_problem_that_names_the_setting(path: str, value: object, said: str) -> None:
+def test_a_bad_value_is_reported_as_one_problem_that_names_the_setting(path: str, value: object, said: str) -> None:
     job, problems = parse_job(table_with(path, value))
     assert job is None
     (problem,) = problems

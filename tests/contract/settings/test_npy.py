@@ -69,7 +69,7 @@ def test_a_file_without_an_array_of_rows_is_refused_in_a_sentence(content: bytes
 
 
 @given(place=st.integers(0, 127), byte=st.integers(0, 255))
-def test_a_damaged_header_is_refused_or_has_non_negative_sizes(
+def test_a_damaged_header_is_either_refused_or_gives_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved(rows(3, 4)))

@@ -23,7 +23,7 @@ def training(**data: object) -> JobConfig:
     return job_of({"data": data, "sae": {"d_sae": 64, "k": 4}})
 
 
-def test_a_promised_folder_has_its_future_shape(model: Path, tmp_path: Path) -> None:
+def test_the_shape_of_a_promised_folder_is_known_before_it_is_written(model: Path, tmp_path: Path) -> None:
     promises = extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000).promises("job 3")
     shape = training(path=str(tmp_path / "rows" / "mlp_out.0")).data_shape(promises)
     assert shape == (D_IN, None, 5000)
@@ -37,18 +37,18 @@ def test_a_link_to_a_promised_folder_resolves_to_it(model: Path, tmp_path: Path)
     assert training(path=str(tmp_path / "link" / "mlp_out.0")).data_shape(promises).n_tokens == 5000
 
 
-def test_a_width_known_only_from_the_rows_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_promised_folder_whose_width_is_unknown_until_it_is_written_is_refused(model: Path, tmp_path: Path) -> None:
     job = extraction_job(model, tmp_path, tmp_path / "rows", hooks=["layers.1.mlp"])
     with pytest.raises(JobFileError, match=r"^data.path: job 3 has yet to write .*; launch this job after"):
         training(path=str(tmp_path / "rows" / "layers.1.mlp")).data_shape(job.promises("job 3"))
 
 
-def test_the_parent_folder_of_several_hooks_is_refused_with_their_names(tmp_path: Path) -> None:
+def test_the_error_for_the_parent_folder_of_several_hooks_names_the_hooks(tmp_path: Path) -> None:
     promises = {str(tmp_path / "rows" / name): Promise(8, 100, "job 3") for name in ("a", "b")}
     with pytest.raises(JobFileError, match=r"job 3 writes a folder for every hook in .*; give one of them: a and b"):
         training(path=str(tmp_path / "rows")).data_shape(promises)
 
 
-def test_any_other_folder_is_read_from_disk(tmp_path: Path) -> None:
+def test_a_folder_that_no_job_promises_is_read_from_disk(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="there is nothing at"):
         training(path=str(tmp_path / "other")).data_shape({str(tmp_path / "rows"): Promise(8, 100, "job 3")})

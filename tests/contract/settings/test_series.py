@@ -29,7 +29,7 @@ def test_results_keep_the_order_and_names_that_scripts_rely_on() -> None:
     ]
 
 
-def test_the_criterion_of_a_run_is_measured_on_held_out_data_and_has_a_direction() -> None:
+def test_a_run_is_judged_by_a_held_out_metric_for_which_lower_or_higher_is_better() -> None:
     assert CRITERION in key_metrics().keys() & held_out_metrics().keys()
     assert METRICS[CRITERION].series.better
 

@@ -75,7 +75,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     assert problem(tmp_path) == f"there are no .safetensors, .npy, .pt, .arrow or .parquet shards in {tmp_path}"
 
 
-def test_a_folder_of_hooks_is_refused_with_their_folders(write_shard: WriteShard, tmp_path: Path) -> None:
+def test_the_error_for_a_folder_of_hooks_names_the_subfolders(write_shard: WriteShard, tmp_path: Path) -> None:
     write_shard().rename(tmp_path / "blocks.3")
     write_shard().rename(tmp_path / "blocks.1")
     (tmp_path / "empty").mkdir()
@@ -102,7 +102,7 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))
-        stream.truncate(2 * 10**12)  # a sparse file that really contains the long header that it claims, as zeros
+        stream.truncate(2 * 10**12)  # sparse file: the long header is present, filled with zeros
     assert "is not a complete safetensors file" in problem(file)
 
 
@@ -210,7 +210,7 @@ def test_shards_of_different_width_are_refused(write_shard: WriteShard) -> None:
     assert message == "b.safetensors has d_in 16, but a.safetensors has 8; all shards must agree"
 
 
-def test_a_folder_with_the_name_of_a_shard_is_refused(tmp_path: Path) -> None:
+def test_a_folder_with_a_name_like_a_shard_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
     assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")
 
@@ -226,7 +226,7 @@ def test_a_folder_without_read_permission_is_refused(
     assert message.endswith("cannot be read: Permission denied")
 
 
-def test_the_setting_named_in_the_error_can_be_chosen(tmp_path: Path) -> None:
+def test_the_caller_can_choose_the_setting_that_the_error_names(tmp_path: Path) -> None:
     with pytest.raises(JobFileError) as caught:
         inspect_shards(tmp_path, field="--data")
     assert caught.value.problems[0].path == "--data"

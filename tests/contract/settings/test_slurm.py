@@ -23,11 +23,11 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("gpus", "nodes", "ranks"), [("auto", 1, 1), ("auto:4", 2, 8), ("cpu:2", 3, 6), ([0, 1], 2, 4), ("cpu", 2, 2)]
 )
-def test_the_number_of_ranks_is_per_node(make_job, gpus, nodes, ranks) -> None:
+def test_the_number_of_ranks_applies_to_each_node(make_job, gpus, nodes, ranks) -> None:
     assert wanted_ranks(make_job(launch={"backend": "slurm", "nodes": nodes, "gpus": gpus})) == ranks
 
 
-def test_nodes_are_ignored_on_this_machine_with_a_warning(make_job) -> None:
+def test_the_number_of_nodes_is_ignored_on_the_local_machine_with_a_warning(make_job) -> None:
     job = make_job(launch={"nodes": 2, "gpus": "auto:4"})
     assert wanted_ranks(job) == 4
     (problem,) = check_backend(job)

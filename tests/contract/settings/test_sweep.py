@@ -70,13 +70,13 @@ def test_the_first_sae_of_a_sweep_is_the_job_itself() -> None:
     assert msgspec.structs.replace(job, sweep=()) == members(job)["k=16,seed=3"]
 
 
-def test_without_a_list_the_job_is_the_only_sae() -> None:
+def test_a_job_without_a_list_trains_a_single_sae() -> None:
     job = swept(sae={"k": 16})
     assert members(job) == {"": job}
     assert swept(sae={"k": [16]}) == job
 
 
-def test_an_sae_of_a_sweep_equals_the_job_file_with_its_values() -> None:
+def test_an_sae_of_a_sweep_equals_a_job_file_with_the_same_values() -> None:
     for (label, member), (k, seed) in zip(
         members(swept(sae={"k": [4, 8]}, train={"seed": [0, 1]})).items(),
         itertools.product((4, 8), (0, 1)),
@@ -222,7 +222,9 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         ({"train": {"seed": list(range(9))}, "sae": {"k": list(range(1, 9))}}, "train.seed", "more than 64 SAEs"),
     ],
 )
-def test_each_mistake_is_one_problem_that_names_the_setting(sections: dict[str, Any], path: str, said: str) -> None:
+def test_each_mistake_is_reported_as_one_problem_that_names_the_setting(
+    sections: dict[str, Any], path: str, said: str
+) -> None:
     refusal = problem(**sections)
     assert refusal.path == path
     assert said in refusal.message
@@ -237,7 +239,7 @@ def test_the_largest_allowed_sweep_is_accepted() -> None:
     assert len(members(swept(train={"seed": list(range(8))}, sae={"k": list(range(1, 9))}))) == MOST_MEMBERS
 
 
-def test_problems_of_all_members_are_reported_once_and_together() -> None:
+def test_the_problems_of_all_saes_are_reported_together_and_without_duplicates() -> None:
     job, problems = parse(sae={"k": [0, 16, -1], "d_sae": 0}, train={"lr": [1e-3, -1]}, nam={})
     assert job is None
     assert sorted(problem.path for problem in problems) == ["nam", "sae.d_sae", "sae.k", "sae.k", "train.lr"]

@@ -39,13 +39,13 @@ def test_an_extraction_writes_the_tensors_that_are_checked() -> None:
         (ORIGIN, {"shuffled": True, "seed": 0}, True),
     ],
 )
-def test_data_has_tokens_if_its_texts_can_be_read(tmp_path: Path, names, meta, tells: bool) -> None:
+def test_data_includes_tokens_if_the_texts_of_its_rows_can_be_read(tmp_path: Path, names, meta, tells: bool) -> None:
     folder = write(tmp_path / "rows", names, **meta)
     assert tells_tokens(folder) == tells == any(texts_of(folder))
     assert may_tell_tokens([ShardSettings(path=str(folder))]) == tells
 
 
-def test_missing_data_may_have_tokens_and_several_folders_do_not(tmp_path: Path) -> None:
+def test_missing_data_may_include_tokens_but_several_folders_do_not(tmp_path: Path) -> None:
     gone = ShardSettings(path=str(tmp_path / "gone"))
     with pytest.raises(UserError):
         tells_tokens(tmp_path / "gone")

@@ -225,7 +225,8 @@ def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -
     def elsewhere(query: str) -> str:
         """Return the result of a query in another process.
 
-        If that process did not see our lock, it would conclude that it is the store's last user, and delete the WAL.
+        If that process did not see this process's lock, it would conclude that it is the last user of the store, and
+        delete the WAL.
         """
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
@@ -236,7 +237,7 @@ def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -
     second.close()
 
 
-def test_a_file_without_tables_is_not_yet_a_store(tmp_path: Path) -> None:
+def test_a_file_without_tables_is_not_treated_as_a_store(tmp_path: Path) -> None:
     path = tmp_path / "control.db"
     path.touch()
     assert message(lambda: open_reader(path, "control")) == f"there is no store at {path} yet"

@@ -94,7 +94,7 @@ def remove(path: Path) -> None:
         file.unlink()
 
 
-def test_a_store_is_read_once_for_each_change(path: Path, followed: Followed) -> None:
+def test_a_store_is_read_once_after_each_change(path: Path, followed: Followed) -> None:
     write(path, 1)
     assert [followed.poll(), followed.poll()] == [True, False]
     write(path, 2)
@@ -172,7 +172,7 @@ def test_a_damaged_store_raises_an_error_until_it_is_restored(content: bytes, pa
     assert followed.seen[-1] == 2
 
 
-def test_a_store_truncated_under_a_writer_breaks_no_follower(
+def test_a_follower_survives_a_store_that_is_truncated_while_a_writer_has_it_open(
     path: Path, followed: Followed, child: Callable[..., Any]
 ) -> None:
     writer = child(WRITER, path, stderr=subprocess.DEVNULL)
@@ -208,7 +208,7 @@ def test_an_unreadable_store_raises_an_error_until_it_is_readable(
     followed.follower.close()
 
 
-def test_a_locked_store_is_read_after_its_release(
+def test_a_locked_store_is_read_after_the_lock_is_released(
     path: Path, followed: Followed, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)

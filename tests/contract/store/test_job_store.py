@@ -50,7 +50,7 @@ def test_a_missing_job_is_reported(control: Control) -> None:
     assert control.transition(7, JobState.FAILED) is False
 
 
-def test_progress_is_written_without_a_change_of_the_state(control: Control, queued: MakeJob) -> None:
+def test_writing_progress_does_not_change_the_state_of_a_job(control: Control, queued: MakeJob) -> None:
     job_id = control.create_job(queued(state=JobState.RUNNING))
     control.update(job_id, step=5, loss=float("nan"), gpu_ids=[1, 2])
     job = control.job(job_id)
@@ -65,7 +65,7 @@ def test_an_update_cannot_bypass_the_state_transitions(control: Control, queued:
     assert control.job(job_id).state is JobState.QUEUED
 
 
-def test_a_lease_and_the_move_to_starting_are_one_transaction(control: Control, queued: MakeJob) -> None:
+def test_leasing_gpus_and_changing_the_state_to_starting_is_one_transaction(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     assert control.lease(job, GPUS[:2], supervisor_pid=9, gpu_ids=(0, 1))
     started = control.job(job.id)
@@ -100,7 +100,7 @@ def test_jobs_share_a_gpu_while_its_memory_is_enough_for_all(control: Control, q
     assert control.lease(third, GPUS[:1], space)
 
 
-def test_a_job_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:
+def test_a_job_that_is_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     control.transition(job.id, JobState.STOPPED)
     assert control.lease(job, GPUS) is False
@@ -242,12 +242,14 @@ def test_events_are_stored_in_order(control: Control) -> None:
     assert control.events(1)[0].timestamp <= control.events(1)[1].timestamp
 
 
-def test_active_states_are_the_non_final_ones() -> None:
+def test_a_state_is_active_if_it_is_not_final() -> None:
     assert {"queued", "starting", "running", "stalled", "stopping"} == {str(state) for state in ACTIVE}
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_a_moved_store_folder_works_again_once_it_is_back(tmp_path: Path, queued: MakeJob, readonly: bool) -> None:
+def test_a_store_works_again_once_its_moved_folder_is_moved_back(
+    tmp_path: Path, queued: MakeJob, readonly: bool
+) -> None:
     folder, aside = tmp_path / "data", tmp_path / "aside"
     folder.mkdir()
     with contextlib.closing(Control(folder / "control.db")) as writer:

@@ -63,7 +63,7 @@ def test_points_are_read_as_written_and_then_incrementally(run: Store) -> None:
     assert run.reader.points("loss", after=20) == []
 
 
-def test_ranks_and_names_are_kept_apart(run: Store) -> None:
+def test_series_of_different_ranks_and_names_are_kept_apart(run: Store) -> None:
     run.writer.write([MetricRow("loss", 1, 1.0), MetricRow("loss", 1, 2.0, rank=1), MetricRow("fvu", 1, 3.0)])
     assert run.reader.series() == [("fvu", 0), ("loss", 0), ("loss", 1)]
     assert run.reader.points("loss", 1) == [Point(1, 2.0)]
@@ -137,7 +137,7 @@ def test_the_history_matches_a_naive_computation(shared: Store, flushes: list[di
 
 
 @pytest.mark.parametrize("most", [1, 5, 100])
-def test_a_step_written_twice_counts_once_with_its_newer_value(run: Store, most: int) -> None:
+def test_a_step_that_is_written_twice_counts_once_with_its_newer_value(run: Store, most: int) -> None:
     run.writer.write(rows("loss", {step: 100.0 for step in range(10_000)}))
     run.writer.write(rows("loss", {step: 1.0 for step in range(5_000, 10_000)}))
     run.writer.write(rows("loss", {step: 1.0 for step in range(5_000)}))
@@ -191,7 +191,7 @@ def test_one_value_over_the_limit_does_not_empty_the_curve(run: Store) -> None:
     assert 250 <= len(run.reader.history("loss", most=500)) <= 500
 
 
-def test_the_past_of_a_growing_curve_does_not_change(run: Store) -> None:
+def test_earlier_points_of_a_growing_curve_do_not_change(run: Store) -> None:
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000)}))
     before = run.reader.history("loss", most=50)
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000, 10_500)}))
@@ -199,7 +199,7 @@ def test_the_past_of_a_growing_curve_does_not_change(run: Store) -> None:
     assert after[: len(before) - 1] == before[:-1]
 
 
-def test_a_missing_step_has_the_timestamp_of_the_next_step(run: Store) -> None:
+def test_the_timestamp_of_a_missing_step_is_that_of_the_next_step(run: Store) -> None:
     before = time.time()
     run.writer.write(rows("loss", {10: 3.0}))
     middle = time.time()
@@ -211,7 +211,7 @@ def test_a_missing_step_has_the_timestamp_of_the_next_step(run: Store) -> None:
     assert list(run.reader.timed_values("loss")) == [(10, first, 3.0), (20, second, None)]
 
 
-def test_heartbeat_and_events_are_written_with_the_flush(run: Store) -> None:
+def test_heartbeat_and_events_are_written_in_the_same_flush_as_the_metrics(run: Store) -> None:
     heartbeats = [Heartbeat("training", step, 100, 64 * step, 1.5, dropped=2) for step in (1, 2)]
     events = [Event(timestamp=float(number), level="warning", kind="nan", message=f"m{number}") for number in range(3)]
     run.writer.write([], heartbeats[0], events[:2])
@@ -236,7 +236,7 @@ def test_a_restarted_writer_continues_the_same_series(run: Store) -> None:
     assert run.reader.points("fvu") == [Point(0, 2.0)]
 
 
-def test_a_failed_flush_leaves_no_rows_and_mixes_up_no_names(run: Store) -> None:
+def test_a_failed_flush_leaves_no_rows_and_does_not_mix_up_series_names(run: Store) -> None:
     size = sum(file.stat().st_size for file in run.path.parent.iterdir())
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

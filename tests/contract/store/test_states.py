@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
 
 
 @pytest.mark.parametrize(("start", "to"), itertools.product(JobState, JobState))
-def test_only_transitions_in_the_table_are_made(
+def test_only_transitions_in_the_table_are_possible(
     store: Control, queued: Callable[..., Job], start: JobState, to: JobState
 ) -> None:
     job_id = store.create_job(queued(state=start, error="before"))
@@ -44,7 +44,7 @@ def test_only_transitions_in_the_table_are_made(
     assert (job.ended is not None) == (legal and to.is_final)
 
 
-def test_final_states_lead_only_to_the_queue() -> None:
+def test_the_only_transition_from_a_final_state_is_back_to_the_queue() -> None:
     assert {str(state) for state in JobState if state.is_final} == FINAL
     assert {state for state in JobState if TRANSITIONS[state] != {JobState.QUEUED}} == ACTIVE
 

@@ -38,7 +38,8 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# The real process, except that a shell script replaces the trainer. The trainer's arguments become $0, $1 and so on.
+# This is the real process, except that a shell script replaces the trainer. The trainer's arguments become $0, $1 and
+# so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main
@@ -86,7 +87,7 @@ def test_the_trainer_is_called_for_the_run_and_the_result_is_recorded(box: Box, 
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
+def test_the_message_names_the_best_sae_of_a_sweep_and_says_whether_rows_are_held_out(
     box: Box, job_id: int, monkeypatch
 ) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
@@ -111,7 +112,9 @@ def test_the_best_sae_of_a_sweep_is_reported_and_whether_its_rows_were_held_out(
         ("true", "was evaluated, but "),
     ],
 )
-def test_a_failure_is_recorded_in_one_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
+def test_a_failed_evaluation_is_recorded_in_one_sentence(
+    box: Box, job_id: int, monkeypatch, script: str, reason: str
+) -> None:
     evaluate(box, monkeypatch, job_id, script)
     went_well, message = request.wait_for_end(box.data, job_id)
     assert not went_well
@@ -119,7 +122,7 @@ def test_a_failure_is_recorded_in_one_sentence(box: Box, job_id: int, monkeypatc
     assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
-def test_a_job_has_one_evaluation_at_a_time_and_it_ends_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_job_has_one_evaluation_at_a_time_which_ends_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, "echo $$ $PPID; exec sleep 600")
     log = box.data.run(job_id).evaluation_log
     wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
@@ -145,7 +148,7 @@ def test_a_job_has_one_evaluation_at_a_time_and_it_ends_with_its_process(box: Bo
     assert request.wait_for_end(box.data, job_id) == ended
 
 
-def test_a_killed_evaluation_is_not_recorded_for_the_next_one_or_through_a_link(
+def test_a_killed_evaluation_is_not_recorded_during_the_next_one_or_through_a_link(
     box: Box, job_id: int, tmp_path: Path
 ) -> None:
     (dead := subprocess.Popen(["sleep", "600"])).kill()
@@ -168,9 +171,7 @@ def test_a_killed_evaluation_is_not_recorded_for_the_next_one_or_through_a_link(
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_an_earlier_success_is_not_the_result_of_an_evaluation_without_an_event(
-    box: Box, job_id: int, monkeypatch
-) -> None:
+def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_one(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
@@ -323,7 +324,7 @@ def test_a_job_without_an_sae_cannot_be_evaluated(box: Box, job_id: int) -> None
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: Path, tells: bool) -> None:
+def test_an_evaluation_is_offered_only_if_it_can_add_something(box: Box, tmp_path: Path, tells: bool) -> None:
     rows = tmp_path / "rows"
     config = f'[data]\npath = "{rows}"\n'
     job_id = box.record(config=config)

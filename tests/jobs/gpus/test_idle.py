@@ -50,7 +50,7 @@ def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
     assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
 
 
-def test_a_gpu_unused_since_its_lease_began_is_idle_for_that_long(box):
+def test_a_gpu_that_is_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
     history(box, [98] * 60 + [2] * 30)
     assert reason(box, 29 * 60) == "job 41 (run), held 29 min, idle for 29 min"
 
@@ -60,7 +60,7 @@ def test_a_gpu_unused_since_its_lease_began_is_idle_for_that_long(box):
     [([None] * 60, 3000), ([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
     ids=["a slice", "busy", "just now idle", "just taken", "nothing known"],
 )
-def test_a_busy_newly_leased_or_unknown_gpu_is_not_reported_as_idle(box, utilizations, held_s):
+def test_a_gpu_that_is_busy_or_newly_leased_or_unknown_is_not_reported_as_idle(box, utilizations, held_s):
     history(box, utilizations)
     assert reason(box, held_s) == "job 41 (run)"
 

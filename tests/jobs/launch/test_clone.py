@@ -41,7 +41,7 @@ def test_a_clone_gets_the_current_name_of_a_renamed_job(box):
     assert clone_settings(box.data, job_id).name == "better"
 
 
-def test_a_grid_is_every_combination_and_each_job_has_its_own_name(box):
+def test_a_grid_gives_one_job_with_its_own_name_for_every_combination(box):
     axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
     sets = grid(axes)
     assert sets == [

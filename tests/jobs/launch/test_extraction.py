@@ -29,7 +29,7 @@ def job(tmp_path: Path) -> ExtractJob:
     return parsed
 
 
-def test_the_parts_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
+def test_the_components_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     takes = LaunchExtraction().need(job, look, FreeMemory(), device="cpu")
     assert takes

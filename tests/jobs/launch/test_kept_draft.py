@@ -11,7 +11,7 @@ from trainer.contract.paths import DataDir
 VALUES = {"data.path": "data/sample", "sae.k": 7}
 
 
-def test_each_kind_of_job_has_a_draft_of_its_valid_settings(tmp_path: Path) -> None:
+def test_each_kind_of_job_has_its_own_draft_with_the_valid_settings(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "not made yet")
     kept_draft.keep(data, Draft(VALUES, {"train.lr": "must be a number"}, [0, 2]))
     assert kept_draft.kept(data, "extract") is None
@@ -25,13 +25,13 @@ def test_each_kind_of_job_has_a_draft_of_its_valid_settings(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", ["sae = 3", "not TOML", "[sae]\nk = -1\n"])
-def test_an_unreadable_draft_is_none(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_draft_is_ignored(text: str, tmp_path: Path) -> None:
     data = DataDir(tmp_path)
     kept_draft.file_of(data, "train").write_text(text)
     assert kept_draft.kept(data, "train") is None
 
 
-def test_a_draft_file_that_is_a_link_is_none(tmp_path: Path) -> None:
+def test_a_draft_file_that_is_a_link_is_ignored(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     kept_draft.keep(data, Draft(VALUES, {}, "auto"))
     file = kept_draft.file_of(data, "train")
@@ -53,7 +53,7 @@ def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
     assert left() == ["train", "extract"]
     form.note_filled(tmp_path / "preset.toml", "extract")
     form.follow(extraction, is_changed=False)
-    # The draft of the training job was replaced; the draft of the extraction job belongs to another form.
+    # This form replaced the draft of the training job, and the draft of the extraction job belongs to another form.
     assert left() == ["extract"]
     form.note_filled(kept_draft.file_of(data, "extract"), "extract")
     form.follow(extraction, is_changed=False)

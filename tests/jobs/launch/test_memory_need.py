@@ -103,7 +103,7 @@ def test_the_newest_finished_job_of_the_same_shape_provides_the_measured_memory(
         {"config": "[sae"},
     ],
 )
-def test_a_job_with_another_outcome_or_environment_provides_no_measurement(config, other):
+def test_a_job_with_a_different_outcome_or_environment_provides_no_measurement(config, other):
     assert found(config, done(config, **other)) is None
 
 
@@ -119,11 +119,11 @@ def test_a_job_with_another_outcome_or_environment_provides_no_measurement(confi
         ("parallel", {"mode": "tensor"}),
     ],
 )
-def test_a_job_of_another_shape_provides_no_measurement(box, config, section, changes):
+def test_a_job_of_a_different_shape_provides_no_measurement(box, config, section, changes):
     assert found(config.replace(section, **changes), done(config)) is None
 
 
-def test_a_sweep_has_another_shape_than_its_first_sae(config):
+def test_a_sweep_and_its_first_sae_have_different_shapes(config):
     sweep = msgspec.structs.replace(config, sweep=(SweepAxis("train.seed", (0, 1)),))
     assert found(sweep, done(config)) is None
     assert found(sweep, done(sweep)) is not None
@@ -161,7 +161,7 @@ def test_the_measured_memory_of_a_process_includes_its_libraries(config):
     assert not takes.judged_lacking
 
 
-def test_all_processes_share_the_memory_of_the_machine_but_gpus_do_not(config):
+def test_processes_share_the_memory_of_the_machine_but_gpus_have_their_own(config):
     def of(look: Outlook) -> Need:
         return LaunchTraining().need(config, look, FreeMemory(), device="cpu")
 

@@ -131,13 +131,13 @@ def test_unattributed_use_is_attributed_to_the_job_that_leased_the_gpu():
         assert len(gpu.leases) == 1
 
 
-def test_a_gpu_that_several_jobs_share_names_all_of_them() -> None:
+def test_a_gpu_that_several_jobs_share_lists_all_of_them() -> None:
     both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
     (gpu,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
     assert (gpu.state, gpu.reason) == ("busy", "jobs 7 and 8")
 
 
-def test_a_reading_from_before_our_job_ended_shows_no_other_user():
+def test_memory_in_a_reading_from_before_the_end_of_a_job_is_not_attributed_to_others():
     ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
     old = dataclasses.replace(sample(memory_used_bytes=20 * GIB), timestamp=99.0)
     new = dataclasses.replace(old, timestamp=101.0)
@@ -156,7 +156,7 @@ def test_memory_of_unnamed_processes_on_a_leased_gpu_is_not_free():
     assert free == [24 * GIB, 14 * GIB, 12 * GIB]
 
 
-def test_a_split_gpu_is_not_offered():
+def test_a_gpu_that_is_split_into_mig_slices_is_not_offered():
     (gpu,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
     assert (gpu.state, gpu.reason) == ("unhealthy", "it is split into MIG instances")
 
@@ -181,7 +181,7 @@ def test_the_largest_process_of_another_user_is_named():
     assert gpu.reason == "used by bob (pid 2, b)"
 
 
-def test_a_leased_gpu_names_its_job_and_that_jobs_ranks_are_not_foreign():
+def test_a_leased_gpu_names_its_job_whose_ranks_do_not_count_as_other_users():
     running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
     held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
     assert held.pids == {"GPU-0": 500, "GPU-1": 501}
@@ -273,7 +273,7 @@ def without_look(placed: Placement) -> Placement:
     ("gpus", "indices", "world_size"),
     [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
 )
-def test_launch_gpus_becomes_gpus_or_processes(box, gpus, indices, world_size):
+def test_launch_gpus_is_resolved_to_gpus_or_cpu_processes(box, gpus, indices, world_size):
     choices = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GIB)]
     placed = place(box.config(gpus=gpus), choices, source_cuda=True)
     assert [index for index, _ in placed.gpus] == indices
@@ -330,14 +330,14 @@ def test_an_extraction_accepts_any_mig_slices(tmp_path):
     assert (placed.world_size, placed.any_gpus) == (2, True)
 
 
-def test_a_setting_limits_a_job_to_one_gpu(box):
+def test_the_setting_multi_gpu_enabled_can_limit_a_job_to_one_gpu(box):
     choices = [choice(0), choice(1)]
     with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
         place(box.config(gpus=[0, 1]), choices, source_cuda=True, multi_gpu_enabled=False)
     assert place(box.config(gpus=[1]), choices, source_cuda=True, multi_gpu_enabled=False).world_size == 1
 
 
-def test_the_checks_know_which_gpus_are_busy_or_lost(box):
+def test_the_checks_before_a_launch_know_which_gpus_are_busy_or_lost(box):
     choices = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
     box_seen = machine(choices, box.data, cuda=False)
     assert [(gpu.busy, gpu.unhealthy) for gpu in box_seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
@@ -411,7 +411,7 @@ def test_the_summary_on_the_cpu_uses_measured_process_speeds(box):
         assert said(config, gpus=0, speeds=speeds).endswith(f" · about {duration(expected.seconds)}, estimated")
 
 
-def test_the_slowest_gpu_determines_the_speed_of_a_mix():
+def test_the_slowest_gpu_determines_the_speed_of_a_mix_of_gpus():
     assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
 
 
@@ -434,7 +434,7 @@ def test_the_summary_of_a_sweep_lists_the_saes_that_fit_on_a_line(box):
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
 
 
-def test_summary_and_row_of_a_job_count_the_gpus_of_its_language_model(tmp_path):
+def test_the_summary_and_the_table_row_of_a_job_count_the_gpus_of_its_language_model(tmp_path):
     data = stream_of_model(tmp_path)
 
     def said_of(model_gpus) -> str:

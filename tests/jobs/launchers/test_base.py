@@ -49,7 +49,7 @@ def test_a_registered_backend_runs_a_real_training(box, nice):
     assert {("backend", "nice"), ("niceness", "7")} <= set(settings)
 
 
-def test_a_registered_backend_is_a_choice_of_the_form_and_adds_its_settings(nice):
+def test_the_form_offers_a_registered_backend_and_shows_its_settings(nice):
     choices = {path: choices for path, _, choices in form_fields({})}
     assert choices["launch.backend"] == ("local", "slurm", "nice")
     more = {path for path, _, _ in form_fields({"launch.backend": "nice"})}
@@ -63,4 +63,4 @@ def test_validate_runs_the_checks_of_a_registered_backend(box, nice, tmp_path, c
     code = main(["--data-dir", str(box.data.root), "--gpu-source", "none", "validate", str(file), "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert (code, answer["valid"]) == (0, True)
-    assert sum("makes way on the CPU" in str(warning) for warning in answer["warnings"]) == n_warnings
+    assert sum("lowers only the CPU priority" in str(warning) for warning in answer["warnings"]) == n_warnings

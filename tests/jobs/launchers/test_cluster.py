@@ -40,12 +40,12 @@ def looked(job: SlurmJob, times: int = 1) -> Seen | None:
     return job.seen
 
 
-def test_state_reason_and_nodes_come_from_squeue(program) -> None:
+def test_the_state_and_reason_and_nodes_of_a_job_come_from_squeue(program) -> None:
     program("squeue", "echo 'PENDING|(Resources, or so)|'")
     assert looked(SlurmJob("7")) == Seen("PENDING", "(Resources, or so)", "")
 
 
-def test_a_controller_that_does_not_answer_changes_nothing(program) -> None:
+def test_a_controller_that_does_not_answer_leaves_the_state_of_a_job_unchanged(program) -> None:
     job = SlurmJob("7")
     program("squeue", "echo 'RUNNING|None|n1'")
     looked(job)
@@ -53,7 +53,7 @@ def test_a_controller_that_does_not_answer_changes_nothing(program) -> None:
     assert looked(job, times=5) == Seen("RUNNING", "None", "n1")
 
 
-def test_a_controller_that_hangs_blocks_no_caller(program, monkeypatch) -> None:
+def test_a_controller_that_hangs_does_not_block_the_caller(program, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "TIMEOUT_S", 0.2)
     program("squeue", "exec sleep 60")
     job, begun = SlurmJob("7"), time.monotonic()

@@ -85,7 +85,7 @@ def test_a_restarted_reader_stores_nothing_twice_even_without_its_saved_offset(r
     assert run.told == ["first", "second", "third"]
 
 
-def test_a_resumed_run_replaces_its_later_history(run: Run) -> None:
+def test_a_resumed_run_replaces_the_history_after_the_step_at_which_it_resumes(run: Run) -> None:
     run.append(line(1) + line(2) + line(3, 9.0) + line(3, 0.25, rewind=2))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -93,7 +93,7 @@ def test_a_resumed_run_replaces_its_later_history(run: Run) -> None:
     assert run.losses == {1: 0.5, 2: 0.5, 3: 0.25}
 
 
-def test_a_deleted_store_is_created_again_from_all_lines(run: Run) -> None:
+def test_a_deleted_store_is_recreated_from_all_lines(run: Run) -> None:
     run.append(line(1, told="first"))
     ingest = Ingest(run.file, run.db)
     ingest.poll()

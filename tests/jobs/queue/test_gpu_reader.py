@@ -63,7 +63,7 @@ def test_a_job_starts_on_a_driver_that_takes_seconds_to_open(box, on_driver):
     assert line.job.state == JobState.STARTING
 
 
-def test_a_job_takes_no_gpu_with_unknown_processes_or_memory(box, on_driver):
+def test_a_job_does_not_take_a_gpu_with_unknown_processes_or_unknown_free_memory(box, on_driver):
     on_driver(GPUS=4, PIDS="", FAULTS="1:idle,1:no_memory_info,2:idle,2:mig,3:idle")
     # GPUs 4 and 5 are the slices of GPU 2.
     assert [tried(in_line(box)) for _ in range(3)] == [(3,), (4,), (5,)]
@@ -93,7 +93,7 @@ def test_a_failed_reading_is_logged_with_its_reason(box, on_driver, monkeypatch)
     ]
 
 
-def test_an_old_reading_is_not_fresh_while_another_process_holds_the_lock(box, on_driver):
+def test_an_old_reading_is_not_used_as_new_while_another_process_holds_the_lock(box, on_driver):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     assert len(GpuReader(box.data, "nvml").samples()) == 1
@@ -131,7 +131,7 @@ def flock(box):
         holder.kill()  # the child process ends when the pipe is closed
 
 
-def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
+def test_a_reader_that_hangs_after_its_answer_does_not_block_the_lock_or_other_gpus(box, monkeypatch, tmp_path):
     """A thread that hangs in the driver keeps the reader process alive. New readers are started at increasing
     intervals.
     """
@@ -186,7 +186,7 @@ def test_the_gpu_name_of_a_job_is_known_without_the_stored_reading(box, on_drive
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
 
 
-def test_gpus_are_read_if_no_stored_reading_of_any_age_exists(box, on_driver):
+def test_gpus_are_read_if_there_is_no_stored_reading(box, on_driver):
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     box.record(gpu_source="nvml")
     reader = GpuReader(box.data, "nvml")

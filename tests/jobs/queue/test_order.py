@@ -117,7 +117,7 @@ def could_have(one: Job, where: QueueGpu) -> bool:
 
 
 @given(boards_and_lines())
-def test_a_gpu_has_one_exclusive_job_or_jobs_that_share_it(case):
+def test_a_gpu_has_either_one_exclusive_job_or_only_jobs_that_share_it(case):
     board, line = case
     for where in board:
         holders = [(held.job_id, held.shared) for held in where.leases]
@@ -143,7 +143,7 @@ def test_jobs_that_share_a_gpu_never_need_more_memory_than_it_has(case):
 
 
 @given(boards_and_lines())
-def test_a_job_gets_all_its_gpus_from_the_allowed_ones_or_a_reason_to_wait(case):
+def test_a_job_gets_either_all_of_its_gpus_from_the_allowed_ones_or_a_reason_to_wait(case):
     board, line = case
     decisions = turns(line, board, NOW)
     assert decisions.keys() == {one.id for one in line}
@@ -237,21 +237,21 @@ def test_a_backfilled_job_ends_before_the_waiting_job_could_start():
     assert "job 1 is ahead in the queue" in decisions[3].waits_for
 
 
-def test_a_job_that_has_just_been_planned_holds_its_gpus_for_its_expected_time():
+def test_a_job_that_starts_in_this_plan_holds_its_gpus_for_its_expected_time():
     board = [gpu(0), gpu(1)]
     first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
     decisions = turns([first, large, endless], board, NOW)
     assert [bool(decisions[number].gpus) for number in (1, 2, 3)] == [True, False, False]
 
 
-def test_a_job_that_waits_for_another_users_gpu_blocks_no_other_gpu():
+def test_a_job_that_waits_for_a_gpu_of_another_user_does_not_block_other_gpus():
     board = [gpu(0, other_user="used by mallory"), gpu(1)]
     decisions = turns([named(1, 0, 1), job(2)], board, NOW)
     assert [where.index for where in decisions[2].gpus] == [1]
     assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
-def test_a_sharing_job_may_use_another_users_gpu_if_memory_is_enough():
+def test_a_job_that_shares_gpus_may_use_a_gpu_of_another_user_that_has_enough_memory():
     board = [gpu(0, other_user="used by mallory", free_bytes=8 * GIB)]
     line = [
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
@@ -278,7 +278,7 @@ def test_a_reason_to_wait_names_every_unavailable_gpu(one, said):
     assert turns([one], board, NOW)[1].waits_for == said
 
 
-def test_slices_are_only_for_single_gpu_jobs_and_independent_processes():
+def test_mig_slices_are_only_for_single_gpu_jobs_and_independent_processes():
     cut = [msgspec.structs.replace(gpu(index), uuid=f"MIG-{index}") for index in (0, 1)]
     alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
     assert [len(turns([one], cut, NOW)[1].gpus) for one in (alone, connected, apart)] == [1, 0, 2]
@@ -377,7 +377,7 @@ def wait_in_a_stream_of_silent_jobs() -> float:
     return box.started[LARGE] - arrived
 
 
-def test_jobs_with_an_unknown_end_starve_no_other_job(monkeypatch):
+def test_jobs_with_an_unknown_end_do_not_starve_other_jobs(monkeypatch):
     promised = BACKFILL_S + 3 * 600
     assert wait_in_a_stream_of_silent_jobs() <= promised
     monkeypatch.setattr(order, "BACKFILL_S", math.inf)

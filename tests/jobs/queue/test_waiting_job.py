@@ -106,7 +106,7 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     assert box.job(third.job.id).waits_for == f"job {first} is ahead in the queue"
 
 
-def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_called_silent(box, halted):
+def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_reported_as_silent(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_reason_to_wait_is_logged_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_a_change_of_another_users_process_is_not_a_new_event_each_time(box, monkeypatch):
+def test_a_new_process_of_the_same_user_is_not_logged_as_a_new_event(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     for number in range(20):
@@ -205,7 +205,7 @@ def test_a_locked_store_delays_a_job_that_keeps_its_place_in_the_queue(box, lock
     assert box.job(job_id).state == JobState.STARTING
 
 
-def test_held_locks_are_not_taken_again(box):
+def test_a_job_keeps_the_locks_that_it_already_holds(box):
     box.data.create()
     locks = GpuLocks(box.data.locks, ["GPU-0"])
     assert locks.take()
@@ -214,7 +214,7 @@ def test_held_locks_are_not_taken_again(box):
     assert locks.descriptors == held
 
 
-def test_a_job_that_starts_has_its_new_state_without_reading_its_row(box):
+def test_a_started_job_knows_its_new_state_without_reading_its_row_again(box):
     job_id = queued(box)
     entry = line(box, job_id)
     assert entry.try_start()

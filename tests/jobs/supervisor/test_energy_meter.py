@@ -47,13 +47,13 @@ def test_the_job_has_the_energy_of_all_its_gpus_while_it_runs(box, job_id):
     assert (job.energy_s, job.energy_known_s, job.energy_counted_s) == pytest.approx((60, 60, 0))
 
 
-def test_nothing_is_written_before_the_first_interval(box, job_id):
+def test_no_energy_is_written_before_the_first_interval_has_passed(box, job_id):
     meter = meter_of(box, job_id, [NOW])
     meter.turn()
     assert box.job(job_id).energy_s is None
 
 
-def test_attempts_add_up_without_the_pause_between_them(box, job_id):
+def test_the_energy_of_attempts_adds_up_without_the_pauses_between_them(box, job_id):
     store(box, range(301), 360.0, counter=400.0)
     for begin in (0, 200):
         now = [NOW + begin]

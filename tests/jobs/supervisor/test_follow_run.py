@@ -52,7 +52,7 @@ def test_the_mode_of_a_job_is_updated_once_its_ranks_have_chosen_it(box, watchin
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-def test_a_stop_during_a_locked_store_is_recorded_once_the_store_is_free(box, watching, locked_store, kind):
+def test_a_stop_while_the_store_is_locked_is_recorded_once_the_lock_is_released(box, watching, locked_store, kind):
     followed = watching(JobState.RUNNING)
     box.control.request(1, kind)
     with locked_store(box.data.control_db):
@@ -65,7 +65,7 @@ def test_a_stop_during_a_locked_store_is_recorded_once_the_store_is_free(box, wa
     assert [event.kind for event in box.control.events(1)] == ["stopping"]
 
 
-def test_a_slow_start_is_reported_once(box, watching, monkeypatch):
+def test_a_slow_start_of_a_job_is_reported_once(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     in_time = watching(JobState.STARTING)
     in_time.poll()

@@ -175,7 +175,7 @@ def test_a_second_request_kills_a_job_that_does_not_stop(box):
 def test_a_job_that_is_killed_while_its_report_card_is_made_is_finished(box):
     job_id = box.launch("judge steps=5")
     run = LiveRun(box.data.run(job_id))
-    box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the card to be made")
+    box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the report card to be written")
     run.close()
     edits.kill(box.data, job_id)
     job = box.wait_ended(job_id)
@@ -183,7 +183,7 @@ def test_a_job_that_is_killed_while_its_report_card_is_made_is_finished(box):
     assert job.output_path
 
 
-def test_a_supervisor_that_receives_a_signal_lets_its_ranks_save(box):
+def test_a_supervisor_that_receives_a_signal_waits_for_its_ranks_to_save(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     supervisor = box.job(job_id).supervisor

@@ -70,7 +70,7 @@ def test_the_list_of_jobs_is_restored_completely(box, two_jobs, damage):
     assert list(repair(box.data)) == []
 
 
-def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_its_end(box, two_jobs):
+def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_exit_file(box, two_jobs):
     first, second = two_jobs
     box.data.run(first).record_file.unlink()
     box.data.run(second).record_file.write_text("{broken")
@@ -88,7 +88,7 @@ def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_its_end
     assert box.wait_ended(second).state == JobState.STOPPED
 
 
-def test_the_record_is_written_and_the_lock_released_before_a_job_ends(box, monkeypatch):
+def test_the_record_is_written_and_the_lock_is_released_before_the_job_is_marked_as_ended(box, monkeypatch):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record(waits_for="GPU 0 is held")

@@ -50,7 +50,7 @@ def test_a_deleted_job_disappears_with_its_files_and_can_be_restored_completely(
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_an_emptied_job_cannot_be_restored(box):
+def test_a_job_cannot_be_restored_after_the_trash_is_emptied(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
     assert trash.empty(box.data) == 0, "the process that deleted the job still runs and may restore it"
@@ -67,7 +67,7 @@ def test_a_job_that_has_not_ended_is_not_deleted(box, state):
     assert is_listed(box, job_id)
 
 
-def test_either_all_of_several_jobs_are_deleted_or_none(box):
+def test_several_jobs_are_deleted_together_or_not_at_all(box):
     first, second, runs = ended(box), ended(box), box.record()
     before = box.job(first)
     with pytest.raises(UserError, match=f"job {runs} is queued; stop it before you delete it"):
@@ -76,7 +76,7 @@ def test_either_all_of_several_jobs_are_deleted_or_none(box):
     assert trash.throw_all_away(box.data, [first, second])[1] == f"job {second} (job) is deleted"
 
 
-def test_a_missing_job_cannot_be_deleted(box):
+def test_a_job_that_does_not_exist_cannot_be_deleted(box):
     with pytest.raises(UserError, match="there is no job 3"):
         trash.throw_away(box.data, 3)
     job_id = ended(box)
@@ -160,7 +160,7 @@ def test_a_failed_deletion_that_cannot_be_undone_reports_both_in_one_sentence(bo
     assert (is_listed(box, job_id), is_listed(box, other), files(box, other)) == (True, True, [True, True])
 
 
-def test_one_job_that_cannot_be_restored_does_not_prevent_restoring_others(box):
+def test_a_job_that_cannot_be_restored_does_not_prevent_others_from_being_restored(box):
     movable, blocked = ended(box), ended(box)
     trash.throw_all_away(box.data, [blocked, movable])
     box.data.run(blocked).root.write_text("in the way")
@@ -242,7 +242,7 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_an_interrupted_deletion_leaves_all_of_the_job_or_nothing(box, step):
+def test_an_interrupted_deletion_leaves_either_the_complete_job_or_nothing(box, step):
     # The functions that write, move or delete are called five times. The process is killed at the call with index
     # `step`; with 5, it is not killed.
     other, job_id = ended(box), ended(box)
@@ -270,7 +270,7 @@ def test_folders_in_the_trash_that_are_not_jobs_are_left_alone(box):
     assert {folder.name for folder in box.data.trash.iterdir()} == {"notes", "copy", str(job_id)}
 
 
-def test_lock_files_of_ended_processes_are_removed_with_their_trash(box):
+def test_the_lock_files_of_ended_processes_are_removed_with_the_trash(box):
     box.data.create()
     hers, ours = (box.data.locks / f"trash-{pid}.lock" for pid in (1, 2))
     hers.touch()

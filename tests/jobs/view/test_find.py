@@ -95,7 +95,7 @@ def test_sorting_by_fvu_ignores_batch_fvus() -> None:
     assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
 
 
-def test_an_unknown_order_is_rejected_with_a_list_of_known_ones() -> None:
+def test_the_error_for_an_unknown_order_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match="newest, name, state, fvu"):
         find(JOBS, by="speed")
 
@@ -108,7 +108,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
 
 @given(text=words, name=words, tags=st.lists(words, max_size=2))
-def test_a_filter_is_the_intersection_of_its_words_for_any_input(text, name, tags) -> None:
+def test_a_filter_finds_exactly_the_jobs_that_match_each_of_its_words(text, name, tags) -> None:
     jobs = [job(1, name, tags=tuple(tags)), job(2, "other")]
     each = [set(ids(filter_jobs(jobs, word))) for word in text.split()]
     assert set(ids(filter_jobs(jobs, text))) == set.intersection({1, 2}, *each)
@@ -162,7 +162,7 @@ def test_a_queued_job_shows_its_reason_to_wait(fields, said) -> None:
     assert waits(job(**fields)) == said
 
 
-def test_a_held_or_paused_job_is_shown_and_found_by_that_word() -> None:
+def test_a_held_or_paused_job_is_shown_as_such_and_found_by_that_word() -> None:
     jobs = [job(1), job(2, held=True), job(3, held=True, attempt=1), job(4, attempt=1), job(5, state=JobState.RUNNING)]
     assert [describe_state(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
     assert len({describe_state(one)[:2] for one in jobs}) == 4

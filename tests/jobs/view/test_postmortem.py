@@ -45,7 +45,7 @@ def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
     assert any("left_by" in line for line in shown)
 
 
-def test_a_killed_extraction_resumes_after_its_stored_rows_not_its_reported_ones(tmp_path: Path) -> None:
+def test_a_killed_extraction_resumes_after_its_stored_rows_not_after_its_reported_rows(tmp_path: Path) -> None:
     extraction = extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows")
     (data := DataDir(tmp_path / "data")).create()
     row = Job(name="x", config=dump_job(extraction), user="me", host="here", device="cpu", gpu_source="none")

@@ -29,7 +29,7 @@ def keys(entries: list[ProcessRow]) -> list[str]:
     return [entry.key for entry in entries]
 
 
-def test_ranks_are_folded_under_their_job_with_their_totals() -> None:
+def test_ranks_are_folded_under_their_job_which_shows_their_totals() -> None:
     entries = arrange(ALL, HELD)
     assert keys(entries) == ["job:7", "pid:20", "pid:21"]
     head = entries[0]
@@ -55,7 +55,7 @@ def test_rows_can_be_sorted(order, first, last) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_accepts_unknown_values(order) -> None:
+def test_processes_with_unknown_values_can_be_sorted_in_every_order(order) -> None:
     unknown = (ProcessDetails(1, None, None), ProcessDetails(2, None, None))
     assert len(arrange((*unknown, *ALL), HELD, order=order)) == 5
 
@@ -75,7 +75,7 @@ def test_every_order_accepts_unknown_values(order) -> None:
         ("3f2a", ["pid:20"]),
     ],
 )
-def test_all_words_of_a_filter_must_match(words, found) -> None:
+def test_a_filter_finds_the_processes_that_match_all_of_its_words(words, found) -> None:
     assert keys(arrange(ALL, HELD, words=words)) == found
 
 

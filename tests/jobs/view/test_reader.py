@@ -54,7 +54,7 @@ def test_without_a_store_there_are_no_jobs_and_no_problem(box):
     assert not reader.poll()
 
 
-def test_evaluations_that_end_after_the_first_poll_are_news(box):
+def test_evaluations_that_end_after_the_first_poll_are_reported_as_news(box):
     job_id = box.record()
     box.control.add_event(job_id, DONE, "was evaluated before")
     reader = JobsReader(box.data)
@@ -114,7 +114,7 @@ def sweep(box, **fields):
     return job_id
 
 
-def test_the_best_sae_represents_a_sweep_even_if_another_one_was_stored(box):
+def test_the_best_sae_represents_a_sweep_even_if_the_row_stores_the_values_of_another(box):
     job_id = sweep(box, fvu=0.2184, loss=3.0, l0=8.0)
     reader, detail = JobsReader(box.data), JobReader(box.data, job_id)
     reader.poll()
@@ -202,7 +202,7 @@ def test_an_unusable_store_is_reported_and_a_replacement_is_read(box, spoil, sai
     assert ([job.id for job in reader.jobs], reader.problem) == ([job_id], "")
 
 
-def test_a_replaced_store_is_read_again_and_a_deleted_one_is_empty(box):
+def test_a_replaced_store_is_read_again_and_a_deleted_store_has_no_jobs(box):
     box.record("old")
     reader = JobsReader(box.data)
     reader.poll()
@@ -215,7 +215,7 @@ def test_a_replaced_store_is_read_again_and_a_deleted_one_is_empty(box):
     assert [job.name for job in reader.jobs] == ["new"]
 
 
-def test_curves_are_extended_by_new_points_and_stay_bounded(box, running):
+def test_curves_are_extended_by_new_points_up_to_a_limited_length(box, running):
     job_id, writer = running
     reader = JobReader(box.data, job_id)
     write(writer, 1, 100)
@@ -250,7 +250,7 @@ def test_events_of_supervisor_and_trainer_are_merged_by_time(box, running):
     assert [event.message for event in reader.events] == ["first", "second", "third"]
 
 
-def test_an_unknown_job_is_a_problem_not_an_exception(box):
+def test_an_unknown_job_is_reported_as_a_problem_and_not_as_an_exception(box):
     box.record()
     reader = JobReader(box.data, 77)
     assert not reader.poll()
