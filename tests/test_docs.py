@@ -134,7 +134,9 @@ def test_every_python_block_compiles() -> None:
         compile(block.text, block.place, "exec")
 
 
-def test_the_example_of_training_from_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_that_trains_from_python_runs_without_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (block,) = (block for block in blocks("python") if "how-to/python.md" in block.place)
     smaller = (

@@ -18,7 +18,7 @@ def words(load: HostLoad, capacity: int) -> str:
     return "".join(text for text, _ in load_spans(load, capacity))
 
 
-def test_a_reading_agrees_with_the_operating_system() -> None:
+def test_the_readings_of_host_load_agree_with_the_operating_system() -> None:
     load = Host().load()
     assert load.memory_total_bytes == psutil.virtual_memory().total
     assert abs((load.memory_used_bytes or 0) - (load.memory_total_bytes - psutil.virtual_memory().available)) < 1 << 30
@@ -27,7 +27,9 @@ def test_a_reading_agrees_with_the_operating_system() -> None:
     assert (load.cpu_percent, load.disk_bytes_s, load.network_bytes_s) == (None, None, None)
 
 
-def test_rates_cover_the_time_since_the_last_reading_at_most_once_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_cover_the_time_since_the_last_reading_and_change_at_most_once_per_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock, moved = [100.0], [(1_000, None)]
     monkeypatch.setattr(host.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(host, "_bytes_moved", lambda: moved[0])

@@ -10,7 +10,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError, errors, fi
 from trainer.contract.wording import distinct_sizes
 
 
-def test_a_problem_prints_its_setting_and_its_message() -> None:
+def test_the_text_of_a_problem_contains_its_setting_and_its_message() -> None:
     assert str(Problem("train.lr", "must be positive")) == "train.lr: must be positive"
     assert str(Problem("", "nothing to do")) == "nothing to do"
 
@@ -39,5 +39,5 @@ def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
     assert first_line(refused.value) == "it is a pickle that contains more than tensors, so it could run code"
 
 
-def test_sizes_below_a_mebibyte_are_distinguished() -> None:
+def test_displayed_sizes_below_a_mebibyte_differ() -> None:
     assert distinct_sizes(90_000, 40_960) == ("87.9 KiB", "40.0 KiB")

@@ -17,7 +17,7 @@ def end_of(*arguments: str, **environ: str) -> int:
     return done.returncode
 
 
-def test_each_exit_has_a_unique_code_and_a_full_sentence() -> None:
+def test_each_exit_code_is_unique_and_described_in_a_full_sentence() -> None:
     assert len({one.value for one in Exit}) == len(Exit)
     assert all(one.short and one.meaning.endswith(".") for one in Exit)
     assert in_short(Exit.DONE, Exit.STOPPED) == "Exit codes: 0 done, 3 stopped."

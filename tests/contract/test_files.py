@@ -103,7 +103,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_file(tmp_path: Path
 
 
 @pytest.mark.parametrize(("shared", "whole", "own"), [(False, 0o600, 0o600), (True, 0o660, 0o640)])
-def test_a_group_can_read_a_file_only_if_it_shares_the_folder(
+def test_a_group_can_read_a_file_only_if_the_folder_is_shared_with_it(
     shared: bool, whole: int, own: int, tmp_path: Path
 ) -> None:
     data = DataDir(tmp_path / "data")
@@ -116,7 +116,7 @@ def test_a_group_can_read_a_file_only_if_it_shares_the_folder(
     assert modes == [whole, own]
 
 
-def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
+def test_anything_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match="it is not a plain file"):

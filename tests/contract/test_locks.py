@@ -37,7 +37,7 @@ def test_a_lock_is_shared_on_request_and_can_be_exclusive_once_other_holders_hav
     os.close(descriptor)
 
 
-def test_a_lock_cannot_be_acquired_twice_until_it_is_released(tmp_path: Path) -> None:
+def test_a_lock_has_only_one_holder_until_it_is_released(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "data")
     data.create()
     first, second = (FileLock(data.locks / "a.lock") for _ in range(2))

@@ -70,7 +70,7 @@ def test_another_process_with_the_same_pid_is_never_signalled(
     assert sleeper.poll() is None
 
 
-def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_an_older_version_stored_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())

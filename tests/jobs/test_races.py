@@ -172,7 +172,7 @@ def in_line(data: DataDir, box, **fields) -> tuple[Control, int]:
     return Control(data.control_db), box.record(gpus_wanted=1, **identity | {"gpu_source": "nvml"} | fields)
 
 
-def test_locks_of_real_gpus_are_per_machine_and_of_simulated_ones_per_data_folder(two_users):
+def test_real_gpus_are_locked_per_machine_and_simulated_gpus_per_data_folder(two_users):
     ann, bob = two_users
     assert lock_folder(ann, "nvml") == lock_folder(bob, "auto")
     assert lock_folder(ann, "nvml").stat().st_mode & 0o7777 == 0o1777

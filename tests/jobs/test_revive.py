@@ -139,7 +139,7 @@ def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_resumed_job_stays_held_and_dependent_unless_it_has_begun(box, attempt):
+def test_a_job_that_has_not_begun_stays_held_and_dependent_when_it_is_resumed(box, attempt):
     first = box.launch(ENDLESS)
     job_id = box.launch("steps=1", place={"after": (first,), "hold": True})
     box.job(job_id).supervisor.send(signal.SIGKILL)

@@ -167,7 +167,7 @@ def test_each_reason_why_a_job_cannot_run_is_reported_as_one_problem(
         ({"batch_size": 1, "accumulate": 30_000}, "auto", 19_000),
     ],
 )
-def test_a_step_larger_than_the_data_is_refused_with_the_largest_size(
+def test_the_error_for_a_step_larger_than_the_data_names_the_largest_possible_size(
     checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
 ) -> None:
     (problem,) = checked(train=train, launch={"gpus": gpus})

@@ -35,7 +35,7 @@ def test_a_gpu_list_ends_at_the_first_unknown_gpu_and_is_empty_if_it_has_duplica
     assert VENDORS["nvml"].visible_indices(text, GPUS) == indices
 
 
-def test_numbers_refer_to_the_indices_of_readable_gpus():
+def test_numbers_in_a_gpu_list_refer_to_the_indices_of_readable_gpus():
     assert VENDORS["nvml"].visible_indices("2,1", [(0, "GPU-a"), (2, "GPU-c")]) == [2]
 
 

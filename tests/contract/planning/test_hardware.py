@@ -34,7 +34,7 @@ def test_a_damaged_file_is_treated_as_a_file_without_measurements(content: bytes
     assert read_box(tmp_path / "box.json") == MeasuredHardware()
 
 
-def test_an_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
+def test_storing_measured_speeds_in_an_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
     write_box(tmp_path / "nowhere" / "box.json", MeasuredHardware())
     assert not list(tmp_path.iterdir())
 

@@ -208,7 +208,7 @@ def test_a_sweep_holds_the_states_of_all_saes_and_the_activations_of_one(
     assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
 
 
-def test_sparse_architectures_hold_only_pre_activations_and_dense_ones_hold_more(make_job: MakeJob) -> None:
+def test_sparse_architectures_keep_only_pre_activations_and_dense_architectures_keep_more(make_job: MakeJob) -> None:
     wide = 4 * 4096 * 3072
     settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
     chosen = estimate(workload(make_job(**settings), 384)).activations

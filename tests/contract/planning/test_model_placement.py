@@ -92,7 +92,7 @@ def test_each_training_gpu_has_the_same_number_of_model_gpus(devices: int, count
         ("cpu:4", "auto", {}, ""),
     ],
 )
-def test_an_impossible_number_of_model_gpus_is_refused_with_the_possible_ones(
+def test_the_error_for_an_impossible_number_of_model_gpus_lists_the_possible_numbers(
     gpus: str, asked: Any, changes: dict[str, Any], told: str, make: Make
 ) -> None:
     job = make(gpus=gpus, data={"model_gpus": asked}, **changes)
@@ -194,7 +194,7 @@ def test_an_automatic_placement_does_not_change_the_size_of_a_step(mode: str, ma
         assert layout.total_steps == steps_of(job, 8)
 
 
-def test_a_given_number_of_model_gpus_leaves_the_rest_as_ranks(make: Make) -> None:
+def test_with_a_given_number_of_model_gpus_all_other_gpus_become_ranks(make: Make) -> None:
     job = make(data={"model_gpus": 6})
     assert (wanted_devices(job), wanted_ranks(job)) == (8, 2)
     chosen = place(job)
@@ -217,7 +217,7 @@ def test_a_step_takes_as_long_as_reading_or_training_whichever_is_slower(make: M
         assert (reading > alone) == reads_longer
 
 
-def test_the_memory_check_uses_the_fuller_gpu_of_training_and_language_model(make: Make) -> None:
+def test_the_memory_check_uses_the_larger_need_of_training_gpus_and_model_gpus(make: Make) -> None:
     job = make(gpus="auto:2", data={"model_gpus": 1}, d_sae=4096)
     gpus = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
     look = outlook(job, job.data_shape(), 2, gpus)

@@ -66,7 +66,7 @@ def test_a_stopped_extraction_is_reported_as_resumable(make: Make) -> None:
     assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 
-def test_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
+def test_the_rows_that_several_processes_stored_are_added_up(make: Make, tmp_path: Path) -> None:
     job, output = make(shard_rows=16), tmp_path / "rows"
     run_ranks(job, 2, tmp_path / "meet")
     assert "finished with 300 rows" in what_is_there(job)

@@ -54,7 +54,7 @@ def test_promoted_tokens_of_the_wrong_shape_are_refused(file: Path, name: str, s
         Features(file)
 
 
-def test_a_character_over_several_tokens_is_merged_with_the_largest_activation(file: Path) -> None:
+def test_tokens_that_form_one_character_are_merged_and_show_the_largest_activation(file: Path) -> None:
     file.write_bytes(features_file(SPREAD))
     features = Features(file)
     (first, second), (third,) = features.feature(0).contexts, features.feature(1).contexts
@@ -123,13 +123,13 @@ def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tup
     assert Features(file).n_dense == (max(fired) > 10_000)
 
 
-def test_a_search_separates_latents_active_on_a_word_from_latents_active_near_it(file: Path) -> None:
+def test_a_search_separates_latents_that_fire_on_a_word_from_latents_that_fire_near_it(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])
 
 
-def test_a_search_lists_latents_that_fire_on_a_token_before_its_contexts(file: Path) -> None:
+def test_a_search_lists_latents_that_fire_on_a_token_before_latents_that_fire_near_it(file: Path) -> None:
     features = Features(file)
     latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
     # Latent 1 fires more often than latent 0.

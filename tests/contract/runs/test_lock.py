@@ -66,7 +66,7 @@ def test_a_lock_file_private_to_another_user_does_not_block_a_run() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_running_run_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_that_is_in_progress_is_not_started_again(tmp_path: Path) -> None:
     with RunLock(tmp_path) as run:
         run.share()
         assert is_held(RunPaths(tmp_path).lock_file)

@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec
     assert placed(msgspec.structs.replace(given, attempt=2), job, "auto").model_gpus == 0
 
 
-def test_the_spec_for_stored_rows_is_unchanged(given: RankSpec) -> None:
+def test_the_spec_of_a_job_that_reads_stored_rows_is_not_changed(given: RankSpec) -> None:
     job, _ = parse_job({"data": {"path": "acts"}})
     assert job
     assert with_model_placed(given, job, "", MeasuredHardware(), DeviceMemory()) is given

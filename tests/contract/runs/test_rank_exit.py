@@ -101,7 +101,7 @@ def test_an_aborted_rank_is_described_by_the_reason_and_not_a_stack_frame(start,
     assert rank.error(8) == f"rank 0 was killed (SIGABRT); its last log line: {said}"
 
 
-def test_a_rank_that_survives_sigkill_is_given_up_and_blamed(start, tmp_path, monkeypatch):
+def test_a_rank_that_survives_sigkill_is_abandoned_and_blamed(start, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_exit, "GIVEN_UP_AFTER_S", 1.0)
     with hung_mount(tmp_path / "gpu") as asked:
         ranks = [start("raise SystemExit(1)"), start("import os; os.stat('gpu/x')")]

@@ -78,7 +78,7 @@ def test_ranks_of_one_host_use_its_loopback_interface_by_default(tmp_path: Path)
     assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
 
 
-def test_gpu_ranks_are_configured_for_deterministic_matmuls_at_the_start(tmp_path: Path) -> None:
+def test_gpu_ranks_are_configured_for_deterministic_matmuls_when_they_start(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda")
     srun = {f"SLURM_{name}": value for name, value in dict(NTASKS="2", NNODES="1", PROCID="0", LOCALID="0").items()}
     for environment_of in (lambda base: rank_environment(cuda, 0, base), lambda base: srun_environment(cuda, base)):
@@ -87,7 +87,7 @@ def test_gpu_ranks_are_configured_for_deterministic_matmuls_at_the_start(tmp_pat
     assert "CUBLAS_WORKSPACE_CONFIG" not in rank_environment(spec(tmp_path), 0, {})
 
 
-def test_gpu_memory_segments_expand_unless_the_user_set_the_allocator(tmp_path: Path) -> None:
+def test_gpu_memory_segments_are_expandable_unless_the_user_configured_the_allocator(tmp_path: Path) -> None:
     cuda, names = spec(tmp_path, device="cuda"), {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
     free = rank_environment(cuda, 0, {})
     assert {free[name] for name in names} == {"expandable_segments:True"}
@@ -123,7 +123,7 @@ def test_gpus_whose_peer_access_fails_communicate_through_the_host(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("base", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])
-def test_cores_are_divided_among_ranks_unless_the_user_set_the_threads(
+def test_cores_are_divided_among_ranks_unless_the_user_set_the_number_of_threads(
     tmp_path: Path, base: dict[str, str], threads: str | None
 ) -> None:
     expected = threads or str(threads_per_rank(2))
@@ -136,7 +136,7 @@ def test_every_rank_gets_at_least_one_thread() -> None:
     assert threads_per_rank(10 * cores) == 1
 
 
-def test_a_user_file_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
+def test_a_file_of_the_user_that_is_called_trainer_is_not_run_in_place_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("print('a stranger')")
     command = rank_command(tmp_path / "missing.json")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

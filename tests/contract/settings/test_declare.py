@@ -84,7 +84,7 @@ def test_the_accepted_values_of_a_setting_are_described_in_words(name: str, want
     assert SETTINGS[name].wanted == wanted
 
 
-def test_only_a_closed_list_has_choices() -> None:
+def test_only_a_setting_with_a_closed_list_of_values_has_choices() -> None:
     assert SETTINGS["word"].choices == ("a", "b", "c")
     assert SETTINGS["rate"].choices == ()
     assert SETTINGS["share"].choices == ()
@@ -104,7 +104,7 @@ def test_only_a_closed_list_has_choices() -> None:
         ("on", 1),
     ],
 )
-def test_an_invalid_value_is_refused_with_the_valid_values(name: str, value: object) -> None:
+def test_the_error_for_an_invalid_value_names_the_valid_values(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"^must be ") as caught:
         SETTINGS[name].convert(value)
     assert str(caught.value) == f"must be {SETTINGS[name].wanted}, not {show(value)}"
@@ -121,7 +121,7 @@ def test_an_invalid_value_is_refused_with_the_valid_values(name: str, value: obj
         ("title", None, 'is empty; the default is "x"'),
     ],
 )
-def test_a_refused_value_names_the_actual_reason(name: str, value: object, said: str) -> None:
+def test_the_error_for_a_refused_value_names_the_actual_reason(name: str, value: object, said: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         SETTINGS[name].convert(value)
     assert str(caught.value) == said
@@ -170,7 +170,7 @@ def test_an_integer_has_the_same_value_in_any_notation(number: int, style: str) 
 
 
 @given(st.integers(0, 10**6), st.sampled_from([("k", 3), ("K", 3), ("M", 6), ("G", 9), ("B", 9), ("T", 12)]))
-def test_a_unit_letter_is_an_exact_power_of_ten(number: int, letter: tuple[str, int]) -> None:
+def test_a_unit_letter_stands_for_an_exact_power_of_ten(number: int, letter: tuple[str, int]) -> None:
     assert parse_number(f"{number}{letter[0]}") == number * 10 ** letter[1]
     assert parse_number(f"{number / 1000:.3f}{letter[0]}", whole=True) == number * 10 ** (letter[1] - 3)
 
@@ -188,7 +188,7 @@ def test_commas_make_a_list_if_they_cannot_be_thousands_separators(values: list)
 
 
 @given(st.text(max_size=500))
-def test_any_typed_text_is_a_value_or_refused_in_a_sentence(text: str) -> None:
+def test_any_typed_text_is_either_read_as_a_value_or_refused_in_one_sentence(text: str) -> None:
     for setting in SETTINGS.values():
         for several in (False, True):
             try:
@@ -212,12 +212,12 @@ def test_any_typed_text_is_a_value_or_refused_in_a_sentence(text: str) -> None:
         ("[16, 32", "[16, 32"),
     ],
 )
-def test_sweepable_settings_read_a_list_or_a_number(text: str, value: object) -> None:
+def test_sweepable_settings_accept_a_list_or_a_number(text: str, value: object) -> None:
     assert parse_number(text, several=True, whole=True) == value
 
 
 @pytest.mark.parametrize("text", ["512,768", "1,536", "100,200,300"])
-def test_an_ambiguous_number_or_list_is_refused(text: str) -> None:
+def test_text_that_could_be_a_number_or_a_list_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=rf"write {text.replace(',', '')} or \[{text.replace(',', ', ')}\]"):
         parse_number(text, several=True)
     assert parse_number(text) == int(text.replace(",", ""))
@@ -228,7 +228,7 @@ def test_typed_text_cannot_inject_a_second_line() -> None:
     assert parse_value("[0, 1]") == [0, 1]
 
 
-def test_a_shown_value_fits_on_a_line() -> None:
+def test_a_displayed_value_fits_on_one_line() -> None:
     assert show("a\nb") == '"a\\nb"'
     assert show([0, True]) == "[0, true]"
     assert len(show("x" * 1000)) == 60

@@ -316,7 +316,7 @@ def test_an_override_with_a_list_makes_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "a.b.c=1", ".lr=1", "train.=1", ""])
-def test_a_malformed_override_is_refused_with_the_expected_form(override: str) -> None:
+def test_the_error_for_a_malformed_override_names_the_expected_form(override: str) -> None:
     with pytest.raises(JobFileError, match=r"^--set: expects section.key=value, like train.lr=3e-4, not "):
         apply_override({}, override)
 
@@ -326,7 +326,7 @@ def test_an_override_below_something_that_is_not_a_section_is_refused() -> None:
         apply_override({"name": "x"}, "name.x=1")
 
 
-def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
+def test_overrides_are_checked_like_the_settings_in_the_job_file(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[data]\npath = "acts"\n')
     with pytest.raises(JobFileError) as caught:
@@ -347,7 +347,7 @@ def test_the_reason_why_a_file_cannot_be_read_is_reported(tmp_path: Path, conten
     assert str(caught.value).startswith(f"{file}: {said}")
 
 
-def test_a_relative_data_path_is_resolved_in_the_working_directory_first(
+def test_a_relative_data_path_is_looked_up_in_the_working_directory_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
@@ -366,7 +366,7 @@ def test_a_relative_data_path_is_resolved_in_the_working_directory_first(
     }
 
 
-def test_targets_are_resolved_like_the_data(
+def test_the_path_of_targets_is_resolved_like_the_data_path(
     tmp_path: Path, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there" / "out").mkdir(parents=True)

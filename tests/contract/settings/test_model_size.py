@@ -77,13 +77,15 @@ def test_a_gguf_file_has_the_size_of_its_tensors(tmp_path: Path) -> None:
     ],
     ids=["missing", "empty", "list", "cut off", "no number", "no weights"],
 )
-def test_a_model_without_size_information_gives_none(write: Callable[[Path], object], tmp_path: Path) -> None:
+def test_the_size_of_a_model_without_size_information_is_unknown(
+    write: Callable[[Path], object], tmp_path: Path
+) -> None:
     write(tmp_path / "model")
     assert model_size(str(tmp_path / "model")) is None
 
 
 @given(place=st.integers(0, len(whole()) - 1), byte=st.integers(0, 255), end=st.integers(0, len(whole())))
-def test_a_damaged_gguf_file_has_a_size_or_none_and_never_fails(
+def test_reading_a_damaged_gguf_file_gives_a_size_or_none_and_never_fails(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int, end: int
 ) -> None:
     content = bytearray(whole())

@@ -83,7 +83,7 @@ def test_a_damaged_header_is_either_refused_or_gives_non_negative_sizes(
     assert min(there.offset, there.n_tokens, there.d_in) >= 0
 
 
-def test_an_archive_of_arrays_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_the_error_for_an_archive_of_arrays_names_the_fix(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", activations=rows(30, 8))
     with pytest.raises(JobFileError, match=r"a \.npz file is an archive of arrays; save its rows as \.npy"):
         inspect_shards(tmp_path)

@@ -62,6 +62,6 @@ def test_curves_that_are_redundant_for_all_saes_of_a_job_are_hidden() -> None:
     assert {"loss", "lr"} <= curves().keys()
 
 
-def test_no_metric_has_the_name_of_another_job_column() -> None:
+def test_no_metric_has_the_name_of_an_unrelated_job_column() -> None:
     assert set(Job.__struct_fields__) >= set(VALUE_COLUMNS)
     assert METRICS.keys() & set(Job.__struct_fields__) <= set(VALUE_COLUMNS)

@@ -49,7 +49,7 @@ def test_the_shards_of_a_folder_are_read_in_order_of_their_names(write_shard: Wr
     assert (data.d_in, data.n_tokens) == (8, 50)
 
 
-def test_the_offset_is_the_start_of_the_rows(tmp_path: Path) -> None:
+def test_the_offset_of_a_shard_is_the_start_of_its_rows(tmp_path: Path) -> None:
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     file = tmp_path / "a.safetensors"
     save_file({"a_first": np.zeros(5, np.float32), "activations": x}, file, metadata={"model": "mini"})
@@ -132,7 +132,7 @@ def test_a_header_that_is_not_a_table_is_refused(tmp_path: Path, header: object)
     assert "is not a complete safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
-def test_a_tensor_of_one_dimension_is_refused_with_the_fix(write_shard: WriteShard) -> None:
+def test_the_error_for_a_tensor_of_one_dimension_names_the_fix(write_shard: WriteShard) -> None:
     save_file({"activations": np.zeros(10, np.float32)}, (folder := write_shard()) / "a.safetensors")
     assert problem(folder).endswith("[n_tokens, d_in]: its shape is [10]; reshape it to [-1, d_in]")
 
@@ -156,7 +156,7 @@ def test_a_truncated_file_is_refused(write_shard: WriteShard) -> None:
     assert problem(file.parent) == f"{file} is truncated; copy it again"
 
 
-def test_a_shape_larger_than_its_bytes_is_refused(tmp_path: Path) -> None:
+def test_a_shape_that_needs_more_bytes_than_the_file_has_is_refused(tmp_path: Path) -> None:
     header = {"activations": {"dtype": "F32", "shape": [5, 2], "data_offsets": [0, 36]}}
     assert problem(with_header(tmp_path / "a.safetensors", header, bytes(40))).endswith("is truncated; copy it again")
 

@@ -38,7 +38,7 @@ def test_the_shape_of_shards_comes_from_their_headers(make_job: MakeJob, write_s
     assert make_job(data={"path": str(write_shard(20))}).data_shape() == DataShape(8, None, 50)
 
 
-def test_targets_make_a_transcoder(make_job: MakeJob, stored: Callable[..., dict[str, str]]) -> None:
+def test_a_job_with_targets_trains_a_transcoder(make_job: MakeJob, stored: Callable[..., dict[str, str]]) -> None:
     assert make_job(data=stored()).data_shape() == DataShape(8, 24, 1000)
 
 

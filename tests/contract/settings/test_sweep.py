@@ -53,7 +53,7 @@ def problem(**sections: dict[str, Any]) -> Problem:
     return refusal
 
 
-def test_each_value_makes_an_sae_with_a_label() -> None:
+def test_each_value_in_a_list_gives_one_sae_with_a_label() -> None:
     configs = members(swept(sae={"k": [16, 32, 64]}))
     assert {label: job.sae.settings.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
 
@@ -102,7 +102,7 @@ def test_architectures_keep_their_own_settings() -> None:
     assert configs["architecture=round,k=8,roundness=2.0"] == swept(sae=own)
 
 
-def test_a_setting_of_a_later_architecture_is_kept_as_an_axis() -> None:
+def test_a_setting_that_only_a_later_architecture_has_is_kept_as_an_axis() -> None:
     job = swept(sae={"architecture": ["topk", "round"], "roundness": 3.0, "levels": [8, 16]})
     assert job.sweep[1:] == (SweepAxis("sae.roundness", (3.0,)), SweepAxis("sae.levels", ([8, 16],)))
     assert list(members(job)) == ["architecture=topk", "architecture=round"]

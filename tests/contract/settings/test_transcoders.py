@@ -33,7 +33,7 @@ def test_the_error_for_an_architecture_without_an_export_format_names_the_altern
     ]
 
 
-def test_an_sae_has_no_skip_connection() -> None:
+def test_only_a_transcoder_can_have_a_skip_connection() -> None:
     assert problems_of({"skip": False}, None) == []
     assert problems_of({"skip": True}, None) == [
         "sae.skip: only a transcoder has a skip connection; give data.target_path, or set it to false"

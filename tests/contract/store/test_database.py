@@ -207,7 +207,7 @@ def test_a_missing_folder_is_reported_with_a_fix(tmp_path: Path) -> None:
     assert message(lambda: open_reader(path, "control")) == f"there is no store at {path}"
 
 
-def test_a_reader_creates_no_file(tmp_path: Path) -> None:
+def test_opening_a_store_for_reading_creates_no_file(tmp_path: Path) -> None:
     message(lambda: open_reader(tmp_path / "control.db", "control"))
     assert list(tmp_path.iterdir()) == []
 
@@ -243,7 +243,7 @@ def test_a_file_without_tables_is_not_treated_as_a_store(tmp_path: Path) -> None
     assert message(lambda: open_reader(path, "control")) == f"there is no store at {path} yet"
 
 
-def test_a_reader_cannot_write(made: Path) -> None:
+def test_a_reader_cannot_write_to_a_store(made: Path) -> None:
     control = Control(made, readonly=True)
     assert "is read-only" in message(lambda: control.request(1, "stop"))
     assert control.jobs() == []
@@ -421,7 +421,7 @@ def test_a_store_that_cannot_be_used_is_closed(tmp_path: Path) -> None:
     assert str(path) not in links
 
 
-def test_a_network_file_system_uses_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_on_a_network_file_system_uses_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     with contextlib.closing(open_writer(tmp_path / "a.db", "control")) as connection:
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
@@ -468,7 +468,7 @@ def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
-def test_a_folder_name_may_have_special_characters(tmp_path: Path, name: str) -> None:
+def test_the_folder_of_a_store_may_have_special_characters_in_its_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     migrate(folder / "control.db", "control")
@@ -478,7 +478,7 @@ def test_a_folder_name_may_have_special_characters(tmp_path: Path, name: str) ->
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_failed_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_migration_that_fails_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(db: Any) -> None:
         db.table("half").create({"id": int}, pk="id")
         raise sqlite3.OperationalError("database or disk is full")

@@ -44,7 +44,7 @@ def test_jobs_are_listed_newest_first_and_filtered_by_state(control: Control, qu
     assert control.jobs([]) == []
 
 
-def test_a_missing_job_is_reported(control: Control) -> None:
+def test_reading_a_job_that_does_not_exist_raises_an_error(control: Control) -> None:
     with pytest.raises(UserError, match=r"^there is no job 7; `sae-tui jobs` lists them$"):
         control.job(7)
     assert control.transition(7, JobState.FAILED) is False
@@ -107,7 +107,7 @@ def test_a_job_that_is_stopped_in_the_queue_leases_no_gpu(control: Control, queu
     assert control.leases() == []
 
 
-def test_the_same_gpu_index_on_another_host_is_another_gpu(control: Control, queued: MakeJob) -> None:
+def test_the_same_gpu_index_on_another_host_refers_to_another_gpu(control: Control, queued: MakeJob) -> None:
     for host in ("a", "b"):
         assert control.lease(recorded(control, queued(host=host)), GPUS[:1])
     assert [lease.host for lease in control.leases()] == ["a", "b"]

@@ -55,7 +55,7 @@ def rows(name: str, values: dict[int, float], rank: int = 0) -> list[MetricRow]:
     return [MetricRow(name, step, value, rank) for step, value in values.items()]
 
 
-def test_points_are_read_as_written_and_then_incrementally(run: Store) -> None:
+def test_points_are_read_as_written_and_later_reads_return_only_new_points(run: Store) -> None:
     run.writer.write(rows("loss", {0: 3.0, 10: 2.0}))
     assert run.reader.points("loss") == [Point(0, 3.0), Point(10, 2.0)]
     run.writer.write(rows("loss", {20: 1.0}))
@@ -186,7 +186,7 @@ def test_rows_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
     assert len(run.reader.history("loss", most=100)) <= 101
 
 
-def test_one_value_over_the_limit_does_not_empty_the_curve(run: Store) -> None:
+def test_a_curve_with_one_value_more_than_the_limit_is_not_empty(run: Store) -> None:
     run.writer.write(rows("loss", {10 * step: 1.0 for step in range(501)}))
     assert 250 <= len(run.reader.history("loss", most=500)) <= 500
 
@@ -220,7 +220,7 @@ def test_heartbeat_and_events_are_written_in_the_same_flush_as_the_metrics(run: 
     assert run.reader.events() == events
 
 
-def test_a_flush_changes_the_version_that_a_reader_sees(run: Store) -> None:
+def test_each_flush_changes_the_version_number_that_a_reader_sees(run: Store) -> None:
     before = run.reader.version()
     assert run.reader.version() == before
     run.writer.write(rows("loss", {0: 1.0}))

@@ -70,7 +70,7 @@ def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **p
     (folder / CARD).write_bytes(msgspec.json.encode(card))
 
 
-def test_the_trainer_is_called_for_the_run_and_the_result_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
+def test_the_trainer_is_started_for_the_run_and_its_result_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
     message = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
@@ -211,7 +211,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 
 
 @pytest.mark.usefixtures("process_settings")
-def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     gpu = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (gpu, "")])
     monkeypatch.setattr(follow, "_free_gpu", lambda *_: next(looks))

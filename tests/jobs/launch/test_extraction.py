@@ -61,7 +61,7 @@ def test_a_clone_after_running_out_of_memory_reads_half_as_many_tokens_at_once(j
     assert ExtractionProposal.half_batch(least, 1) == []
 
 
-def test_the_memory_for_a_model_on_another_machine_is_unknown(job: ExtractJob) -> None:
+def test_the_memory_need_of_a_model_that_is_not_on_this_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
     assert LaunchExtraction().need(elsewhere, look, FreeMemory(), device="cpu") is None

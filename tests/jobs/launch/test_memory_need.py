@@ -173,7 +173,7 @@ def test_processes_share_the_memory_of_the_machine_but_gpus_have_their_own(confi
     assert not on_one.lacks(FreeMemory(None))
 
 
-def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_error(config):
+def test_too_little_free_memory_gives_a_warning_and_too_little_total_memory_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
     (problem,) = on_cpu(config, DeviceMemory(2 * one - 1, 2 * one)).problems(config)
@@ -184,7 +184,7 @@ def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_erro
     assert " for 2 processes, and this machine has " in problem.message
 
 
-def test_a_job_that_does_not_fit_gets_settings_that_make_it_fit(config):
+def test_a_job_that_does_not_fit_in_memory_is_offered_settings_that_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
     look = on_gpus(wide, free, 23 * GIB)
@@ -203,5 +203,5 @@ def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     assert capacity_on_gpus(gpus, [3]) == capacity_on_gpus(gpus, []) == FreeMemory()
 
 
-def test_the_memory_of_this_machine_is_known():
+def test_the_total_and_free_memory_of_this_machine_are_known():
     assert capacity_on_cpu().free_bytes > 2**20

@@ -120,7 +120,7 @@ def test_a_gpu_whose_processes_cannot_be_listed_is_never_reported_as_idle():
     assert blind.reason == "its use is unknown"
 
 
-def test_unattributed_use_is_attributed_to_the_job_that_leased_the_gpu():
+def test_gpu_use_by_unknown_processes_is_attributed_to_the_job_that_leased_the_gpu():
     running = job(7, gpu_uuids=("GPU-0",))
     held = holders([running], [lease(0, 7)], [])
     used = sample(memory_used_bytes=20 * GIB, utilization=90)
@@ -166,7 +166,7 @@ def test_memory_reserved_by_the_driver_is_neither_free_nor_usable():
     assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GIB, 23 * GIB)
 
 
-def test_any_gpus_excludes_gpus_with_unknown_free_memory(box):
+def test_a_job_for_any_gpus_does_not_use_gpus_with_unknown_free_memory(box):
     blind = [choice(0, None), choice(1)]
     where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
     assert where.any_gpus
@@ -205,7 +205,7 @@ def test_a_gpu_with_an_unreadable_uuid_is_never_assigned():
     assert recommend([gpu], GIB, 1).gpus == ()
 
 
-def test_an_unreadable_gpu_has_a_reason():
+def test_the_reason_why_a_gpu_is_unreadable_is_shown():
     (gpu,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
     assert (gpu.state, gpu.reason, gpu.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
 
@@ -251,7 +251,7 @@ def test_recommended_gpus_are_usable_and_have_the_most_free_memory(found, needed
     assert all(recommended.reasons.values())
 
 
-def test_a_shortfall_gives_the_reason_for_every_rejected_gpu():
+def test_a_message_about_too_few_gpus_gives_the_reason_for_every_rejected_gpu():
     gpus = [choice(0), choice(1, GIB), choice(2, state="busy", reason="job 4 (run)")]
     recommended = recommend(gpus, 2 * GIB, 3)
     assert recommended.gpus == (0,)

@@ -53,7 +53,7 @@ def test_the_stack_of_a_halted_process_is_written(process, tmp_path, box):
     assert odd_state(process.pid) == "is halted (SIGSTOP)", "reading the stack has resumed the process"
 
 
-def test_a_missing_py_spy_is_reported(process, tmp_path, monkeypatch):
+def test_a_missing_py_spy_is_reported_in_place_of_a_stack(process, tmp_path, monkeypatch):
     monkeypatch.setattr(local.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     dump_stacks({"rank 0": ProcessRef.of(process.pid)}, tmp_path / "stacks.txt")

@@ -59,12 +59,12 @@ def test_user_options_come_last_and_replace_the_core_count() -> None:
     ("limit", "seconds"),
     [(None, 120), ("2", 30), ("1:20", 20), ("0:04:00", 60), ("1-0", 120), ("90", 120), ("0-0:2", 30)],
 )
-def test_the_job_is_signalled_before_its_time_limit_early_enough_to_save(limit: str | None, seconds: int) -> None:
+def test_a_job_gets_a_signal_early_enough_to_save_before_its_time_limit(limit: str | None, seconds: int) -> None:
     assert f"--signal=B:USR1@{seconds}" in submitted(spec(1), job(time_limit=limit))
 
 
 @pytest.mark.parametrize("name", ["a b\n#SBATCH --nodes=7", "$(touch x)", "--wrap=x", "日本"])
-def test_a_job_name_is_a_safe_word_for_slurm(name: str) -> None:
+def test_a_job_name_is_converted_to_a_safe_word_for_slurm(name: str) -> None:
     (option,) = [part for part in submitted(spec(1), job(), name) if part.startswith("--job-name=")]
     assert not set(option.partition("=")[2]) & set(" \n$();'\"")
 

@@ -227,7 +227,7 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     assert {taken.uuid for _, taken in takers(line, decisions)}.isdisjoint(where.uuid for where in possible)
 
 
-def test_a_backfilled_job_ends_before_the_waiting_job_could_start():
+def test_a_job_is_backfilled_only_if_it_ends_before_the_waiting_job_can_start():
     board = [held_gpu(0, 500.0), gpu(1), gpu(2)]
     large = job(1, gpus_wanted=3, queued=NOW - 60)
     short, long, unknown = (job(number, expected_s=length) for number, length in ((2, 400.0), (3, 600.0), (4, None)))
@@ -349,7 +349,7 @@ LARGE = 1000
     st.sampled_from([0.5, 1.0, 2.0, 5.0]),
     st.booleans(),
 )
-def test_a_large_job_among_small_ones_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
+def test_a_large_job_in_a_queue_of_small_jobs_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
     box, lengths = Cluster(4, late, silent=silent), [late * length for _, length, _ in stream]
     for number, (pause, length, n_gpus) in enumerate(stream):
         if number == comes_at:

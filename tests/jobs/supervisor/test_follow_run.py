@@ -112,7 +112,7 @@ def test_overfitting_is_stored_with_the_job_until_the_run_is_resumed(box, watchi
         assert report(70, OVERFITTING) == "overfitting at step 70"
 
 
-def test_an_unfinished_save_of_an_earlier_attempt_does_not_excuse_a_hang(box, watching, monkeypatch):
+def test_an_unfinished_save_of_an_earlier_attempt_does_not_prevent_detecting_a_hang(box, watching, monkeypatch):
     paths = box.data.run(1)
     paths.create()
     with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:

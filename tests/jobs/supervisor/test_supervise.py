@@ -214,7 +214,7 @@ def test_a_killed_rank_fails_the_job_with_its_last_log_line_and_ends_the_others(
     assert box.control.leases() == []
 
 
-def test_the_cause_is_the_rank_that_failed_first_not_the_one_that_ended_first(box):
+def test_a_failure_is_attributed_to_the_rank_that_failed_first_and_not_that_ended_first(box):
     job = box.wait_ended(box.launch("fail=1@10 cut-off=0 steps=100000", gpus=(0, 1)))
     assert (job.state, job.error) == (JobState.FAILED, "rank 1: RuntimeError: the loss is not finite")
     assert box.control.ranks(job.id)[0].error == "rank 0: connection closed by peer"
@@ -271,7 +271,7 @@ def test_sigterm_ends_a_waiting_supervisor_even_if_the_store_is_unreadable(box):
     box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
 
 
-def test_a_run_folder_that_cannot_be_checked_is_not_treated_as_deleted(tmp_path):
+def test_a_run_folder_that_cannot_be_read_is_not_treated_as_deleted(tmp_path):
     (tmp_path / "file").touch()
     assert [is_gone(tmp_path), is_gone(tmp_path / "none"), is_gone(tmp_path / "file")] == [False, True, True]
     assert not is_gone(tmp_path / ("x" * 300))

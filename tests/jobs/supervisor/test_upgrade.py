@@ -79,7 +79,7 @@ def test_a_requested_stop_does_not_wait_forever_for_a_removed_package(monkeypatc
     assert not program.restart_if_replaced()
 
 
-def test_unchanged_files_are_not_an_upgrade():
+def test_unchanged_files_are_not_taken_for_an_upgrade():
     state = "from sae_tui.jobs.supervisor.upgrade import Installed; print(Installed().restart_if_replaced())"
     done = subprocess.run([sys.executable, "-c", state], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

@@ -40,7 +40,7 @@ def test_ranks_are_folded_under_their_job_which_shows_their_totals() -> None:
     assert [(entry.rank, entry.depth) for entry in entries[1:3]] == [(0, 1), (1, 1)]
 
 
-def test_a_job_with_one_rank_is_one_row() -> None:
+def test_a_job_with_one_rank_is_shown_as_one_row() -> None:
     (entry,) = arrange(RANKS[:1], HELD)
     assert (entry.key, entry.rank, entry.job, entry.n_below) == ("pid:11", 1, JOB, 0)
 
@@ -49,7 +49,7 @@ def test_a_job_with_one_rank_is_one_row() -> None:
     ("order", "first", "last"),
     [("memory", "job:7", "pid:21"), ("SM", "pid:20", "pid:21"), ("GPU", "job:7", "pid:21"), ("pid", "job:7", "pid:21")],
 )
-def test_rows_can_be_sorted(order, first, last) -> None:
+def test_rows_of_processes_can_be_sorted(order, first, last) -> None:
     found = keys(arrange(ALL, HELD, order=order))
     assert (found[0], found[-1]) == (first, last)
 

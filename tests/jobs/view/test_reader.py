@@ -161,7 +161,7 @@ def test_the_saes_of_a_sweep_are_ordered_as_in_the_job_file_or_by_size(box):
     assert labels("not [ toml") == labels("[launch]\ngpus = [0, 1]\n") == ()
 
 
-def test_a_stop_request_is_shown(box, running):
+def test_a_stop_request_is_shown_with_its_job(box, running):
     job_id, _ = running
     reader = JobsReader(box.data)
     reader.poll()
