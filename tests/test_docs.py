@@ -188,7 +188,7 @@ GUIDES = ROOT / "docs" / "contributing"
 _CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
 BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
 BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
-# The files of a kind may narrow the types of its job and outlook.
+# The modules of a job kind may narrow the types of its job and outlook.
 OWN_FILES = {"sae_tui/jobs/launch/kinds/training.py", "sae_tui/jobs/launch/kinds/extraction.py"}
 
 

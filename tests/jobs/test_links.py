@@ -88,7 +88,10 @@ for name, write in writes.items():
 
 @pytest.fixture
 def shared(place: Path) -> Path:  # noqa: F811
-    """Create a data folder that belongs to Ann and is shared with a group. It contains a run that has started."""
+    """Create a data folder that belongs to Ann and is shared with a group.
+
+    The folder contains a run that has started.
+    """
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
         (folder / made).mkdir()

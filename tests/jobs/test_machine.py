@@ -126,7 +126,7 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
 
 
 def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
-    # On a local disk, a job with another host name is from before this machine was renamed.
+    # On a local disk, a job with another host name was created before this machine was renamed.
     dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
     with pytest.raises(
         UserError, match=f"job {dead} is on another host, so nothing was done: its host gpu7 has been silent"

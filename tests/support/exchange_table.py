@@ -1,4 +1,4 @@
-"""A table of what GPU ranks read and exchange in a step. It is tracked in git, so that changes are reviewed.
+"""A table of what GPU ranks read and exchange in a step. The table is tracked in git, so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 

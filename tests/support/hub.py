@@ -16,9 +16,10 @@ COMMIT = "5" * 40
 
 
 class Hub:
-    """Accepts uploads like the hub. `files` maps repository and name to each uploaded file; `asked` lists all requests.
+    """Accepts uploads, as the hub does.
 
-    A request whose path contains `fails_at` gets a response with status 500 and a body that contains the token.
+    `files` maps repository and name to each uploaded file; `asked` lists all requests. A request whose path contains
+    `fails_at` gets a response with status 500 and a body that contains the token.
     """
 
     def __init__(self) -> None:

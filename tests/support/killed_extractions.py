@@ -1,7 +1,7 @@
 """Extraction jobs that are killed and restarted, in processes forked from this one, which has imported transformers.
 
 `killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
-folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. It is then
+folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is then
 restarted and killed after a random time, and finally restarted and run to completion. One more job, in DIR/interrupted,
 gets SIGINT after its first shard. Prints the exit codes of each job as JSON; a negative code is a signal.
 """

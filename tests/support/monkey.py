@@ -74,7 +74,7 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """The result of one seed.
+    """The result of the run with one seed.
 
     `faults` are sentences. `answers_s` contains the time in seconds from each press of `?` until the help is shown.
     """
@@ -375,7 +375,7 @@ class Monkey:
         self._check()
 
     def _opens_help(self) -> bool:
-        """Return whether `?` opens the help. It may not open if an earlier `q` has just closed the app."""
+        """Return whether `?` opens the help. The help may not open if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
         # There may be more open dialogs than presses of Escape.

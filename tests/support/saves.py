@@ -48,7 +48,7 @@ def kill_exports(folder: Path) -> int:
 
 
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
-    """Save a small and then a large checkpoint. A nonzero `limit` or `uid` sets a file size limit or the user.
+    """Save a small and then a large checkpoint, with a file size limit or as another user if `limit` or `uid` is not 0.
 
     Return why the second save failed, and the content of the folder afterwards.
     """

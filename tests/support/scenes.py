@@ -228,7 +228,7 @@ def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[An
 
 
 async def _open(pilot: Pilot[Any], key: str) -> None:
-    """Press a key that opens a screen. If it opens a job, wait until the job is loaded."""
+    """Press a key that opens a screen. If the key opens a job, wait until the job is loaded."""
     app: Any = pilot.app
     before = app.screen
     await pilot.press(key)

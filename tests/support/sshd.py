@@ -64,7 +64,7 @@ class Sshd:
         )
 
     def know(self, key: Path | None) -> None:
-        """From now on, make this key, or no key, the host key that the client knows for the server."""
+        """From now on, let the client know this key, or no key, as the server's host key."""
         kind, text, *_ = key.read_text().split() if key else ("", "")
         (self.folder / "known").write_text(f"[127.0.0.1]:{self.port} {kind} {text}\n" if key else "")
 

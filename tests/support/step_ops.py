@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes in memory. Expanded dimensions are not counted."""
+        """The number of bytes that the tensor occupies in memory. Expanded dimensions are not counted."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -216,8 +216,9 @@ def recorded_step(
 ) -> Step:
     """Return the operations of a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
-    The groups of `parallel` may write to `log`. With `dead`, latents may be dead. For an SAE with a sparsity penalty, k
-    latents per token exceed the threshold. With `dense`, more latents exceed it, so only dense products are used.
+    The groups of `parallel` may write to `log`. With `dead`, the SAE may have dead latents. For an SAE with a sparsity
+    penalty, k latents per token exceed the threshold. With `dense`, more latents exceed the threshold, so only dense
+    products are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
@@ -276,7 +277,8 @@ def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # An operation returns the tensors that it changes in place. If it returns nothing, its arguments are changed.
+        # An operation returns the tensors that it changes in place. An operation that returns nothing changes its
+        # arguments.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 

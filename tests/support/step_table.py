@@ -1,4 +1,6 @@
-"""A table of the GPU operations in a step of each architecture. It is tracked in git, so that changes are reviewed.
+"""A table of the GPU operations in a step of each architecture.
+
+The table is tracked in git, so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 """

@@ -142,7 +142,7 @@ class Terminal:
         return self.process.returncode
 
     def detach(self) -> int:
-        """Return the file descriptor of the test's end of the pty. The caller must close it."""
+        """Return the file descriptor of the test's end of the pty. The caller must close the descriptor."""
         self._closed = True
         return self._master
 

@@ -1,4 +1,6 @@
-"""An example of a new launch backend with its registry entry. It starts ranks with low CPU priority through `nice`.
+"""An example of a new launch backend with its registry entry.
+
+The backend starts ranks with low CPU priority through `nice`.
 
 python -P toy_backend.py DATA_DIR JOB_ID        a job's supervisor with this backend registered
 python -P toy_backend.py rank SPEC              a rank with this backend registered, which prints its niceness

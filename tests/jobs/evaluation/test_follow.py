@@ -38,8 +38,8 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# This is the real process, except that a shell script replaces the trainer. The trainer's arguments become $0, $1 and
-# so on.
+# Runs the real evaluation process, in which a shell script replaces the trainer. The trainer's arguments become $0, $1
+# and so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main

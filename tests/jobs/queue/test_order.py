@@ -199,7 +199,7 @@ def soonest_start_s(large: Job, board: Sequence[QueueGpu], started: Iterable[tup
 @given(boards_and_lines())
 def test_backfilled_jobs_do_not_delay_the_first_waiting_job(case):
     board, line = case
-    # If jobs are exclusive and GPUs usable, the availability of a GPU depends only on the time.
+    # If all jobs are exclusive and all GPUs are usable, the availability of a GPU depends only on the time.
     board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", other_user="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
@@ -295,7 +295,7 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 class Cluster:
     """Simulates a machine: jobs arrive and end, and the queue is planned after every change.
 
-    Jobs run for `late` times their expected duration. They report their remaining time unless `silent` is set.
+    Jobs run for `late` times their expected duration. The jobs report their remaining time unless `silent` is set.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:

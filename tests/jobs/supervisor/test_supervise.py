@@ -92,8 +92,8 @@ def test_a_waiting_supervisor_uses_little_memory(box):
     supervisor = box.job(second).supervisor
     assert supervisor is not None
     assert box.job(second).state == JobState.QUEUED
-    # A supervisor uses 13.8 MiB alone and 14.8 MiB in a full test run (Python 3.11). If it imported Textual, it
-    # would use 26 MiB, and with torch 149 MiB.
+    # A supervisor uses 13.8 MiB alone and 14.8 MiB in a full test run (Python 3.11). A supervisor that imported Textual
+    # would use 26 MiB, and one that imported torch 149 MiB.
     assert own_mib(supervisor.pid) < 16
 
 

@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write the file that a rank writes when this error ends it."""
+    """Write the exit file of a rank that this error has ended."""
     try:
         raise error
     except Exception:

@@ -99,7 +99,7 @@ def test_only_a_job_that_makes_steps_has_a_remaining_time(box, running, state):
 
 
 def sweep(box, **fields):
-    """Record a sweep of three SAEs. The last SAE is the best, but the job's row has the values of the first."""
+    """Record a sweep of three SAEs. The last SAE is the best, but the job's row has the values of the first SAE."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
