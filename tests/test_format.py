@@ -80,7 +80,7 @@ def test_durations_have_a_short_readable_form(seconds, expected) -> None:
         (-999_960, "-1.0M"),
     ],
 )
-def test_counts_are_shown_with_at_least_three_digits(value, expected) -> None:
+def test_large_counts_are_shortened_with_a_unit_letter(value, expected) -> None:
     assert say.count(value) == expected
 
 
