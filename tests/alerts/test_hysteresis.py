@@ -47,7 +47,7 @@ def test_a_rule_without_delays_changes_at_once():
 
 
 @pytest.mark.parametrize(("away_s", "calm_s"), [(31, 300), (140, 300), (300, 600), (1700, 3400)])
-def test_a_flapping_alert_is_one_alert_and_ends_minutes_after_its_cause(away_s, calm_s):
+def test_a_flapping_alert_stays_active_and_ends_minutes_after_its_value_recovers(away_s, calm_s):
     state = Hysteresis(RULE)
     values = [(now, BAD if now % (away_s + 20) < 20 else GOOD) for now in range(24 * 3600)]
     changed_at = [now for now, value in values if state.changes(value, now)]

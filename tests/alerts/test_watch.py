@@ -1,4 +1,4 @@
-"""Tests for the alerts about GPUs and the disk that given samples raise, and for how alerts are stored."""
+"""Tests for the alerts that given readings of GPUs and the disk raise, and for how alerts are stored."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def data(tmp_path):
 
 
 class Days:
-    """Raises alerts with a clock that the test advances."""
+    """Alerts with a simulated clock, which advances by 1 s per reading."""
 
     def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
         self.now = 0.0
         self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
 
     def last(self, seconds: int, look: AlertReadings) -> list[str]:
-        """Pass these readings once per second for `seconds` seconds, and return the messages."""
+        """Pass `look` to the alerts once per second for `seconds` seconds, and return the messages."""
         said = []
         for _ in range(seconds):
             said += [sentence_of(alert) for alert in self.alerts.turn(look)]
@@ -163,7 +163,7 @@ def test_a_gpu_that_needs_a_reset_raises_the_fatal_error_alert_until_it_is_reset
     assert days.last(62, gpus(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error (cleared)"]
 
 
-def test_a_value_that_swings_around_the_threshold_is_one_alert():
+def test_a_value_that_swings_around_the_threshold_raises_one_alert():
     days = Days()
     hot, warm = gpus(replace(FINE, temperature_c=87)), gpus(replace(FINE, temperature_c=84))
     said = days.last(12, hot)
@@ -179,7 +179,7 @@ def test_the_alert_of_a_removed_gpu_ends():
 
 
 def lost(*indices: int, of: int = 64) -> AlertReadings:
-    """Return readings of `of` GPUs; the GPUs at `indices` are lost."""
+    """Return the readings of `of` GPUs, of which those at `indices` are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return gpus(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
@@ -204,7 +204,7 @@ def test_gpus_lost_one_after_another_are_reported_every_few_seconds():
     assert len(days.alerts.active) == 64
 
 
-def test_the_message_to_a_script_has_the_number_of_gpus():
+def test_the_alert_command_gets_the_number_of_gpus():
     days = Days()
     days.last(15, lost(1, 2, 3, 7))
     message = as_message(days.alerts.turn(lost(1, 2, 3, 7))[0])
@@ -212,12 +212,12 @@ def test_the_message_to_a_script_has_the_number_of_gpus():
     assert {name: message[name] for name in expected} == expected
 
 
-def test_an_alert_for_gpus_with_different_faults_describes_the_last_one():
+def test_an_alert_about_several_gpus_describes_the_last_one():
     hot = gpus(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
     assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it throttles at 90 °C"]
 
 
-def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
+def test_a_flapping_gpu_raises_one_alert_and_displaces_no_active_alert(monkeypatch):
     monkeypatch.setattr(record, "MOST", 3)
     days, said = Days(), []
     for _ in range(300):
@@ -229,7 +229,7 @@ def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
     assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable (cleared)"]
 
 
-def test_an_alert_whose_sensor_stops_answering_shows_since_when():
+def test_an_alert_shows_since_when_its_sensor_has_not_answered():
     days = Days()
     days.last(20, gpus(replace(FINE, temperature_c=95)))
     assert days.last(1000, gpus(replace(FINE, temperature_c=None))) == []
@@ -296,14 +296,14 @@ def test_a_damaged_file_is_read_as_no_alerts(data, content):
     assert read_alerts(data) == []
 
 
-def test_hosts_that_share_a_folder_keep_their_alerts_apart(data):
+def test_hosts_that_share_a_folder_store_their_alerts_separately(data):
     mine, theirs = alert(cleared=BEGIN - 1), alert(host="elsewhere", raised=BEGIN - 200)
     write_alerts(data, "elsewhere", [theirs])
     write_alerts(data, mine.host, [mine])
     assert read_alerts(data) == [theirs, mine]
 
 
-def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
+def test_no_alert_ends_before_its_gpu_has_answered_or_while_there_is_no_driver():
     days = Days(stored=(alert("lost"), alert("idle")))
     waiting = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
     assert days.last(100, waiting) == []
@@ -316,7 +316,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_without_a_driver():
     assert sorted(gone) == ["GPU 3: held and idle (cleared)", "GPU 3: unreadable (cleared)"]
 
 
-def test_a_script_gets_the_gpu_the_job_and_whether_the_alert_begins():
+def test_the_alert_command_gets_the_gpu_the_job_and_the_state_of_the_alert():
     days = Days()
     days.last(10, gpus(replace(FINE, temperature_c=88)))
     (begun,) = days.alerts.turn(gpus(replace(FINE, temperature_c=88)))
@@ -334,7 +334,7 @@ def watch(data) -> Callable[..., AlertWatcher]:
     def begin(*, disk_gib: float = 0, **options) -> AlertWatcher:
         told = threading.Event()
         lost = (replace(FINE, healthy=False, reason=faults.LOST),)
-        looks = iter([None, 1 / 2])  # first no reading, then a value that causes an exception
+        looks = iter([None, 1 / 2])  # the first reading is missing, and the second causes an exception
         settings = Settings(alert_lost_s=0.001, alert_disk_gib=disk_gib)
         watcher = AlertWatcher(data, settings, lambda: next(looks, lost), lambda: HELD, told.set, **options)
         watcher.interval_s = 0.01
@@ -359,7 +359,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     raise AssertionError("the condition was not met in time")
 
 
-def test_an_alert_is_stored_by_one_app_and_reported_by_each(watch, data):
+def test_a_new_alert_is_stored_and_listed_as_active_and_recent(watch, data):
     first = watch()
     wait_until(lambda: read_alerts(data))
     (written,) = read_alerts(data)
@@ -435,7 +435,7 @@ class Free(NamedTuple):
     free: int
 
 
-def test_an_error_in_running_the_command_is_reported_and_the_next_alert_runs_it(data, monkeypatch):
+def test_a_failure_to_run_the_alert_command_is_reported_and_the_next_alert_runs_it(data, monkeypatch):
     ran = []
 
     def run(command, message):

@@ -51,7 +51,7 @@ class Shell:
         return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command; fail if its exit code is not `code`. None allows any exit code."""
+        """Run a command; fail if its exit code is not `code`, unless `code` is None."""
         done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr

@@ -46,7 +46,7 @@ def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None
         assert finding["level"] in ("ok", "note", "warning", "error")
 
 
-def test_a_finding_has_a_sign_and_a_level_and_its_remedy_is_below(quick_torch) -> None:
+def test_a_finding_shows_a_sign_and_its_level_and_is_followed_by_its_remedy(quick_torch) -> None:
     lines = quick_torch.run("doctor").stdout.splitlines()
     (driver,) = [place for place, line in enumerate(lines) if " driver " in line]
     assert lines[driver].startswith("• note     driver         4 GPUs of this machine are simulated")
@@ -78,7 +78,7 @@ def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> N
     assert "jobs run on the CPU" in driver["sentence"]
 
 
-def test_access_of_other_users_is_reported_first(quick_torch) -> None:
+def test_access_by_other_users_is_reported_first(quick_torch) -> None:
     # All users can enter this folder, unlike a test's temporary folder.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
@@ -92,7 +92,7 @@ def test_access_of_other_users_is_reported_first(quick_torch) -> None:
     assert readers["sentence"].endswith("is open to group and others, such as settings.toml")
 
 
-def test_a_job_file_adds_its_memory_time_and_cost_on_1_to_8_gpus(quick_torch) -> None:
+def test_for_a_job_file_the_memory_time_and_cost_on_1_to_8_gpus_are_shown(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--price-per-gpu-hour", "2.5")["job"]
     assert (job["name"], job["price_per_gpu_hour"]) == ("from-the-shell", 2.5)
     assert sorted({row["n_gpus"] for row in job["rows"]}) == [1, 2, 4, 8]

@@ -105,7 +105,7 @@ def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
     assert row(shell, job_id)["state"] == "stopped"
 
 
-def test_tags_of_a_launch_are_validated_like_others(shell):
+def test_tags_given_to_launch_are_validated_like_other_tags(shell):
     (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--tag", "two words", code=1)
     assert 'a tag is one word of at most 40 characters, not "two words"' in line
     assert shell.json("jobs") == []

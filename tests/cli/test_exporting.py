@@ -47,7 +47,7 @@ def listening(port: int) -> list[str]:
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
 
 
-def test_metrics_are_served_only_to_this_machine_under_its_own_name(server, shell):
+def test_metrics_are_served_only_on_loopback_and_only_for_local_host_names(server, shell):
     process, port = server
     for host in ("127.0.0.1", "localhost", f"localhost:{port}", f"127.0.0.1:{port}"):
         status, text, kind = ask(port, host=host)
@@ -68,7 +68,7 @@ def test_metrics_are_served_only_to_this_machine_under_its_own_name(server, shel
     assert "Traceback" not in process.stderr.read()
 
 
-def test_too_many_clients_are_disconnected_and_an_aborting_one_logs_no_error(server):
+def test_excess_clients_are_disconnected_and_an_aborted_request_logs_no_error(server):
     process, port = server
     with ExitStack() as stack:
         mutes = [
@@ -90,7 +90,7 @@ def test_too_many_clients_are_disconnected_and_an_aborting_one_logs_no_error(ser
     assert "Traceback" not in process.stderr.read()
 
 
-def test_once_prints_the_metrics(shell):
+def test_the_once_option_prints_the_metrics(shell):
     text = shell.run("export-metrics", "--once").stdout
     assert f'uuid="{uuid_of(0)}"' in text
     assert text.endswith(f"{LAST} 1.0\n")

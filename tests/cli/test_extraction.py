@@ -138,5 +138,5 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     assert f"mlp_out.0 contains {n_rows:,} rows, but job 1 promised 100,000,000; give that job more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # The check now uses the number of existing rows instead of the requested number.
+    # The extraction has ended, so the check uses the number of rows that it has written.
     assert f"has only {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

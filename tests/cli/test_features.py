@@ -81,7 +81,7 @@ def test_an_sae_folder_works_like_a_job_id(shell: Shell, job_id: int, tmp_path: 
     assert shell.run("features", tmp_path / "run").stdout == by_job
 
 
-def test_a_sweep_requires_the_choice_of_an_sae(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_one_sae_of_a_sweep_must_be_chosen(shell: Shell, job_id: int, tmp_path: Path) -> None:
     for label in ("k=16", "k=8"):
         put(tmp_path / "sweep" / label)
     (line,) = shell.errors("features", tmp_path / "sweep", code=1)

@@ -29,12 +29,12 @@ def test_gpus_lists_every_gpu_with_all_its_fields(shell):
     assert rows[0]["memory_free"] == rows[0]["memory_total"] - rows[0]["memory_used"]
 
 
-def test_a_single_gpu_is_an_object_and_an_unknown_one_an_error(shell):
+def test_json_for_one_gpu_is_an_object_and_an_unknown_gpu_is_an_error(shell):
     assert shell.json("gpus", 2)["name"].endswith("RTX 3080")
     assert shell.errors("gpus", 9, code=1) == ["sae-tui: error: there is no GPU 9 here; this machine has 0, 1, 2, 3"]
 
 
-def test_an_unsupported_sensor_is_null_and_a_lost_gpu_is_a_row(shell):
+def test_an_unsupported_sensor_is_null_and_a_lost_gpu_is_listed_with_its_reason(shell):
     rows = shell.json("gpus", SAE_TUI_SIMULATED_FAULTS="0:lost,1:no_power")
     assert rows[0]["healthy"] is False
     assert "fallen off the bus" in rows[0]["reason"]
@@ -43,7 +43,7 @@ def test_an_unsupported_sensor_is_null_and_a_lost_gpu_is_a_row(shell):
     assert shell.json("metrics", SAE_TUI_SIMULATED_FAULTS="0:lost,1:no_power")["gpu_count"] == 4
 
 
-def test_a_hanging_gpu_becomes_a_row_after_its_timeout(shell):
+def test_a_hanging_gpu_is_listed_with_its_error_after_a_timeout(shell):
     done = shell.run("gpus", "--json", SAE_TUI_SIMULATED_FAULTS="1:hang,2:hang")
     assert done.stderr == "sae-tui: asking the NVIDIA driver…\n"
     rows = json.loads(done.stdout)
@@ -58,7 +58,7 @@ def test_the_aggregate_sums_over_all_gpus(shell):
     assert 20 < totals["average_utilization"] < 30
 
 
-def test_aggregated_metrics_count_the_gpus_with_each_value(shell):
+def test_aggregated_metrics_say_how_many_gpus_report_each_value(shell):
     faults = {"SAE_TUI_SIMULATED_FAULTS": "0:lost,1:no_power"}
     totals = shell.json("metrics", **faults)
     assert totals["gpus_with"] == {"memory": 3, "utilization": 3, "power": 2, "temperature": 3}
@@ -72,7 +72,7 @@ def test_tables_are_aligned_text(shell):
     assert [row[heading.index("STATE") :] for row in rows[:3]] == ["available"] * 3
 
 
-def test_recommend_selects_the_gpus_with_most_free_memory_and_gives_reasons(shell):
+def test_recommend_selects_the_gpus_with_the_most_free_memory_and_gives_reasons(shell):
     answer = shell.json("recommend", shell.job_file, "--count", 2)
     assert answer["gpus"] == [0, 1]
     assert answer["memory_required"] > 500 * 2**20
@@ -102,13 +102,13 @@ def test_one_gpu_is_recommended_if_the_settings_allow_no_more(shell):
 
 
 @pytest.mark.parametrize("command", ["gpus", "metrics"])
-def test_a_machine_without_gpus_is_reported_and_no_error(shell, command):
+def test_a_machine_without_gpus_is_reported_and_is_not_an_error(shell, command):
     done = shell.run(command, "--gpu-source", "none")
     assert done.stderr == "sae-tui: GPU monitoring is off; jobs run on the CPU\n"
     assert shell.json("gpus", "--gpu-source", "none") == []
 
 
-# With a fake NVIDIA driver
+# Tests with a fake NVIDIA driver
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
@@ -152,7 +152,7 @@ def test_gpus_with_mig_or_unknown_memory_are_not_recommended(shell, drivers):
     assert answer["reasons"]["1"].endswith("free memory unknown")
 
 
-def test_a_slow_driver_is_waited_for_with_a_message(shell, drivers):
+def test_commands_wait_for_a_slow_driver_and_print_a_message(shell, drivers):
     done = on_nvml(shell, drivers, "gpus", "--json", GPUS=2, INIT_MS=2500)
     assert done.stderr == "sae-tui: asking the NVIDIA driver…\n"
     assert [row["healthy"] for row in json.loads(done.stdout)] == [True, True]
@@ -174,7 +174,7 @@ def test_a_broken_driver_is_one_error_line(shell, drivers, code, said):
         assert other == ""
 
 
-def test_a_machine_without_a_driver_has_no_gpus_and_is_not_broken(shell, drivers):
+def test_without_a_driver_no_gpus_are_listed_and_one_line_is_printed(shell, drivers):
     done = on_nvml(shell, drivers, "gpus", "--json", driver="none")
     assert (done.stdout.strip(), len(done.stderr.splitlines())) == ("[]", 1)
 

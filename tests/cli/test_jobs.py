@@ -76,7 +76,7 @@ def test_busy_gpus_and_too_little_memory_are_warnings(shell):
     assert any("GPU 3 has 2.1 GiB free of " in warning for warning in answer["warnings"])
 
 
-def test_every_command_resolves_auto_to_the_same_mode(shell):
+def test_every_command_resolves_the_auto_mode_to_the_same_parallel_mode(shell):
     wide = ("--set", "sae.d_sae=15000000", "--set", "train.batch_size=64")
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
     job = shell.json("doctor", shell.job_file, "--gpus", "0,1", *wide, code=None)["job"]
@@ -220,7 +220,7 @@ def test_a_job_that_fails_exits_with_4_and_says_why(shell):
 # jobs, job, stop, logs
 
 
-def test_no_jobs_is_an_empty_list_and_a_hint(shell):
+def test_without_jobs_the_list_is_empty_and_a_hint_is_printed(shell):
     assert shell.json("jobs") == []
     assert shell.run("jobs").stdout == "no jobs yet; `sae-tui launch JOB.toml` starts one\n"
     assert not shell.data.root.exists()
@@ -241,7 +241,7 @@ def test_a_lost_job_is_shown_with_its_reason(shell):
     assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} was lost already"}
 
 
-def test_a_jobs_energy_has_a_price_or_is_null_if_unknown(shell):
+def test_a_jobs_energy_is_shown_with_its_cost_or_is_null_if_unknown(shell):
     names = ("energy_wh", "energy_share", "energy_from", "cost", "currency", "co2_g")
     measured = record(shell, energy_wh=1500.0, energy_s=10.0, energy_known_s=10.0, energy_counted_s=0.0)
     unknown = record(shell)
@@ -252,7 +252,7 @@ def test_a_jobs_energy_has_a_price_or_is_null_if_unknown(shell):
     assert "1.5 kWh, 0.30 CHF (from power samples)" in shell.run("job", measured).stdout
 
 
-def test_names_cannot_move_the_cursor(shell):
+def test_job_names_cannot_move_the_cursor(shell):
     record(shell, name="evil\x1b[2J\nname\tof")
     assert "evil�[2J�name of" in shell.run("jobs").stdout
 
@@ -275,7 +275,7 @@ def test_a_failure_reason_cannot_control_the_terminal_of_a_waiting_command(shell
     assert waiting.wait(10) == 4
 
 
-def test_launch_warns_about_an_unknown_file_system_and_uses_no_wal(shell):
+def test_launch_warns_about_an_unknown_file_system_and_does_not_use_wal_mode(shell):
     root = shell.data.root
     root.mkdir(parents=True, exist_ok=True)
     launch = shlex.join(shell.argv("launch", shell.job_file, "--gpus", "cpu", "--hold"))
@@ -366,7 +366,7 @@ def test_the_app_needs_a_terminal(shell):
     assert "needs a terminal" in line
 
 
-def test_version_and_help_show_examples(shell):
+def test_version_is_printed_and_help_shows_examples(shell):
     assert shell.run("--version").stdout == f"sae-tui {version('sae-tui')}\n"
     assert "examples:" in shell.run("--help").stdout
     assert "--gpus" in shell.run("launch", "--help").stdout
@@ -428,7 +428,7 @@ def test_quantities_and_lists_are_printed_in_readable_form(shell):
     assert listed[2].endswith("until released")
 
 
-def test_the_held_out_fvu_is_listed_and_a_batch_fvu_is_marked(shell):
+def test_the_held_out_fvu_is_listed_or_else_the_batch_fvu_with_a_mark(shell):
     config = "[sae]\nk = [8, 32]\nd_sae = 1536\ndead_after_tokens = 20000\n"
     values = {"step": 10, "total_steps": 10, "tokens": 1000, "l0": 32.0, "dead_fraction": 0.004}
     fresh = record(shell, JobState.FAILED, config=config, fvu=0.08, **values)
@@ -451,7 +451,7 @@ def test_the_held_out_fvu_is_listed_and_a_batch_fvu_is_marked(shell):
     assert re.search(r"^dead +0\.4% \(in 20,000 tokens\)$", text, re.MULTILINE)
 
 
-def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):
+def test_every_command_has_examples_and_lists_the_common_flags_once(shell):
     from sae_tui.cli_commands.parser import COMMAND_EXAMPLES, make_parser
 
     parser = make_parser(lambda *_: 0)
@@ -463,7 +463,7 @@ def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):
         assert help_text.count("--demo-gpus") == help_text.count("--data-dir") == 1
 
 
-def test_commands_load_no_torch_numpy_or_screen(shell):
+def test_commands_import_no_torch_numpy_or_textual(shell):
     program = (
         "import sys; sys.argv[1:] = ['--demo', 'gpus']\nfrom sae_tui.cli import main\nmain()\n"
         "print([name for name in ('torch', 'numpy', 'textual', 'rich', 'pynvml', 'psutil') if name in sys.modules])"
@@ -505,7 +505,7 @@ def test_a_data_dir_that_is_a_file_is_one_error_line(shell, tmp_path):
     assert "not a folder" in line
 
 
-def test_launch_python_in_a_job_file_that_others_can_write_needs_set(shell) -> None:
+def test_launch_python_is_not_taken_from_a_job_file_that_others_can_write(shell) -> None:
     python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
     shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
     (broken,) = shell.json("validate", shell.job_file, "--allow-code", code=1)["errors"]
@@ -549,7 +549,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
     assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
-def test_new_jobs_use_the_python_of_the_settings_and_clones_their_parents(shell) -> None:
+def test_new_jobs_use_the_python_of_the_settings_and_clones_that_of_their_parents(shell) -> None:
     python = answering(shell.folder / "env")
 
     def launched(*words: object) -> bool:
@@ -573,7 +573,7 @@ def test_new_jobs_use_the_python_of_the_settings_and_clones_their_parents(shell)
 # Watching
 
 
-def test_watching_jobs_prints_a_line_per_change_and_ends_without_a_reader(shell):
+def test_watching_jobs_prints_a_line_per_change_and_ends_when_the_pipe_is_closed(shell):
     process = shell.start("jobs", "--watch", "--json")
     assert json.loads(process.stdout.readline()) == []
     job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
@@ -598,7 +598,7 @@ def test_watching_jobs_ends_at_ctrl_c(shell):
     assert process.wait(60) == Exit.INTERRUPTED
 
 
-def test_waiting_for_a_job_exits_with_its_code(shell):
+def test_waiting_for_a_job_exits_with_the_code_for_its_final_state(shell):
     job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
     waiting = shell.start("job", job_id, "--wait", "--json")
     shell.run("stop", job_id)

@@ -44,21 +44,21 @@ def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, st
 
 
 @pytest.mark.parametrize("program", NAMES)
-def test_help_is_silent_into_a_closed_pipe_and_one_line_on_a_full_disk(program: str, tmp_path: Path) -> None:
+def test_help_prints_nothing_to_a_closed_pipe_and_one_error_line_on_a_full_disk(program: str, tmp_path: Path) -> None:
     assert ended(tmp_path, program, "--help", stdout="gone") == (141, "")
     assert ended(tmp_path, program, "--help", stdout="full") == (1, FULL.format(NAMES[program]))
 
 
 @pytest.mark.parametrize(("program", "words"), [("trainer", ["estimate", "none.toml"]), ("sae_tui", ["nonsense"])])
 @pytest.mark.parametrize("kind", ["full", "gone"])
-def test_a_usage_error_keeps_its_exit_code_without_a_readable_stderr(
+def test_a_usage_error_keeps_its_exit_code_if_stderr_cannot_be_written(
     program: str, words: list[str], kind: str, tmp_path: Path
 ) -> None:
     assert ended(tmp_path, program, *words, stderr=kind) == (2, "")
 
 
 @pytest.mark.parametrize(("gone", "name", "into"), [("stdout", "output", ">"), ("stderr", "error", "2>")])
-def test_no_training_starts_with_a_closed_output(gone: str, name: str, into: str, tmp_path: Path) -> None:
+def test_no_training_starts_if_an_output_is_closed(gone: str, name: str, into: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[launch]\ngpus = "cpu"\n')
     outcome = ended(tmp_path, "trainer", "run", "job.toml", "--out", "run", **{gone: "closed"})
     assert outcome == (1, CLOSED.format("", name, into))

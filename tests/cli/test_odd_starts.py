@@ -29,7 +29,7 @@ def started(shell, *arguments, **options):
 
 
 @pytest.mark.parametrize(("closed", "told"), [(1, "standard output is closed"), (2, "standard error is closed")])
-def test_nothing_is_launched_with_a_closed_output(shell, closed, told):
+def test_nothing_is_launched_if_an_output_is_closed(shell, closed, told):
     done = started(shell, "launch", shell.job_file, "--gpus", "cpu", preexec_fn=lambda: os.close(closed))
     assert done.returncode == 1
     assert told in (done.stdout + done.stderr).decode()
@@ -67,7 +67,7 @@ def test_files_stay_accessible_to_their_owner_under_umask_777(shell):
     assert modes <= {0o700, 0o600}
 
 
-def test_control_characters_in_a_name_add_no_completion_words(tmp_path):
+def test_control_characters_in_a_job_name_are_replaced_in_completions(tmp_path):
     data = DataDir(tmp_path)
     data.create()
     with contextlib.closing(Control(data.control_db)) as control:
@@ -119,7 +119,7 @@ def test_a_cpu_job_is_not_warned_about_missing_gpus(shell, command):
     assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr
 
 
-def test_readonly_allows_no_command(shell):
+def test_readonly_cannot_be_combined_with_a_command(shell):
     done = started(shell, "--readonly", "stop", "1")
     assert done.returncode == 2
     assert done.stderr.decode() == (

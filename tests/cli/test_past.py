@@ -1,4 +1,4 @@
-"""Tests for `metrics`, which prints the history of each GPU or of all GPUs while it reads the store."""
+"""Tests for `metrics`, which streams the stored history of each GPU or of all GPUs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_history_appears_only_on_request_and_is_empty_without_samples(shell):
     assert lines[-1].startswith("All GPUs: no stored samples since 20")
 
 
-def test_a_gpus_history_follows_its_uuid_across_indices(shell, minute):
+def test_a_gpus_history_follows_its_uuid_from_one_index_to_another(shell, minute):
     store(shell, 0, minute, 3, uuid="GPU-another")
     store(shell, 0, minute + 60, 2, uuid=uuid_of(1), percent=10)
     store(shell, 1, minute + 120, 1, percent=20)
@@ -77,7 +77,7 @@ def test_a_gpus_history_follows_its_uuid_across_indices(shell, minute):
     }  # fmt: skip
 
 
-def test_intervals_are_means_over_samples_or_over_minutes_if_those_are_deleted(shell, minute):
+def test_intervals_average_samples_or_minutes_where_samples_were_deleted(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 0, minute + 60, 30, percent=90)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -101,7 +101,7 @@ def test_intervals_are_means_over_samples_or_over_minutes_if_those_are_deleted(s
     ]
 
 
-def test_the_aggregated_history_has_the_number_of_gpus(shell, minute):
+def test_the_aggregated_history_says_how_many_gpus_it_counts(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 1, minute, 120, percent=30)
     answer = shell.json("metrics", "--since", "1h", "--every", "1m")
@@ -155,7 +155,7 @@ def test_a_long_history_is_valid_json_and_never_entirely_in_memory(shell, tmp_pa
     with output.open("w") as stream:
         argv = [sys.executable, "-c", MEASURED, *asked[3:]]
         done = subprocess.run(argv, stdout=stream, stderr=subprocess.PIPE, env=shell.env, cwd=shell.folder, check=True)
-    assert int(done.stderr) < 80  # MiB; the command uses 30 MiB, and reading all rows at once would use 200 MiB
+    assert int(done.stderr) < 80  # the command needs 30 MiB, and would need 200 MiB if it read all rows at once
     assert len(json.loads(output.read_text())[0]["history"]) == n
 
 

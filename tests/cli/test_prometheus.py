@@ -58,7 +58,7 @@ def test_a_metric_without_values_is_left_out():
     assert text_of([gauge("x", "Help.", [({}, math.inf), ({"a": 1}, math.nan)])]).endswith(' +Inf\nx{a="1"} NaN\n')
 
 
-def test_gpus_have_index_uuid_and_name_in_base_units():
+def test_gpu_metrics_are_labelled_by_index_uuid_and_name_and_use_base_units():
     condition = Condition(slowed_by=(THROTTLING[0],), sm_clock_mhz=1695, fan_percent=40, rows_failed=False)
     sample = GpuSample(
         3, "GPU-a", "H100", NOW, utilization=98, memory_used_bytes=40 << 30, memory_total_bytes=80 << 30,
@@ -85,7 +85,7 @@ def test_gpus_have_index_uuid_and_name_in_base_units():
     assert [key for key in values if ("gpu", "4") in key[1]] == [("sae_tui_gpu_healthy", labels)]
 
 
-def test_jobs_have_their_state_and_latest_values():
+def test_jobs_are_exported_with_their_state_and_latest_values():
     running = job(
         step=40, total_steps=100, tokens=4096, tokens_per_s=182.0, loss=0.09, fvu=0.142, heldout_fvu=0.2, energy_wh=2.0
     )
@@ -99,7 +99,7 @@ def test_jobs_have_their_state_and_latest_values():
     assert [state for state, value in states.items() if value] == ["running"]
 
 
-def test_a_job_on_a_silent_host_has_no_state_and_no_speed():
+def test_a_job_on_a_silent_host_is_exported_without_a_state_and_a_speed():
     values = read(text_of(job_metrics([job(tokens_per_s=182.0, silent="its host h has been silent")], NOW)))
     assert [key for key, value in values.items() if key[0] == "sae_tui_job_state" and value] == []
     assert values["sae_tui_job_silent", (("id", "7"), ("name", "base"))] == 1

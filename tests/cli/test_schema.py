@@ -16,7 +16,7 @@ def test_schema_lists_all_schemas_and_prints_each(shell) -> None:
     assert shell.json("schema", "nothing", code=1)["error"]["field"] == "COMMAND"
 
 
-def test_an_error_with_json_is_one_object_and_nothing_on_stderr(shell) -> None:
+def test_with_json_an_error_is_one_object_on_stdout_and_stderr_is_empty(shell) -> None:
     shell.job_file.write_text(f'[data]\npath = "{shell.folder}"\n[sae]\nk = 0\n')
     for arguments, code, field in (
         (("job", 99), 1, None),
@@ -32,7 +32,7 @@ def test_an_error_with_json_is_one_object_and_nothing_on_stderr(shell) -> None:
         assert done.stderr == ""
 
 
-def test_the_trainer_reports_errors_in_the_same_way(shell) -> None:
+def test_the_trainer_also_writes_an_error_with_json_as_one_object(shell) -> None:
     shell.job_file.write_text(f'[data]\npath = "{shell.folder}"\n[sae]\nk = 0\n')
     for arguments, code, field in (
         (["run", str(shell.job_file)], 2, "sae.k"),

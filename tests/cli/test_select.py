@@ -20,7 +20,7 @@ def test_free_gpus_are_printed_in_the_format_of_cuda_visible_devices(shell) -> N
     assert shell.run("select", "-n", 3, "--index").stdout == "0,1,2" + "\n"
 
 
-def test_too_few_gpus_are_an_error_that_explains_each_other_gpu(shell) -> None:
+def test_the_error_about_too_few_gpus_says_why_each_other_gpu_is_unavailable(shell) -> None:
     (error,) = shell.errors("select", "-n", 3, "--free-memory", "20GiB", code=1)
     assert "2 of 3 GPUs are available" in error
     assert "GPU 2: needs 20.0 GiB, 9.1 GiB free" in error
@@ -61,7 +61,7 @@ def test_watching_prints_one_json_line_per_second_until_ctrl_c(shell) -> None:
     assert rows[0][3]["performance_state"] == 2
 
 
-def test_watching_ends_without_a_reader_and_fails_for_a_missing_gpu(shell) -> None:
+def test_watching_ends_when_the_pipe_is_closed_and_fails_for_a_missing_gpu(shell) -> None:
     process = shell.start("gpus", "0", "--watch")
     assert process.stdout.readline().strip()
     process.stdout.close()

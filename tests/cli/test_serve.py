@@ -29,7 +29,7 @@ def test_a_port_in_use_is_reported_in_one_line(shell) -> None:
     )
 
 
-def test_without_its_extra_serve_names_the_package_to_install(shell, tmp_path: Path) -> None:
+def test_without_the_web_extra_serve_names_the_command_that_installs_it(shell, tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "aiohttp.py").write_text("raise ModuleNotFoundError('no aiohttp')")
     (line,) = shell.errors("serve", code=1, PYTHONPATH=str(tmp_path / "without"))

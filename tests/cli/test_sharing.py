@@ -1,4 +1,4 @@
-"""Tests for errors of `sae-tui export`. The tests of the guide for agents check its normal output."""
+"""Tests for errors of `sae-tui export`; `test_skill` checks a successful export."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_gpus_and_jobs_are_sent_until_standard_input_ends(shell) -> None:
         assert process.wait(20) == 0
 
 
-def test_the_stream_ends_without_a_reader(shell) -> None:
+def test_the_stream_ends_when_its_output_is_closed(shell) -> None:
     with streaming(shell) as (process, out):
         messages(out, until=RemoteGpus)
         out.close()

@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error varies between texts, in the same way for all SAEs."""
+    """Return the sums per text of an SAE; all SAEs find the same texts hard."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -64,7 +64,7 @@ def test_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     assert apart.why.endswith("2 combined standard errors")
 
 
-def test_few_texts_show_no_lead_and_equal_values_form_a_group() -> None:
+def test_with_few_texts_no_lead_is_significant_and_equal_values_form_a_group() -> None:
     def few(n: int, factor: float) -> RowSums:
         many = sums_of(factor, jitter=0.02)
         return RowSums("few", many.errors[:n], many.spreads[:n])
@@ -94,7 +94,7 @@ def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> Non
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which a different seed alone can cause (compare 3 seeds to measure this)" in line.why
     assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
-    # The result is the same if no standard error is known.
+    # The same limit applies if no standard error is known.
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 
@@ -111,7 +111,7 @@ def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}
 
 
-def test_fvus_at_different_l0_are_shown_with_their_l0_values() -> None:
+def test_the_explanation_of_a_lead_in_fvu_gives_the_l0_values_if_they_differ() -> None:
     def at(number: int, fvu: float, l0: float) -> ComparedSae:
         sae = run(number, fvu, 1e-6)
         return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})

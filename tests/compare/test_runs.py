@@ -30,7 +30,7 @@ def test_a_metric_shared_by_the_saes_of_a_sweep_is_one_curve(runs) -> None:
     assert [sae.latest.get("tokens_per_s") for sae in comparison.saes] == [None, 900.0, 900.0]
 
 
-def test_samples_are_over_steps_tokens_and_the_time_since_the_start(runs) -> None:
+def test_each_sample_has_a_step_a_number_of_tokens_and_the_time_since_the_start(runs) -> None:
     samples = runs.read("fvu").curves[0].samples
     assert [(sample.step, sample.tokens, sample.value) for sample in samples] == [(10, 1000, 0.4), (20, 2000, 0.2)]
     assert all(sample.time_s >= 0 for sample in samples)

@@ -15,7 +15,7 @@ def sae(number: int = 1, settings: dict | None = None, latest: dict | None = Non
     return ComparedSae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
 
 
-def test_only_differing_settings_are_shown_and_false_0_and_none_differ() -> None:
+def test_only_differing_settings_are_shown_and_0_false_and_none_are_different_values() -> None:
     settings = [{"sae.k": 1, "a": 0, "b": 5}, {"sae.k": 1, "a": False, "b": 5}, {"sae.k": 1, "b": 5}]
     (line,) = differences([sae(number, one) for number, one in enumerate(settings)])
     assert (line.title, line.values) == ("a", (0, False, None))
@@ -27,7 +27,7 @@ def test_parallel_mode_and_device_are_differences_too() -> None:
     assert line.words() == ["single, 1 × cpu", "ddp, 2 × cuda"]
 
 
-def test_runs_of_different_lengths_differ_in_tokens_per_automatic_batch() -> None:
+def test_automatic_batch_sizes_that_differ_are_shown_as_tokens_per_step() -> None:
     short, long = sae(1, step=521, tokens=300_096), sae(2, step=1954, tokens=2_000_896)
     (line,) = differences([short, long])
     assert (line.title, line.values) == ("tokens per step", (576, 1024))
@@ -46,11 +46,11 @@ def test_runs_of_different_lengths_differ_in_tokens_per_automatic_batch() -> Non
         ([], "lower", set()),
     ],
 )
-def test_the_best_is_the_lowest_or_highest_of_different_values(values, better, indices) -> None:
+def test_the_best_is_the_lowest_or_highest_value_unless_all_are_equal(values, better, indices) -> None:
     assert best(values, better) == indices
 
 
-def test_a_restarted_job_has_a_duration_and_a_resumed_one_has_none() -> None:
+def test_the_duration_of_a_restarted_job_is_shown_but_not_that_of_a_resumed_job() -> None:
     took = {"started": 100.0, "ended": 160.0}
     (line,) = [
         line
@@ -62,7 +62,7 @@ def test_a_restarted_job_has_a_duration_and_a_resumed_one_has_none() -> None:
     assert line.words() == ["60 s", "–", "60 s"]
 
 
-def test_requested_values_and_equal_displays_have_no_best() -> None:
+def test_requested_values_and_values_displayed_as_equal_have_no_single_best() -> None:
     sizes = [634 << 20, 640 << 20, 636 << 20]
     saes = [
         sae(number, latest={"l0": 8.0 * number, "dead_fraction": dead}, peak_memory_bytes=size)
@@ -103,7 +103,7 @@ def words(*saes: ComparedSae) -> dict[str, list[str]]:
     return {line.title: line.words() for line in results(saes)}
 
 
-def test_training_batch_values_never_have_a_best() -> None:
+def test_values_of_training_batches_are_never_marked_as_best() -> None:
     trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3141, "loss": 0.32}]
     saes = [sae(number, latest=one) for number, one in enumerate(trained)]
     assert words(*saes)["batch FVU"] == ["0.3037", "0.3141"]
@@ -117,7 +117,7 @@ def test_training_batch_values_never_have_a_best() -> None:
     assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
 
 
-def test_a_star_shows_the_number_of_tokens_if_runs_differ_in_it() -> None:
+def test_the_best_value_is_shown_with_its_tokens_if_the_runs_differ_in_tokens() -> None:
     def run(number: int, fvu: float, tokens: int) -> ComparedSae:
         latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
         return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)
@@ -141,7 +141,7 @@ def test_speeds_and_times_have_a_best_only_with_a_clear_lead() -> None:
     assert lines["duration"] == ["2 min", "80 s ★"]
 
 
-def test_the_dead_fraction_has_a_binomial_error() -> None:
+def test_dead_fractions_are_compared_by_their_binomial_errors() -> None:
     def run(number: int, dead: float, d_sae: int | None = 1000) -> ComparedSae:
         settings = {"sae.d_sae": d_sae, "sae.expansion_factor": 8.0}
         return sae(number, settings, {"dead_fraction": dead}, d_in=1000)
@@ -152,7 +152,7 @@ def test_the_dead_fraction_has_a_binomial_error() -> None:
     assert words(run(1, 0.010, None), run(2, 0.015, None))["dead"] == ["1% ★", "1.5%"]
 
 
-def test_language_model_scores_are_compared_by_their_errors() -> None:
+def test_language_model_scores_are_compared_by_their_standard_errors() -> None:
     def run(number: int, ce: float, kl: float) -> ComparedSae:
         errors = {"card_ce_score_error": 0.004, "card_kl_score_error": 0.004}
         return sae(number, latest={"card_ce_score": ce, "card_kl_score": kl} | errors)
@@ -162,7 +162,7 @@ def test_language_model_scores_are_compared_by_their_errors() -> None:
     assert lines["report card KL score"] == ["0.95", "0.97 ★"]
 
 
-def test_training_settings_of_an_imported_sae_are_no_difference() -> None:
+def test_training_settings_of_an_imported_sae_are_not_listed_as_differences() -> None:
     def settings(n_steps: int) -> dict[str, object]:
         return {"sae.k": n_steps, "train.n_steps": n_steps, "launch.gpus": n_steps, "parallel.mode": n_steps}
 
