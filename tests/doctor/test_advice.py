@@ -32,7 +32,7 @@ def measured(device: str, precision: str, bus: float, *counts: int) -> MeasuredH
 
 
 def advice(*arguments, **options):
-    """Return the finding about where the speeds come from and the finding with the recommendation."""
+    """Return the finding about the source of the speeds and the finding with the recommendation."""
     findings = job_report(*arguments, **options).findings
     assert [finding.subject for finding in findings] == ["speeds", "job"]
     return findings
@@ -106,5 +106,5 @@ def test_on_the_cpu_processes_are_recommended() -> None:
 
 
 @pytest.mark.parametrize("price", [None, 2.5])
-def test_the_price_is_kept_with_the_report(price) -> None:
+def test_the_report_contains_the_price(price) -> None:
     assert job_report(job(), (), price).price_per_gpu_hour == price

@@ -77,14 +77,14 @@ def test_mig_slices_are_not_measured(probing, tmp_path) -> None:
     assert (tmp_path / "asked").read_text() == "probe --gpus auto:2 --json GPU-0,GPU-1"
 
 
-def test_a_slow_bus_is_a_warning_that_suggests_tensor(probing) -> None:
+def test_a_slow_bus_is_a_warning_that_suggests_the_tensor_mode(probing) -> None:
     (finding,) = check_bus(probing(Cards(3), bus_bytes_per_s=6e9))
     assert finding.level == "warning"
     assert "6.0 GB/s" in finding.sentence
     assert '"tensor"' in finding.remedy
 
 
-def test_a_pair_below_half_of_the_usual_speed_is_named(probing) -> None:
+def test_a_pair_of_gpus_slower_than_half_the_median_speed_is_named(probing) -> None:
     _, finding = check_bus(probing(Cards(3), pairs={"0-1": 2e10, "0-2": 2e10, "1-2": 9e9}))
     assert finding.level == "warning"
     slow = "exchange data at less than half the median speed, 20.0 GB/s"

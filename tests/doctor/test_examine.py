@@ -89,7 +89,7 @@ def test_findings_are_yielded_one_by_one(sandbox) -> None:
         (["warning", "error", "error"], "2 errors, 1 warning, 0 ok"),
     ],
 )
-def test_the_summary_counts_by_level(levels, words) -> None:
+def test_the_summary_counts_the_findings_by_level(levels, words) -> None:
     findings = [Finding(level, "x", "y") for level in levels]
     assert summary(findings) == words
     assert len({level_words(finding) for finding in findings}) == len(set(levels))

@@ -43,7 +43,7 @@ def rows(config=None, samples=None, speeds=None, **options):
     )
 
 
-def test_every_count_and_mode_has_a_row_and_the_chosen_one_comes_first() -> None:
+def test_every_number_of_gpus_has_a_row_per_mode_with_the_chosen_mode_first() -> None:
     forecasts = rows(job(parallel={"mode": "ddp"}))
     assert [(row.n_gpus, row.mode) for row in forecasts] == [
         (1, "single"),
@@ -61,7 +61,7 @@ def test_a_mig_slice_is_not_a_second_gpu(slices_from: int, gpus: dict[int, tuple
     assert {row.n_gpus: row.gpus for row in rows(samples=cut) if row.n_gpus <= 2} == gpus
 
 
-def test_auto_is_resolved_with_the_measured_speeds() -> None:
+def test_the_auto_mode_is_resolved_with_the_measured_speeds() -> None:
     slow = MeasuredHardware().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
     fast = MeasuredHardware().with_measured(
         "NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13)
@@ -75,7 +75,7 @@ def test_auto_is_resolved_with_the_measured_speeds() -> None:
         assert chosen.reason
 
 
-def test_busy_gpus_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
+def test_busy_gpus_are_chosen_last_and_the_job_does_not_fit_on_them_now() -> None:
     chosen = [row for row in rows(samples=gpu_samples(4), busy={0, 2}) if row.chosen and row.gpus]
     assert [(row.gpus, row.fits, row.fits_now) for row in chosen] == [
         ((1,), True, True),
@@ -84,7 +84,7 @@ def test_busy_gpus_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
     ]
 
 
-def test_memory_is_estimated_with_the_same_tokens_per_step() -> None:
+def test_memory_in_every_mode_is_estimated_with_the_same_number_of_tokens_per_step() -> None:
     for row in rows():
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
@@ -99,19 +99,19 @@ def test_all_modes_on_a_number_of_gpus_take_the_same_number_of_steps() -> None:
         assert max(tokens) - min(tokens) <= 1
 
 
-def test_an_optimizer_of_entire_matrices_is_only_offered_replicas() -> None:
+def test_an_optimizer_that_needs_entire_matrices_is_offered_only_the_ddp_mode() -> None:
     modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), gpu_samples(2))}
     assert modes == {"single", "ddp"}
 
 
-def test_rows_for_more_gpus_than_present_have_a_time_and_no_verdict() -> None:
+def test_rows_for_more_gpus_than_exist_give_a_time_but_not_whether_the_job_fits() -> None:
     forecasts = rows(samples=gpu_samples(2))
     assert [row.fits for row in forecasts if row.n_gpus > 2] == [None] * 6
     assert all(row.seconds > 0 for row in forecasts)
     assert all(row.fits for row in forecasts if row.n_gpus <= 2)
 
 
-def test_gpus_with_most_memory_are_taken_and_only_named_ones_if_given() -> None:
+def test_gpus_with_the_most_memory_are_chosen_unless_the_job_names_its_gpus() -> None:
     assert rows(samples=gpu_samples(4))[1].gpus == (0, 1)
     assert rows(job(launch={"gpus": [2, 3]}), gpu_samples(4))[1].gpus == (2, 3)
 
@@ -133,7 +133,7 @@ def test_the_cost_covers_all_gpus_for_the_entire_time(price, dear) -> None:
 
 
 @pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
-def test_cpu_rows_are_one_process_one_per_core_and_the_requested_number(gpus) -> None:
+def test_cpu_rows_are_for_one_process_one_per_core_and_the_requested_number(gpus) -> None:
     forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else gpu_samples(8))
     asked = 3 if gpus == "cpu:3" else 1
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}

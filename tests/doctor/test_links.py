@@ -19,14 +19,14 @@ def test_a_single_gpu_has_no_link_findings(sandbox) -> None:
     assert [*check_nvlink(box), *check_peers(box)] == []
 
 
-def test_all_pairs_over_nvlink_are_ok(sandbox) -> None:
+def test_nvlink_between_all_pairs_of_gpus_is_ok(sandbox) -> None:
     box = sandbox.box(Cards(8, facts(8, path="SYS", nvlink=True, peer_to_peer=True)))
     (nvlink,), (peers,) = check_nvlink(box), check_peers(box)
     assert (nvlink.level, peers.level) == ("ok", "ok")
     assert nvlink.sentence == "every GPU is connected to every other GPU by NVLink, with 18 links per GPU"
 
 
-def test_pairs_over_nvlink_are_named_with_the_longest_path_of_the_others(sandbox) -> None:
+def test_pairs_linked_by_nvlink_are_named_with_the_longest_path_of_other_pairs(sandbox) -> None:
     (finding,) = check_nvlink(sandbox.box(Simulated(8)))
     assert finding.level == "note"
     assert "GPUs 0-1 and 4-5 are linked by NVLink" in finding.sentence

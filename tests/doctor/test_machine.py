@@ -23,7 +23,9 @@ def test_enough_open_files_are_ok(in_process) -> None:
 
 
 @pytest.mark.parametrize(("infiniband", "level"), [(True, "warning"), (False, "ok")])
-def test_locked_memory_matters_only_to_infiniband(in_process, sandbox, infiniband: bool, level: str) -> None:
+def test_a_low_limit_of_locked_memory_matters_only_with_infiniband(
+    in_process, sandbox, infiniband: bool, level: str
+) -> None:
     if infiniband:
         sandbox.file("sys/class/infiniband/mlx5_0/node_type")
     limits = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
@@ -42,7 +44,7 @@ def test_small_shared_memory_is_a_warning(in_process, sandbox, mounts) -> None:
     assert "--shm-size" in finding["remedy"]
 
 
-def test_full_and_small_shared_memory_are_distinguished(in_process, sandbox, mounts) -> None:
+def test_for_full_shared_memory_the_remedy_lists_the_files_in_it(in_process, sandbox, mounts) -> None:
     shm = sandbox.root / "dev/shm"
     shm.mkdir(parents=True)
     mount = f"mount -t tmpfs -o size=1100m none {shm} && fallocate -l 200m {shm}/left-behind"

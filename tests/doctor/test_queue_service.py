@@ -102,7 +102,7 @@ def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -
         ("/a\nExecStart=/bin/false", '"/a\\x0aExecStart=/bin/false"'),
     ],
 )
-def test_systemd_reads_any_folder_name(tmp_path: Path, folder: str, written: str) -> None:
+def test_any_folder_name_is_escaped_for_systemd(tmp_path: Path, folder: str, written: str) -> None:
     file = tmp_path / "queue.service"
     file.write_text(unit(DataDir(Path(folder))))
     (line,) = [line for line in file.read_text().splitlines() if line.startswith("ExecStart=")]

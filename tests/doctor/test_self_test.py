@@ -94,7 +94,7 @@ def test_no_gpu_is_tested_if_all_that_torch_can_use_are_leased(tested, tmp_path,
     assert not (tmp_path / "asked").exists()
 
 
-def test_with_all_gpus_hidden_none_is_tested(tested) -> None:
+def test_no_gpu_is_tested_if_all_are_hidden(tested) -> None:
     box = tested(Cards(2))
     box.environ = {**box.environ, "CUDA_VISIBLE_DEVICES": ""}
     (finding,) = check_training(box)

@@ -26,21 +26,21 @@ def level(sandbox, group: str, **environ: str) -> str:
     return finding.level
 
 
-def test_without_systemd_a_logout_ends_nothing(sandbox) -> None:
+def test_without_systemd_logging_out_ends_no_processes(sandbox) -> None:
     assert level(sandbox, SESSION) == "ok"
 
 
-def test_a_session_whose_processes_logind_kills_is_a_warning(systemd) -> None:
+def test_processes_that_logind_kills_at_logout_are_a_warning(systemd) -> None:
     logind(systemd, "yes")
     assert level(systemd, SESSION) == "warning"
 
 
-def test_a_session_that_logind_does_not_kill_is_ok(systemd) -> None:
+def test_processes_that_logind_does_not_kill_at_logout_are_ok(systemd) -> None:
     logind(systemd, "no")
     assert level(systemd, SESSION) == "ok"
 
 
-def test_exempt_and_unlisted_users_are_not_killed(systemd) -> None:
+def test_processes_of_exempt_and_unlisted_users_survive_a_logout(systemd) -> None:
     logind(systemd, "yes")
     assert level(systemd, SESSION, USER="root") == "ok"
     logind(systemd, "yes", only="bob eve")

@@ -10,7 +10,7 @@ def test_without_slurm_the_finding_is_ok(sandbox) -> None:
     assert finding.level == "ok"
 
 
-def test_a_cluster_without_an_allocation_is_a_note_with_its_partitions(sandbox) -> None:
+def test_outside_an_allocation_a_note_lists_the_partitions_of_the_cluster(sandbox) -> None:
     sandbox.program("sinfo", "echo main*; echo debug")
     sandbox.program("squeue", "true")
     (finding,) = check_slurm(sandbox.box())
@@ -33,7 +33,7 @@ def test_an_incomplete_slurm_is_a_warning(sandbox) -> None:
     assert (finding.level, finding.sentence.split()[0]) == ("warning", "squeue")
 
 
-def test_inside_an_allocation_jobs_end_with_it(sandbox) -> None:
+def test_jobs_inside_an_allocation_end_with_it(sandbox) -> None:
     end = str(int(time.time()) + 7230)
     box = sandbox.box(SLURM_JOB_ID="42", SLURM_JOB_NODELIST="gpu07", SLURM_JOB_GPUS="0,1", SLURM_JOB_END_TIME=end)
     (finding,) = check_slurm(box)

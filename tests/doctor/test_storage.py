@@ -96,12 +96,12 @@ except database.StoreError as error:
 
 
 @pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.0", "3.51.2"])
-def test_versions_with_the_wal_reset_bug_are_recognised(version: str) -> None:
+def test_sqlite_versions_with_the_wal_reset_bug_are_recognised(version: str) -> None:
     assert has_wal_reset_bug(tuple(map(int, version.split("."))))
 
 
 @pytest.mark.parametrize("version", ["3.6.23", "3.44.6", "3.50.7", "3.51.3", "3.52.0", "4.0.0"])
-def test_versions_without_the_wal_reset_bug_are_recognised(version: str) -> None:
+def test_sqlite_versions_without_the_wal_reset_bug_are_recognised(version: str) -> None:
     assert not has_wal_reset_bug(tuple(map(int, version.split("."))))
 
 

@@ -1,4 +1,4 @@
-"""Tests for torch builds that this machine does not have, which fake packages replace. One test uses the real torch."""
+"""Tests for torch builds that are not installed here, with fake packages; one test uses the real torch."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def test_a_newer_torch_is_advised_for_gpus_slow_at_fp64(torch_says, version, cap
     ] * advised
 
 
-def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
+def test_a_build_for_a_newer_minor_version_of_cuda_is_ok(torch_says) -> None:
     assert torch_says(cuda="12.9")[0].level == "ok"
 
 
-def test_a_newer_major_version_of_cuda_is_an_error(torch_says) -> None:
+def test_a_build_for_a_newer_major_version_of_cuda_is_an_error(torch_says) -> None:
     finding = torch_says(cuda="13.0", available=False)[0]
     assert finding.level == "error"
     assert finding.sentence == "2.9.0 is built for CUDA 13.0, but the driver supports at most 12.8"
     assert finding.remedy == "update the driver, or install a build for CUDA 12"
 
 
-def test_a_build_without_cuda_on_a_box_with_gpus_is_an_error(torch_says) -> None:
+def test_a_build_without_cuda_on_a_machine_with_gpus_is_an_error(torch_says) -> None:
     (finding,) = torch_says(cuda=None, nccl=None, available=False)
     assert finding.level == "error"
     assert "no job can use the 2 GPUs" in finding.sentence
@@ -118,7 +118,7 @@ def test_a_different_patch_version_of_nccl_is_ok(torch_says) -> None:
     assert torch_says(installed="2.27.7")[1].level == "ok"
 
 
-def test_several_gpus_need_nccl_and_one_does_not(torch_says) -> None:
+def test_nccl_is_required_only_for_several_gpus(torch_says) -> None:
     assert torch_says(nccl=None)[1].level == "error"
     assert len(torch_says(nccl=None, gpus=1)) == 1
 

@@ -50,7 +50,7 @@ def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: Ch
     assert of_trust(CheckedMachine(DataDir(box.data.root / "none"), box._source)) == []
 
 
-def test_open_files_below_a_closed_folder_are_not_reported(box: CheckedMachine) -> None:
+def test_readable_files_in_a_private_folder_are_not_reported(box: CheckedMachine) -> None:
     for path in (box.data.root, box.data.root / "runs", box.data.run(7).root):
         path.chmod(0o755)
     box.data.run(7).job_file.chmod(0o644)
@@ -78,7 +78,7 @@ def test_readable_files_are_reported_until_the_remedy_is_applied(box: CheckedMac
     assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
-def test_an_intentionally_shared_group_folder_is_a_note(box: CheckedMachine) -> None:
+def test_a_folder_that_is_deliberately_shared_with_a_group_is_a_note(box: CheckedMachine) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o2770)
@@ -95,7 +95,7 @@ def test_an_intentionally_shared_group_folder_is_a_note(box: CheckedMachine) -> 
 
 
 @as_root
-def test_a_folder_of_another_user_or_writable_by_all_is_an_error(box: CheckedMachine) -> None:
+def test_a_folder_that_another_user_owns_or_everyone_can_write_to_is_an_error(box: CheckedMachine) -> None:
     root = box.data.root
     root.chmod(0o777)
     (finding,) = check_owner(box)

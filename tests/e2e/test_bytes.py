@@ -1,4 +1,4 @@
-"""Tests that non-key input and library output do not corrupt the screen, and that crashes are reported."""
+"""Tests that stray input bytes and library output do not corrupt the screen, and that crashes are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def terminal(box: Box) -> Terminal:
 
 
 @pytest.mark.timeout(120)
-def test_foreign_bytes_and_library_output_do_no_harm_and_a_crash_exits_with_1(box: Box, terminal: Terminal) -> None:
+def test_stray_bytes_and_library_output_leave_the_screen_intact_and_a_crash_exits_with_1(
+    box: Box, terminal: Terminal
+) -> None:
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
     terminal.press("\x1b[M")  # an incomplete mouse report

@@ -10,7 +10,7 @@ from support.driver import environment
 
 
 @pytest.mark.slow
-def test_a_full_gpu_with_an_invisible_user_is_neither_idle_nor_selected(box: Box, drivers: Path) -> None:
+def test_a_full_gpu_whose_processes_are_hidden_is_neither_idle_nor_selected(box: Box, drivers: Path) -> None:
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
     # Wait for all three GPUs, since the screen is drawn from top to bottom and may be read before it is complete.

@@ -52,7 +52,7 @@ def test_a_hanging_gpu_blocks_neither_other_gpus_nor_keys_nor_quitting(start) ->
     terminal.wait_for("mallory", 60)
     terminal.send("v")
     terminal.wait_for("GPU 3 RTX 3090")
-    assert seconds_to_quit(terminal) < 2  # the promise is 1 s; the machine may be busy
+    assert seconds_to_quit(terminal) < 2  # the guarantee is 1 s, but the machine may be busy
 
 
 def test_a_hanging_data_folder_is_reported_and_blocks_neither_keys_nor_quitting(start, tmp_path) -> None:
@@ -85,7 +85,7 @@ def left(terminal: Terminal) -> bool:
     return all(sequence in after for sequence in LEAVES)
 
 
-def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopped(start) -> None:
+def test_a_signal_restores_the_terminal_even_in_a_dialog_or_while_the_app_is_suspended(start) -> None:
     with_dialog, stopped = start("--demo"), start("--demo", controlling=True)
     before = with_dialog.mode
     with_dialog.wait_for("RTX 3080", 60)

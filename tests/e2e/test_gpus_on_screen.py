@@ -26,7 +26,7 @@ def drawn(terminal: Terminal, gpu: int) -> int:
     return sum(char in BLOCKS[1:] for char in line[29:44])
 
 
-def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(box: Box, drivers: Path) -> None:
+def test_a_slow_gpu_has_a_full_plot_and_silent_gpus_are_left_out_of_the_sums(box: Box, drivers: Path) -> None:
     faults = environment(drivers, GPUS=4, PIDS="", FAULTS="1:slow=400,2:hang@5,3:lost@5")
     terminal = box.app(99, 30, *NVML, shows="H200", **faults)
     terminal.wait_for(SILENT)
@@ -40,7 +40,7 @@ def test_a_slow_gpus_plot_is_as_wide_as_others_and_silent_gpus_are_not_summed(bo
     terminal.wait_for("Utilisation")
     terminal.send("?")
     terminal.wait_for("A job runs independently")
-    # Look at the latest columns of a plot, to the right of the dialog.
+    # The latest columns of a plot are visible to the right of the dialog.
     behind = [line[110:] for line in terminal.screen.display[2:11]]
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 

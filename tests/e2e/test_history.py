@@ -30,7 +30,7 @@ def utilization(text: str) -> list[str]:
     return [line[start : start + 40] for start in (0, 40, 80)]
 
 
-def test_another_gpus_history_is_not_drawn_for_this_one(box: Box) -> None:
+def test_history_of_another_gpu_at_the_same_index_is_not_drawn(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
     store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
     terminal = box.app(120, 40)

@@ -49,7 +49,7 @@ def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
 
 
 @pytest.mark.parametrize("gap_s", slow_except([0.0], [0.0, 0.3]))
-def test_two_keys_from_an_empty_screen_launch_a_first_job(box: Box, gap_s: float) -> None:
+def test_on_an_empty_screen_two_keys_launch_a_first_job(box: Box, gap_s: float) -> None:
     terminal = box.app(80, 24, "--gpu-source", "none", shows="Train    n, then ctrl+l")
     terminal.press("n", CTRL_L, gap_s=gap_s)
     terminal.wait_for(lambda text: ("quick" in text and "1 waiting" in text) or "1 running" in text, 60)
@@ -157,7 +157,7 @@ def test_the_editor_reopens_with_the_errors_until_the_job_is_valid(box: Box) -> 
     assert "banana" in copy.read_text()
 
 
-def test_a_draft_is_discarded_only_after_a_question_and_ctrl_r_resets_it(box: Box) -> None:
+def test_a_draft_is_discarded_only_after_confirmation_and_ctrl_r_resets_it(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")

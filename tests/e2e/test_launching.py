@@ -127,7 +127,7 @@ def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_launching_a_job_that_must_wait_for_memory_asks_with_full_numbers(box: Box) -> None:
+def test_the_confirmation_of_a_job_that_must_wait_says_how_much_memory_it_needs(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB")

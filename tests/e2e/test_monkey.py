@@ -11,7 +11,7 @@ from support import monkey
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("seed", "n_keys"), [(0, 300), pytest.param(1, 1400, marks=pytest.mark.slow)])
-def test_random_keys_break_nothing(seed: int, n_keys: int) -> None:
+def test_the_app_survives_random_keys(seed: int, n_keys: int) -> None:
     result = monkey.run(seed, n_keys)
     assert not result.faults, f"{result}; the last keys: {result.tail}"
     assert result.keys >= n_keys

@@ -77,7 +77,7 @@ def train(data: DataDir, job: JobConfig) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
-    """Register the metric, which needs nothing but its file."""
+    """Register the metric, which otherwise consists only of its file."""
     series = Series("SNR", unit="dB", better="higher", format=".1f")
     entry = MetricEntry("support.snr:Snr", "Signal-to-noise ratio of x_hat.", series, held_out=True)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -113,7 +113,7 @@ def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
     return run
 
 
-def test_the_log_has_the_new_metric_for_training_and_held_out_data(
+def test_the_log_shows_the_new_metric_for_training_and_held_out_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = DataDir(tmp_path / "data")
@@ -124,7 +124,7 @@ def test_the_log_has_the_new_metric_for_training_and_held_out_data(
     assert re.search(r"step 5  held-out FVU .*  held-out SNR -?\d+\.\d dB$", log, re.MULTILINE)
 
 
-def test_the_progress_bar_and_the_result_have_the_new_metric(data: DataDir) -> None:
+def test_the_progress_bar_and_the_result_show_the_new_metric(data: DataDir) -> None:
     job, paths = make_job(20), data.run(2)
     spec = RankSpec(run_dir=paths.root, output_dir=data.sae(2), attempt=1, world_size=1, device="cpu")
     with RunLock(paths.root) as lock, tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
@@ -156,7 +156,7 @@ def test_jobs_are_listed_with_the_new_metric_and_sorted_by_it_best_first(shell: 
     assert json.loads(shell("job", 2, "--json"))["snr"] == listed[0]["snr"]
 
 
-def test_a_comparison_has_the_new_metric_in_its_table_json_and_csv(shell: Shell, tmp_path: Path) -> None:
+def test_a_comparison_shows_the_new_metric_in_its_table_json_and_csv(shell: Shell, tmp_path: Path) -> None:
     table = shell("compare", 1, 2)
     assert re.search(r"^batch SNR +-?[\d.]+ dB +-?[\d.]+ dB$", table, re.MULTILINE)
     assert re.search(r"^held-out SNR .* dB ★$", table, re.MULTILINE)
@@ -169,7 +169,7 @@ def test_a_comparison_has_the_new_metric_in_its_table_json_and_csv(shell: Shell,
     assert [int(row["step"]) for row in rows if row["metric"] == "snr"] == [5, 5, 10, 15, 20]
 
 
-async def test_a_jobs_screen_has_the_new_metrics_curve_and_value(data: DataDir) -> None:
+async def test_the_screen_of_a_job_shows_the_curve_and_the_value_of_the_new_metric(data: DataDir) -> None:
     app = SaeApp(data, StillMonitor(4), Settings(sampling_interval_s=60.0), ())
     async with app.run_test(size=(160, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)

@@ -192,7 +192,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """Runs the app in a terminal, records the text on its screens, and checks that only the app controls it."""
+    """Runs the app, records the text on its screens, and checks that only the app controls the terminal."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -215,7 +215,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # After a key, wait for the screen that it opens or closes. The letters of a string are typed faster.
+            # Wait longer after a key that may open or close a screen than between the letters of a text.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -449,7 +449,7 @@ def test_no_command_lets_another_users_text_control_the_terminal(world: World) -
     assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS
 
 
-def test_the_first_start_in_a_shared_folder_names_the_group(box: Box) -> None:
+def test_the_first_start_names_the_group_that_shares_the_data_folder(box: Box) -> None:
     box.data.root.mkdir(parents=True)
     box.data.root.chmod(0o2770)
     terminal = box.app(120, 40)

@@ -115,7 +115,8 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # Each context, and each document in it, starts with a first token. Part of the last batch may not be used.
+    # The rows of the first tokens of contexts and documents are left out. The upper bound allows for an unused part of
+    # the last batch.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []

@@ -63,7 +63,7 @@ def _name(op: Op) -> str:
     return f"{op.name} {types} {' '.join(f'{k}={v}' for k, v in op.arguments if not isinstance(v, Operand))}"
 
 
-def test_the_launches_have_all_types_and_partly_filled_entries() -> None:
+def test_the_launches_cover_all_data_types_and_padding_entries() -> None:
     called = [one for op in launches().values() for one in op.arguments]
     assert {torch.float32, torch.bfloat16, torch.float16} <= {
         one.dtype for _, one in called if isinstance(one, Operand)
@@ -74,7 +74,9 @@ def test_the_launches_have_all_types_and_partly_filled_entries() -> None:
 # Compiling takes up to four minutes of CPU time, and the machine may be busy.
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", SHARED, ids=str)
-def test_every_kernel_compiles_without_spills_and_fits(target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_compiles_without_register_spills_and_fits_in_shared_memory(
+    target: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert launches()
     faults = []
     with tempfile.TemporaryDirectory() as cache:
