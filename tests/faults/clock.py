@@ -33,8 +33,7 @@ _HELD = {"hold": True}
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """Put a job into its state after a reboot: no process is left, and its rows contain another boot id and reused
-    pids.
+    """Simulate what a reboot does to a job: no process is left, and its rows contain another boot id and reused pids.
 
     Return the seconds until the job is lost.
     """
@@ -223,7 +222,7 @@ class Clock:
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Put the job into its state after a power cut: no process is alive, although its rows say that it is running."""
+    """Simulate what a power cut does to a job: no process is alive, although its rows say that it is running."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING

@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Wait for this many seconds with halted ranks, which would otherwise use full cores in the meantime."""
+        """Halt the ranks for this many seconds, so that they do not use full cores while the test waits."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -75,7 +75,7 @@ class Training:
 
     def says(self, text: str) -> None:
         """Wait until the log contains this text."""
-        wait_for(lambda: text in self.log(), f"the log to say {text!r}", 60)
+        wait_for(lambda: text in self.log(), f"the log to contain {text!r}", 60)
 
     def stop(self) -> Job:
         edits.stop(self.box.data, self.id)

@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# The two time limits, 5 s for a stopped process to exit, and 20 s for a busy machine and two dumps of the stacks.
+# The time limit, plus 5 s for a stopped process to exit, and 20 s for a busy machine and two dumps of the stacks.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
@@ -38,8 +38,8 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
         job.kill(rank, number=signal.SIGSTOP)
         halted = time.monotonic()
-        wait_for(lambda: job.row.state == JobState.STALLED, "its being stalled", WITHIN_S)
-        wait_for(lambda: job.row.attempt == 2, "its end", WITHIN_S)
+        wait_for(lambda: job.row.state == JobState.STALLED, "the job to stall", WITHIN_S)
+        wait_for(lambda: job.row.attempt == 2, "the second attempt", WITHIN_S)
         taken = time.monotonic() - halted
         stacks = (job.paths.attempt(1) / "stacks.txt").read_text()
         assert "rank 0 (pid" in stacks, stacks[:200]
@@ -72,8 +72,8 @@ def processes_hang(root: Path, dice: random.Random) -> float:
         stack.callback(other_user.kill)
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
-        # If a process hangs while its memory map is locked, reads of its command line block. Let either this file or
-        # all files of the process block.
+        # If a process hangs while its memory map is locked, reads of its command line block. Let reads of the command
+        # line and the environment block, or reads of all files of the process.
         folder = Path(f"/proc/{other_user.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])
@@ -131,7 +131,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """Within the context, accesses to files below these paths hang in all processes that have its environment
+    """While this context is active, accesses to files below these paths hang in all processes started with its
     `variables`.
     """
 

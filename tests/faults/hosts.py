@@ -35,7 +35,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
         host.boot("gpu1")
         began = time.monotonic()
         host.run("jobs")
-        wait_for(lambda: box.job(urgent).started, "the line to start again", 60)
+        wait_for(lambda: box.job(urgent).started, "the queue to continue", 60)
         taken = time.monotonic() - began
         host.require(JobState.LOST, first, error="the machine was restarted")
         require_order(*host.ended(urgent, plain))
@@ -52,8 +52,8 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host that has running and queued jobs. Commands must still work, and its GPU must still have a single
-    queue.
+    """Rename a host that has running and queued jobs. Commands must still work, and all jobs must still wait for its
+    GPU in a single queue.
 
     Return the seconds until the rows contain the new name.
     """

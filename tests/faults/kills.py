@@ -64,8 +64,8 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor. The ranks must save and exit, and the lost job, once resumed, must end like an undisturbed
-    one.
+    """Kill the supervisor. The ranks must save and exit, and the lost job, once resumed, must give the same result as
+    an undisturbed one.
     """
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
@@ -92,7 +92,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
         others = [other.process for other in job.ranks if other.rank != rank]
         job.kill(rank)
         began = time.monotonic()
-        wait_for(lambda: not any(other.is_alive() for other in others), "the other rank's end", PEERS_GONE_AFTER_S)
+        wait_for(lambda: not any(other.is_alive() for other in others), "the other rank to exit", PEERS_GONE_AFTER_S)
         wait_for(lambda: job.row.attempt == 2 and job.step and job.heartbeat.phase != "resuming", "a restart", 60)
         wait_for(lambda: "resumed from" in job.log(), "training again", 60)
         again = time.monotonic() - began
@@ -207,7 +207,7 @@ def _launch_command(box: Box) -> list[str]:
 
 
 def _wait_until_finished(box: Box) -> float:
-    """Wait until the launched job, if any, has finished; return the seconds."""
+    """Wait until the launched job, if any, has finished; return the seconds that this takes."""
     began = time.monotonic()
     for row in box.control.jobs():
         while not box.job(row.id).state.is_final:

@@ -57,7 +57,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 
 
 def head_halted(root: Path, dice: random.Random) -> float:
-    """Halt the supervisor of the first job in the queue. The next job must start before it.
+    """Halt the supervisor of the first job in the queue. The next job in the queue must start first.
 
     Return the seconds that the GPU was idle.
     """
@@ -72,13 +72,13 @@ def head_halted(root: Path, dice: random.Random) -> float:
         host.run("stop", runs)
         began = time.monotonic()
         box.wait_ended(runs)
-        wait_for(lambda: box.job(second).started, "the second to start", 90)
+        wait_for(lambda: box.job(second).started, "the second job to start", 90)
         taken = time.monotonic() - began
         words = f"its supervisor (pid {halted.pid}) does not respond; other jobs go first"
-        wait_for(lambda: box.job(head).waits_for == words, "the halted one to be named", 90)
+        wait_for(lambda: box.job(head).waits_for == words, "the reason to name the halted supervisor", 90)
         assert "does not respond" in host.run("job", head)
         host.signal(halted, signal.SIGCONT)
-        wait_for(lambda: box.job(head).waits_for != words, "the halted one to continue", 30)
+        wait_for(lambda: box.job(head).waits_for != words, "the halted supervisor to continue", 30)
         host.run("stop", second)
         require_order(box.wait_ended(second), *host.ended(head, third))
         assert [event.kind for event in box.control.events(head)].count("silent") == 1
@@ -122,11 +122,11 @@ def driver_hangs(root: Path, dice: random.Random) -> float:
         host.run("stop", runs)
         box.wait_ended(runs)
         why = "the GPUs cannot be read: "
-        wait_for(lambda: (box.job(first).waits_for or "").startswith(why), "the reason to wait", 90)
+        wait_for(lambda: (box.job(first).waits_for or "").startswith(why), "the reason why the job waits", 90)
         host.require(JobState.QUEUED, first, second)
         _put_driver(host, "new")
         began = time.monotonic()
-        wait_for(lambda: box.job(first).started, "the first to start", 90)
+        wait_for(lambda: box.job(first).started, "the first job to start", 90)
         taken = time.monotonic() - began
         require_order(*host.ended(first, second))
         require_nothing_left(box)

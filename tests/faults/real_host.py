@@ -44,7 +44,8 @@ def cuda_problem(vendors=()):
 
 
 class RealHost:
-    """A host where commands start and change jobs. The ranks of these jobs are `jobs/fake_rank.py`, without torch.
+    """A host where commands start and change jobs. The ranks of these jobs run `jobs/fake_rank.py`, which does not use
+    torch.
 
     A fake version of NVIDIA's library provides the GPUs, whose UUIDs depend on `number`.
     """

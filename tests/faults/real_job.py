@@ -30,7 +30,7 @@ GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
 # The seconds within which all processes of a killed job must exit and its GPUs must be released.
 GONE_AFTER_S = 15.0
-# Log every step, since a run that is stopped within a log interval records averages over other steps.
+# Log every step, since a run that is stopped within a log interval averages over other steps than an undisturbed run.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -41,7 +41,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 class RealJob:
     """A job that is launched just as the app would launch it.
 
-    `train` and `launch` are settings in these sections; `place` contains the options `after` and `held`.
+    `train` and `launch` contain settings of these sections; `place` contains the options `after` and `held`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RealJob:
         wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
         assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
         # On a busy machine, the ranks may take a step before the supervisor has read their state.
-        wait_for(lambda: self.row.state != JobState.STARTING, "its supervisor to see it train", START_S)
+        wait_for(lambda: self.row.state != JobState.STARTING, "the job to leave the state starting", START_S)
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:

@@ -30,7 +30,7 @@ def stop_in_checkpoint(root: Path, dice: random.Random) -> float:
 
 
 def stop_while_reading(root: Path, dice: random.Random) -> float:
-    """Stop the job while it only reads data and trains."""
+    """Stop the job while it trains without logging or saving checkpoints."""
     return _stop_while_training(root, dice, log_every=10_000, checkpoint_every=0)
 
 
@@ -42,7 +42,10 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 
 
 def _stop(job: RealJob) -> float:
-    """Stop the job; check that it saved a checkpoint and that all ranks exited by themselves. Return the seconds."""
+    """Stop the job; check that it saved a checkpoint and that all ranks exited by themselves.
+
+    Return the seconds until then.
+    """
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

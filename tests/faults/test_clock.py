@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow
-def test_a_job_from_before_a_reboot_is_lost_and_resumes_to_the_same_bits(tmp_path, like) -> None:
+def test_a_job_interrupted_by_a_reboot_is_lost_and_resuming_it_gives_the_same_bits(tmp_path, like) -> None:
     clock.machine_restarted(tmp_path / "box", like)
 
 
@@ -26,11 +26,11 @@ def test_other_processes_with_the_pids_of_a_job_are_not_signalled(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_clock_set_back_an_hour_changes_neither_restart_nor_order(tmp_path, like) -> None:
+def test_setting_the_clock_back_an_hour_affects_neither_restarts_nor_the_event_order(tmp_path, like) -> None:
     clock.clock_set_back(tmp_path / "box", like)
 
 
-def test_orphans_are_ended_even_if_the_clock_was_set_back(tmp_path: Path) -> None:
+def test_orphaned_ranks_are_killed_even_if_the_clock_was_set_back(tmp_path: Path) -> None:
     clock.orphans_while_clock_is_set_back(tmp_path / "box")
 
 

@@ -48,7 +48,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, heartbeat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
-    # A third checkpoint may exist because it is the best one.
+    # There may be a third checkpoint, since the best one is kept too.
     newest, other, *_ = saved_steps(training)
     assert newest == heartbeat.step
     assert other > first_failed
@@ -94,7 +94,7 @@ def remounted(disk: Path, how: str) -> bool:
 
 
 @pytest.mark.slow
-def test_checkpoints_continue_after_their_disk_was_read_only(train, small_disk) -> None:
+def test_checkpoints_are_saved_again_after_their_disk_was_read_only(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every=SAVE_EVERY)
     disk = training.paths.checkpoints
     training.says("checkpoint saved")
@@ -109,7 +109,7 @@ def test_checkpoints_continue_after_their_disk_was_read_only(train, small_disk) 
     require_recovered(training, at)
 
 
-def test_the_last_checkpoint_fits_on_a_full_disk_as_its_space_is_reserved(train, small_disk) -> None:
+def test_the_last_checkpoint_fits_on_a_full_disk_because_its_space_is_reserved(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every_minutes=0)
     fill(training.paths.checkpoints)
     job = training.stop()

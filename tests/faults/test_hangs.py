@@ -19,7 +19,7 @@ from trainer.contract.store.states import JobState
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_halted_rank_is_reported_with_stacks_and_the_job_is_restarted(tmp_path: Path) -> None:
+def test_a_halted_rank_is_reported_with_stack_traces_and_the_job_is_restarted(tmp_path: Path) -> None:
     hangs.rank_halted(tmp_path / "box", random.Random(0), 0)
 
 
@@ -28,7 +28,7 @@ def test_a_rank_that_is_halted_after_a_save_is_not_treated_as_still_saving(tmp_p
     hangs.rank_halted_after_saving(tmp_path / "box", random.Random(0))
 
 
-def test_the_last_heartbeat_of_an_attempt_does_not_make_the_next_one_stalled(box, monkeypatch) -> None:
+def test_the_last_heartbeat_of_an_attempt_does_not_make_the_next_attempt_stalled(box, monkeypatch) -> None:
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     job_id = box.record()
     paths = box.data.run(job_id)

@@ -24,40 +24,40 @@ def test_a_job_continues_when_its_terminal_is_closed(tmp_path: Path) -> None:
     kills.terminal_closed(tmp_path / "box", random.Random(0))
 
 
-def test_a_killed_launch_leaves_a_running_job_or_none(tmp_path: Path) -> None:
+def test_killing_the_launch_command_leaves_either_a_running_job_or_no_job(tmp_path: Path) -> None:
     kills.launcher_killed(tmp_path / "box", random.Random(0))
 
 
-def test_a_job_whose_supervisor_is_killed_saves_and_resumes_to_the_same_bits(tmp_path, like) -> None:
+def test_a_job_whose_supervisor_is_killed_saves_and_resuming_it_gives_the_same_bits(tmp_path, like) -> None:
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 
-def test_a_killed_rank_is_named_and_the_job_restarts_to_the_same_bits(tmp_path, like) -> None:
+def test_a_killed_rank_is_named_and_the_restarted_job_gives_the_same_bits(tmp_path, like) -> None:
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 
 
 @pytest.mark.slow
-def test_after_any_process_is_killed_a_resume_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_after_any_process_is_killed_a_resumed_job_gives_the_same_bits(tmp_path: Path) -> None:
     alone = undisturbed(tmp_path / "undisturbed", 1)
     kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
 
 
 @pytest.mark.slow
-def test_ranks_that_raise_are_restarted_until_they_succeed(tmp_path: Path) -> None:
+def test_ranks_that_raise_an_exception_are_restarted_until_they_succeed(tmp_path: Path) -> None:
     kills.rank_raises(tmp_path / "box")
 
 
 @pytest.mark.slow
-def test_nan_data_fails_the_job_without_a_restart(tmp_path: Path) -> None:
+def test_nan_values_in_the_data_fail_the_job_without_a_restart(tmp_path: Path) -> None:
     kills.rank_finds_nan(tmp_path / "box")
 
 
-def test_a_rank_killed_for_memory_is_not_restarted_unchanged(tmp_path: Path) -> None:
+def test_a_job_whose_rank_ran_out_of_memory_is_not_restarted_with_the_same_settings(tmp_path: Path) -> None:
     kills.rank_out_of_memory(tmp_path / "box")
 
 
 @pytest.mark.parametrize(("phase", "state"), [("finished", JobState.FINISHED), ("stopped", JobState.LOST)])
-def test_an_ending_job_without_supervisor_has_finished_if_its_ranks_say_so(box, phase, state) -> None:
+def test_a_job_without_a_supervisor_has_finished_if_its_ranks_reported_that(box, phase, state) -> None:
     job_id = box.record(total_steps=10, supervisor_pid=1, supervisor_start=1, boot_id=boot_id())
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -71,7 +71,7 @@ def test_an_ending_job_without_supervisor_has_finished_if_its_ranks_say_so(box, 
     assert box.control.leases() == []
 
 
-def test_an_old_job_that_was_just_resumed_has_time_to_get_its_supervisor(box) -> None:
+def test_an_old_job_that_was_just_resumed_is_not_lost_before_its_supervisor_starts(box) -> None:
     job_id = box.record(created=time.time() - 3600, queued=time.time() - 3600)
     assert reconcile(box.data) == [job_id]
     box.control.transition(job_id, JobState.QUEUED)

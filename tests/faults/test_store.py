@@ -61,7 +61,7 @@ def test_a_deleted_store_is_recreated_and_missing_rows_are_reported(train) -> No
 
 
 @pytest.mark.slow
-def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
+def test_an_overwritten_store_is_renamed_and_recreated(train) -> None:
     training = train()
     with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
         # Move the rows to the database file; otherwise, they may all still be in the write-ahead log.
@@ -78,7 +78,7 @@ def test_an_overwritten_store_is_kept_aside_and_recreated(train) -> None:
 
 
 @pytest.mark.slow
-def test_locking_and_deleting_the_job_list_stops_no_training(train) -> None:
+def test_training_continues_if_the_job_list_is_locked_or_deleted(train) -> None:
     training = train(n_ranks=2)
     control_db = training.box.data.control_db
     with locked_store(control_db):
@@ -90,7 +90,7 @@ def test_locking_and_deleting_the_job_list_stops_no_training(train) -> None:
     assert all(process.is_alive() for process in training.processes)
     # Send SIGTERM, as a machine does during shutdown.
     supervisor.send(15)
-    wait_for(lambda: not any(process.is_alive() for process in training.processes), "everything to end", 60)
+    wait_for(lambda: not any(process.is_alive() for process in training.processes), "all processes to exit", 60)
     assert training.paths.exit_file.exists()
     assert sae_of(training).exists()
     assert training.stored()[2].phase == "stopped"

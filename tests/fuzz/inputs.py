@@ -96,7 +96,7 @@ def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) 
 
 
 def inputs(folder: Path) -> st.SearchStrategy[bytes]:
-    """Return a strategy for the inputs of the reader whose seeds are in the folder."""
+    """Return a strategy that generates inputs for the reader whose seeds are in this folder."""
     seeds = st.sampled_from([file.read_bytes() for file in sorted(folder.iterdir())])
     changed = st.builds(mutated, seeds, seeds, st.none() | PLACE, st.lists(STEPS, min_size=1, max_size=4))
     # Mutated files are listed three times, since readers reject most other inputs immediately.

@@ -39,23 +39,23 @@ def judge(reader: Reader, home: Home, content: bytes) -> None:
         _judge_sentence(error)
     else:
         if not isinstance(value, reader.kinds):
-            raise Wrong(f"{reader.name} gives {value!r:.200}")
+            raise Wrong(f"{reader.name} returned {value!r:.200}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
     if grown > MOST_BYTES:
-        raise Wrong(f"{reader.name} took {grown >> 20} MiB")
+        raise Wrong(f"{reader.name} used {grown >> 20} MiB of memory")
 
 
 def _judge_sentence(error: Exception) -> None:
     sentences = [str(problem) for problem in error.problems] if isinstance(error, JobFileError) else [str(error)]
     for text in map(printable, sentences):
         if not text.strip() or len(text) > LONGEST_SENTENCE:
-            raise Wrong(f"a sentence of {len(text)} characters: {text:.300}") from error
+            raise Wrong(f"the error message has {len(text)} characters: {text:.300}") from error
 
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
     def too_slow(*_: object) -> None:
-        raise Wrong(f"it takes more than {MOST_S:g} s")
+        raise Wrong(f"the reader took more than {MOST_S:g} s")
 
     before = signal.signal(signal.SIGPROF, too_slow)
     signal.setitimer(signal.ITIMER_PROF, MOST_S)
@@ -70,7 +70,7 @@ def _bounded() -> Iterator[None]:
 def home() -> Iterator[Home]:
     """Yield a data folder to read, on an in-memory file system if there is one."""
     in_memory = Path("/dev/shm")
-    # The original function would start a process for every opened store.
+    # `network_file_system` would start a process for every store that is opened.
     local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

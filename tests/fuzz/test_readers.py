@@ -41,7 +41,7 @@ def test_any_bytes_give_a_value_or_a_one_sentence_error(reader: Reader, place: H
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_files_written_by_the_product_are_read(reader: Reader, place: Home) -> None:
+def test_files_that_sae_tui_has_written_are_read(reader: Reader, place: Home) -> None:
     for file in sorted((CORPUS / reader.seeds).glob("real*")):
         place.put(reader.seeds, file.read_bytes())
         assert reader.read(place) is not None

@@ -64,7 +64,7 @@ from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
-# Where the corpus files belong in a data folder; other files are at its root.
+# Maps kinds of corpus files to their paths in a data folder; files of other kinds are at its root.
 PLACES = {
     "box": "box.json",
     "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
