@@ -21,7 +21,7 @@ def test_sums_and_means_include_only_reported_values_of_healthy_gpus():
     )  # fmt: skip
 
 
-def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_is_a_value():
+def test_a_sensor_missing_on_all_gpus_is_unknown_and_zero_counts_as_a_value():
     assert aggregate([]) == Aggregate(gpu_count=0)
     cold = GpuSample(0, "GPU-0", "A", 0.0, utilization=0, temperature_c=0)
     counted = ContributingGpus(0, 1, 0, 1)

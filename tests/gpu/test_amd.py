@@ -79,7 +79,7 @@ def test_a_healthy_gpu_has_every_field(on_amd: Run) -> None:
     assert idle["processes"] == idle["condition"]["slowed_by"] == []
 
 
-def test_a_failing_field_clears_no_other_field_and_no_other_gpu(on_amd: Run) -> None:
+def test_a_failing_sensor_affects_no_other_sensor_and_no_other_gpu(on_amd: Run) -> None:
     cases = {
         "busy=14": ("utilization", "cannot be read"), "busy=na": ("utilization", None),
         "memory=8": ("memory_used_bytes", "timed out"), "memory=na": ("memory_used_bytes", None),
@@ -107,7 +107,7 @@ def test_a_name_cannot_control_the_terminal(on_amd: Run) -> None:
     assert sample["name"] == "MI\ufffd[2J\ufffd300"
 
 
-def test_a_lost_gpu_is_a_row_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
+def test_a_lost_gpu_is_listed_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
     assert "none of the GPU's sensors respond" in lost["reason"]
@@ -235,7 +235,7 @@ def test_a_slow_gpu_still_reports_errors_that_forbid_its_use(monkeypatch: pytest
     assert sample.condition.sm_clock_mhz is None
 
 
-def test_an_infinite_answer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_or_nan_answer_counts_as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (float("inf"), float("nan"), -float("inf")):
         smi = amd_shapes.module(**amd_shapes.ROCM_7_0 | {"amdsmi_get_gpu_activity": {"gfx_activity": value}})
         monkeypatch.setattr(amd, "load_amdsmi", lambda smi=smi: smi)

@@ -82,7 +82,7 @@ def test_a_healthy_gpu_reports_clocks_links_and_faults(read) -> None:
     assert 0 <= gpu["pcie_received_bytes_s"] <= 900_000 * 1024
 
 
-def test_a_sensor_that_does_not_answer_removes_no_other_value(read) -> None:
+def test_a_sensor_that_does_not_answer_affects_no_other_value(read) -> None:
     gpus = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
     for gpu, (fault, missing) in zip(gpus, FAULTS.items(), strict=True):
         unknown = {name for name, value in gpu.items() if value is None} - UNKNOWN
@@ -102,7 +102,7 @@ def test_multiprocessor_activity_is_reported_if_the_gpu_counts_it(on_nvml) -> No
     assert gpu["sm_percent"] is None
 
 
-def test_a_reported_error_is_shown_in_words_and_with_its_number(on_nvml) -> None:
+def test_an_xid_error_is_reported_with_its_number_and_an_explanation(on_nvml) -> None:
     gpu, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
     xid = gpu["xid"]
     assert xid["number"] == 48

@@ -1,4 +1,4 @@
-"""Tests for computing a GPU's energy from its power or from the driver's counter, also with gaps."""
+"""Tests for computing a GPU's energy from its power or from the driver's counter, even if readings are missing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def naive(readings: list[EnergyReading], begin: float, end: float) -> tuple[floa
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_integral_of_power_equals_that_of_a_plain_loop(seed):
+def test_the_energy_equals_that_of_a_plain_loop_over_power_samples(seed):
     draw = random.Random(seed)
     at, readings = BEGIN, []
     for _ in range(3000):
@@ -46,7 +46,7 @@ def test_the_integral_of_power_equals_that_of_a_plain_loop(seed):
     assert used.counted_s == 0
 
 
-def test_repeated_readings_of_a_counter_are_used_once():
+def test_repeated_readings_of_the_energy_counter_are_counted_once():
     meter = GpuMeter(BEGIN)
     readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
     for _ in range(3):
@@ -66,33 +66,33 @@ def test_a_gap_without_samples_adds_nothing():
     assert metered(readings, BEGIN, BEGIN + 63) == pytest.approx((300, 63, 3, 0))
 
 
-def test_the_counter_replaces_samples_and_bridges_a_gap():
+def test_the_energy_counter_replaces_power_samples_and_covers_gaps():
     readings = [EnergyReading(BEGIN + second, 100.0, 5000 + 110.0 * second) for second in (0, 3, 63)]
     assert metered(readings, BEGIN, BEGIN + 65) == pytest.approx((110 * 63 + 200, 65, 65, 63))
 
 
-def test_samples_between_two_counter_readings_are_used_once():
+def test_power_samples_between_two_counter_readings_are_not_counted_twice():
     counters = {0: 0.0, 3: 330.0, 6: 660.0}
     readings = [EnergyReading(BEGIN + second, 100.0, counters.get(second)) for second in range(8)]
     assert metered(readings, BEGIN, BEGIN + 7) == pytest.approx((760, 7, 7, 6))
 
 
-def test_a_counter_that_restarts_is_ignored():
+def test_after_a_restart_of_the_counter_power_samples_are_used_instead():
     readings = [
         EnergyReading(BEGIN + second, 100.0, joules) for second, joules in ((0, 9e6), (1, 9e6 + 100), (2, 50.0))
     ]
     assert metered(readings, BEGIN, BEGIN + 2) == pytest.approx((200, 2, 2, 1))
 
 
-def test_a_gpu_without_power_and_counter_is_unknown():
+def test_without_power_samples_and_a_counter_the_energy_is_unknown():
     assert metered([EnergyReading(BEGIN + 1)], BEGIN, BEGIN + 9) == Used(0, 9, 0, 0)
 
 
-def test_a_counter_alone_is_enough():
+def test_the_energy_counter_alone_is_enough():
     readings = [EnergyReading(BEGIN + second, None, 40.0 * second) for second in (1, 4, 7)]
     assert metered(readings, BEGIN, BEGIN + 8) == pytest.approx((240, 8, 6, 6))
 
 
-def test_a_reading_that_is_not_newer_is_skipped():
+def test_a_reading_that_is_not_newer_than_the_last_one_is_skipped():
     readings = [EnergyReading(BEGIN + second, 100.0) for second in (1, 3, 2, 3, 4)]
     assert metered(readings, BEGIN, BEGIN + 4) == pytest.approx((400, 4, 4, 0))

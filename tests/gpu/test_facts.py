@@ -56,7 +56,7 @@ def test_values_that_the_driver_does_not_report_are_none(on_nvml: Run) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_the_simulated_machine_has_a_bridge_for_every_four_gpus(count: int) -> None:
+def test_the_simulated_machine_has_one_nvlink_bridge_per_four_gpus(count: int) -> None:
     facts = Simulated(count).facts()
     assert len(facts.pairs) == count * (count - 1) // 2
     bridges = [(pair.first, pair.second) for pair in facts.pairs if pair.nvlink]

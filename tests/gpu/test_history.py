@@ -165,7 +165,7 @@ def test_hosts_that_share_the_folder_store_separate_gpu_histories(
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_host_leaves_a_shared_history_file_and_copies_its_own_rows(
+def test_a_host_copies_its_rows_from_a_shared_history_file_to_its_own_file(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, is_shared: bool
 ) -> None:
     earlier = data_dir.root / "gpu.db"
@@ -183,7 +183,7 @@ def test_a_host_leaves_a_shared_history_file_and_copies_its_own_rows(
     assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
 
 
-def test_a_waiting_recorder_follows_the_host_to_its_own_file(
+def test_a_standby_recorder_switches_to_the_own_history_file_of_its_host(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     earlier = data_dir.root / "gpu.db"
@@ -254,7 +254,7 @@ def test_a_paused_recorder_lets_another_take_over_and_stands_by_afterwards(
     assert first.pause(10)
 
 
-def test_one_of_two_processes_records_and_the_other_takes_over_after_kill_9(
+def test_one_of_two_processes_records_and_the_other_takes_over_after_sigkill(
     data_dir: DataDir, tmp_path: Path, until: Until
 ) -> None:
     logs = [tmp_path / name for name in ("one.log", "two.log")]
@@ -326,7 +326,7 @@ def test_a_store_that_is_locked_for_long_is_reported_and_written_afterwards(
     until(lambda: recorder.problem is None)
 
 
-def test_a_deleted_store_is_created_again_from_the_rings(
+def test_a_deleted_store_is_created_again_from_the_ring_buffers(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record()
@@ -348,7 +348,7 @@ def test_an_error_while_reading_the_jobs_is_reported(
     assert until(lambda: recorder.problem) == "the store control.db is locked"
 
 
-def test_old_rows_are_deleted_and_minutes_are_kept_longer(
+def test_old_samples_are_deleted_and_per_minute_means_are_kept_longer(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     now = time.time()
@@ -401,7 +401,7 @@ def test_recent_returns_only_rows_of_its_own_host(data_dir: DataDir) -> None:
     assert recent(data_dir.gpu_db, "another", 600) == {}
 
 
-def test_the_past_consists_of_samples_and_of_minutes_after_samples_are_deleted(data_dir: DataDir) -> None:
+def test_the_history_consists_of_samples_or_of_minutes_where_samples_were_deleted(data_dir: DataDir) -> None:
     now = time.time()
     cut = (now - 3600) // 60 * 60
     store(data_dir, 0, [cut - 600, cut - 590, cut - 70, cut - 60], utilization=30, job=4)
@@ -419,7 +419,7 @@ def test_the_past_consists_of_samples_and_of_minutes_after_samples_are_deleted(d
     assert list(stored_samples(data_dir.gpu_db, HOST, now - 10)) == []
 
 
-def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir) -> None:
+def test_each_step_is_a_mean_over_samples_and_minutes_weighted_by_sample_counts(data_dir: DataDir) -> None:
     begin = (time.time() - 7200) // 3600 * 3600
     store(data_dir, 0, [begin, begin + 1, begin + 2], utilization=30)
     store(data_dir, 0, [begin + 60], utilization=90, power=None)
@@ -436,7 +436,7 @@ def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir)
     ]  # fmt: skip
 
 
-def test_a_gpu_is_followed_from_one_index_to_another(data_dir: DataDir) -> None:
+def test_the_history_of_a_gpu_continues_when_its_index_changes(data_dir: DataDir) -> None:
     begin = time.time() // 60 * 60 - 3600
     store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
     store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
@@ -493,7 +493,7 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
     monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
     filled(data_dir, 8)
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
-        db.execute("PRAGMA wal_autocheckpoint=20")  # 1000 pages for the file of a week
+        db.execute("PRAGMA wal_autocheckpoint=20")  # instead of 1000 pages, since this file is small
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
@@ -616,7 +616,7 @@ class Nameless(Simulated):
         return sample if self.known else replace(sample, uuid="GPU-index-0", failed={"uuid": "unknown"})
 
 
-def test_readings_wait_until_the_gpu_has_reported_its_uuid(data_dir: DataDir, until: Until) -> None:
+def test_readings_are_stored_only_once_the_gpu_has_reported_its_uuid(data_dir: DataDir, until: Until) -> None:
     source = Nameless(1)
     sampler = Sampler(source, 0.01)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)

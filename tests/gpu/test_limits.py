@@ -42,7 +42,7 @@ FAULTS = {
 FIELDS = ("utilization", "temperature_c", "power_w", "power_limit_w", "memory_total_bytes", "memory_used_bytes")
 
 
-def test_an_impossible_value_is_unknown_for_that_sensor_alone(read_all: Callable[..., list[dict[str, Any]]]) -> None:
+def test_an_impossible_value_makes_only_its_own_sensor_unknown(read_all: Callable[..., list[dict[str, Any]]]) -> None:
     *odd, whole = read_all(dict(enumerate(FAULTS)), GPUS=len(FAULTS) + 1)
     assert whole["failed"] == {}
     assert all(whole[field] is not None for field in FIELDS)
@@ -111,7 +111,7 @@ print(json.dumps([rows, recorder.problem]))
     assert rows["0"] > 0
 
 
-def test_a_recorder_reports_failing_sources_and_continues(tmp_path: Path, until: Callable[..., Any]) -> None:
+def test_a_recorder_reports_errors_of_its_sources_and_continues(tmp_path: Path, until: Callable[..., Any]) -> None:
     data_dir = DataDir(tmp_path / "data")
     failing = [True]
 
@@ -153,7 +153,7 @@ ANY = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(LIMITS)), ANY, max_size=8))
-def test_readings_of_any_driver_answer_can_be_stored_and_decoded(values: dict[str, Any]) -> None:
+def test_whatever_the_driver_answers_its_readings_can_be_stored_and_decoded(values: dict[str, Any]) -> None:
     for kind, known in (
         (GpuSample, (0, "GPU-a", "H200", 1.0)),
         (Condition, ()),

@@ -185,7 +185,7 @@ def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Pa
     assert none.sentence.startswith("the abacus driver sees no frames; no GPU was found")
 
 
-def test_two_vendors_are_listed_and_a_job_uses_gpus_of_one(frames: Path, tmp_path: Path) -> None:
+def test_gpus_of_two_vendors_are_listed_and_a_job_uses_those_of_only_one(frames: Path, tmp_path: Path) -> None:
     nvidia = "from trainer.contract.planning.gpu_vendors import VENDORS; from msgspec.structs import replace"
     there = f"source='support.cards:Box', driver_files=({str(tmp_path)!r},)"
     stand_in = f"VENDORS['nvml'] = replace(VENDORS['nvml'], {there})"
@@ -218,7 +218,7 @@ def test_the_vendor_of_a_job_is_the_vendor_of_its_gpus(frames: Path, tmp_path: P
             assert vendor_of(data, job) == ("nvml" if sample.index < 2 else "abacus")
 
 
-def test_facts_of_two_vendors_use_the_common_gpu_indices(frames: Path, tmp_path: Path) -> None:
+def test_facts_about_gpus_of_two_vendors_use_their_common_indices(frames: Path, tmp_path: Path) -> None:
     facts = GpuFacts("570.1", (12, 8), ((8, 6), (9, 0)), (4, 4), (GpuPair(0, 1, "PIX"),))
     machine = Several([load_source("abacus"), Cards(2, facts)])
     assert machine.open() == 4
@@ -229,7 +229,7 @@ def test_facts_of_two_vendors_use_the_common_gpu_indices(frames: Path, tmp_path:
     assert version.sentence == "drivers Abacus 2.1 and NVIDIA 570.1, for CUDA up to 12.8; 4 GPUs"
 
 
-def test_a_vendor_whose_driver_fails_does_not_hide_another(frames: Path, tmp_path: Path) -> None:
+def test_a_vendor_whose_driver_fails_does_not_hide_another_vendor(frames: Path, tmp_path: Path) -> None:
     for frame in frames.glob("frame-*"):
         frame.unlink()
     machine = Several([load_source("abacus"), Cards(1)])
@@ -239,7 +239,7 @@ def test_a_vendor_whose_driver_fails_does_not_hide_another(frames: Path, tmp_pat
         Several([load_source("abacus")]).open()
 
 
-def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_never_answers_does_not_hide_another_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     never, stuck = threading.Event(), Cards(1)
     monkeypatch.setattr(stuck, "open", never.wait)
     monkeypatch.setattr("sae_tui.gpu.several.LIMIT_S", 1.0)

@@ -88,7 +88,7 @@ def test_a_healthy_gpu_has_every_field(read_all: Read) -> None:
 
 
 @pytest.mark.parametrize("fault", GPU_FAULTS)
-def test_an_unreadable_gpu_is_a_row_with_the_reason(with_gpu_faults: list[dict[str, Any]], fault: str) -> None:
+def test_an_unreadable_gpu_is_listed_with_the_reason(with_gpu_faults: list[dict[str, Any]], fault: str) -> None:
     sample = with_gpu_faults[1 + list(GPU_FAULTS).index(fault)]
     assert not sample["healthy"]
     assert GPU_FAULTS[fault] in sample["reason"]
@@ -176,7 +176,7 @@ def test_a_process_has_user_command_and_memory(with_process_faults: dict[str, di
 
 
 @pytest.mark.parametrize(("fault", "words"), [("no_procs", None), ("perm_procs", "no permission")])
-def test_processes_that_cannot_be_listed_are_none_not_an_empty_list(
+def test_a_process_list_that_cannot_be_read_is_none_instead_of_empty(
     with_process_faults: dict[str, dict[str, Any]], fault: str, words: str | None
 ) -> None:
     sample = with_process_faults[fault]
@@ -197,7 +197,9 @@ def test_a_process_outside_this_pid_namespace_keeps_its_pid(with_process_faults:
     assert all(process["user"] is process["name"] is None for process in processes)
 
 
-def test_a_process_in_both_lists_is_shown_once(with_process_faults: dict[str, dict[str, Any]]) -> None:
+def test_a_process_in_the_compute_and_the_graphics_list_is_shown_once(
+    with_process_faults: dict[str, dict[str, Any]],
+) -> None:
     (process,) = with_process_faults["both_lists"]["processes"]
     assert process["memory_used_bytes"] == 61440 << 20
 
@@ -281,7 +283,7 @@ def test_another_module_called_pynvml_is_named_as_the_cause(on_nvml: Run, tmp_pa
     assert "nvidia-ml-py" in remedy
 
 
-def test_a_driver_that_appears_later_is_found_by_opening_again(on_nvml: Run) -> None:
+def test_a_driver_that_appears_later_is_found_when_the_source_is_opened_again(on_nvml: Run) -> None:
     script = """
 import json, os
 from sae_tui.gpu.base import SourceUnavailable
@@ -306,7 +308,7 @@ print(json.dumps([name for name in ("pynvml", "psutil", "torch", "numpy", "textu
     assert on_nvml(script) == []
 
 
-def test_the_energy_counter_is_read_at_intervals_and_in_joules(on_nvml: Run) -> None:
+def test_the_energy_counter_is_read_at_intervals_and_converted_to_joules(on_nvml: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.nvml import ENERGY_EVERY, Nvml
@@ -352,7 +354,7 @@ def calls_in(folder: Path) -> dict[str, int]:
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 
 
-def test_free_memory_is_the_value_of_the_driver_with_old_and_new_calls(read_all: Read) -> None:
+def test_old_and_new_calls_report_free_memory_as_the_driver_does(read_all: Read) -> None:
     for driver in ("new", "old"):
         (sample,) = read_all(driver=driver, GPUS=1)
         in_use = sample["memory_total_bytes"] - sample["memory_free_bytes"]
@@ -362,7 +364,7 @@ def test_free_memory_is_the_value_of_the_driver_with_old_and_new_calls(read_all:
     assert hidden["memory_free_bytes"] is None
 
 
-def test_the_power_limit_is_read_again_with_the_processes(on_nvml: Run) -> None:
+def test_the_power_limit_is_read_again_whenever_processes_are_read(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml

@@ -42,7 +42,7 @@ def test_measurements_of_a_physical_gpu_are_not_reported_for_its_slices(read_all
     assert split["unusable"].startswith("it is split into MIG slices, which are listed as separate GPUs")
 
 
-def test_a_slice_must_not_be_used_if_its_physical_gpu_must_not(on_nvml: Run) -> None:
+def test_a_slice_is_unusable_if_its_physical_gpu_is_unusable(on_nvml: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.nvml import Nvml
@@ -59,7 +59,7 @@ print(json.dumps([[nvml.sample(index, processes=True).obstacle for _ in range(2)
             assert bool(obstacle) == bool(words)
 
 
-def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
+def test_each_slice_lists_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
@@ -112,7 +112,7 @@ def test_slices_have_the_capability_of_their_physical_gpu_and_no_links(on_nvml: 
     assert (details["condition"]["sm_clock_mhz"], remembered) == (None, [])
 
 
-def test_a_gpu_in_mig_mode_without_slices_reports_this(on_nvml: Run) -> None:
+def test_a_gpu_in_mig_mode_reports_that_it_has_no_slices(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml

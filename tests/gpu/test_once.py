@@ -56,7 +56,7 @@ def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         assert reported.wait(10)
 
 
-def test_a_gpu_that_hangs_is_a_row_and_the_others_are_read() -> None:
+def test_a_gpu_that_hangs_is_listed_with_the_reason_and_the_others_are_read() -> None:
     samples = read_all(Simulated(3, faults={1: "hang"}), 3, 0.1)
     assert [sample.reason for sample in samples] == ["", "did not respond within 0.1 s", ""]
 
@@ -76,7 +76,7 @@ def test_a_gpu_that_hangs_is_a_row_and_the_others_are_read() -> None:
         (300, 90, None, True),
     ],
 )
-def test_use_without_a_process_is_detected_from_memory_and_utilisation(used, utilization, processes, unseen):
+def test_use_by_hidden_processes_is_detected_from_memory_and_utilisation(used, utilization, processes, unseen):
     in_bytes = None if used is None else used << 20
     sample = GpuSample(
         0, "GPU-0", "A", 0.0, memory_used_bytes=in_bytes, memory_total_bytes=80 << 30, utilization=utilization,

@@ -47,13 +47,13 @@ def line(values: Iterable[float | None]) -> str:
     return "".join("." if value is None else str(round(10 * value)) for value in values)
 
 
-def test_a_slow_gpu_has_the_width_of_the_others_and_holds_values_between_samples() -> None:
+def test_the_plot_of_a_slow_gpu_has_full_width_and_holds_values_between_samples() -> None:
     grid = of(every_second(100.1, 110.1), {100.9: 10, 103.2: 30, 105.8: 50, 108.1: 70, 110.4: 90}, now=110.6)
     assert drawn(grid, 0) == "55555555"
     assert drawn(grid, 1) == "33555779"
 
 
-def test_a_late_gpu_holds_its_value_and_a_silent_one_has_a_gap() -> None:
+def test_a_late_gpu_repeats_its_last_value_and_a_silent_gpu_has_a_gap() -> None:
     others = every_second(100.1, 110.1)
     assert drawn(of(others, every_second(100.1, 106.1), now=110.6), 1) == "55555555"
     silent = every_second(100.1, 103.1) | every_second(108.9, 110.9, LOST)
@@ -78,7 +78,7 @@ def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_bac
     assert drawn(of(set_back, now=110.5, n=4), 0) == "5555"
 
 
-def test_a_gpu_that_answers_a_second_later_makes_no_dip_at_the_start() -> None:
+def test_a_gpu_that_answers_a_second_later_causes_no_dip_at_the_start() -> None:
     before = every_second(10.1, 50.1, 80)
     early, late = before | every_second(100.8, 105.1, 80), before | every_second(101.1, 105.1, 10)
     together = shares(of(*[early] * 8, *[late] * 8, now=105.4))
@@ -88,7 +88,7 @@ def test_a_gpu_that_answers_a_second_later_makes_no_dip_at_the_start() -> None:
     assert line(started.memory) == "8" * 10 + "." * 50
 
 
-def test_a_gpu_whose_last_samples_were_not_stored_makes_no_dip_before_a_gap() -> None:
+def test_a_gpu_whose_last_samples_were_not_stored_causes_no_dip_before_a_gap() -> None:
     after = every_second(140.1, 145.1, 80)
     stored, killed = every_second(100.1, 120.1, 80) | after, every_second(100.1, 117.1, 80) | after
     together = shares(of(stored, killed, now=145.4, n=30))
@@ -123,12 +123,12 @@ def test_stored_history_is_drawn_before_any_gpu_has_answered() -> None:
     assert line(shares(past(dict(enumerate(rings)), 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
 
 
-def test_without_gpus_or_columns_the_past_is_empty() -> None:
+def test_without_gpus_or_columns_the_history_is_empty() -> None:
     assert shares(past({}, 8, interval_s=1.0, now=1.0)) == CapacityShares((), (), (), ())
     assert of(every_second(1.1, 3.1), now=3.5, n=0).column(0, "utilization", 0) == []
 
 
-def test_readings_from_the_drivers_buffer_fill_only_intervals_without_stored_ones() -> None:
+def test_readings_from_the_drivers_buffer_fill_only_intervals_without_stored_readings() -> None:
     stored = [RingReading(10.0, 40), RingReading(11.0, 41), RingReading(14.0, 44)]
     remembered = [RingReading(float(second), 7) for second in range(9, 20)]
     found = merge(stored, remembered, 1.0, now=15.5)

@@ -100,12 +100,12 @@ def test_a_process_that_is_not_visible_has_only_the_data_of_the_driver() -> None
         send_signal(one, signal.SIGTERM, "simulated")
 
 
-def test_a_process_of_another_user_with_the_same_pid_is_not_confused_with_it() -> None:
+def test_a_process_is_not_confused_with_another_users_process_of_the_same_pid() -> None:
     one = read(GpuProcess(os.getpid(), "mallory", "python train.py", GIB))
     assert (one.user, one.command, one.identity, one.host_memory_bytes) == ("mallory", "python train.py", None, None)
 
 
-def test_a_reused_pid_is_read_again(spinning) -> None:
+def test_a_process_with_a_reused_pid_is_read_again(spinning) -> None:
     reader, samples = ProcessReader(), [on_gpu(GpuProcess(spinning.pid, None, None, GIB))]
     (first,) = reader.read(samples, {})
     reader._known[spinning.pid].identity = replace_start(first)
@@ -138,7 +138,7 @@ def test_only_the_owner_or_root_may_send_a_signal(spinning, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("has_open", [False, True])
-def test_in_a_container_a_signal_needs_a_process_that_has_the_driver_open(monkeypatch, tmp_path, has_open) -> None:
+def test_in_a_container_only_a_process_that_has_the_driver_open_gets_signals(monkeypatch, tmp_path, has_open) -> None:
     driver = tmp_path / "nvidiactl"
     driver.touch()
     monkeypatch.setattr(processes, "in_container", lambda: True)
@@ -159,7 +159,7 @@ def test_in_a_container_a_signal_needs_a_process_that_has_the_driver_open(monkey
             process.kill()
 
 
-def test_real_gpus_have_driver_files_that_their_processes_open() -> None:
+def test_only_real_gpus_have_driver_files() -> None:
     assert processes._driver_files("simulated") == frozenset()
     assert "/dev/nvidiactl" in processes._driver_files("nvml") & processes._driver_files("auto")
 
@@ -193,7 +193,7 @@ def test_the_container_of_a_process_is_recognised_by_its_control_group(tmp_path,
     assert processes._group(str(file)) == name
 
 
-def test_the_container_of_the_app_itself_is_not_named(monkeypatch) -> None:
+def test_the_container_of_a_process_is_left_out_if_it_is_that_of_the_app(monkeypatch) -> None:
     monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")

@@ -192,7 +192,7 @@ print(json.dumps([len(stages), sorted(set(problems)), sampler.source.facts().dri
 """
 
 
-def test_a_driver_update_loads_the_new_library(on_nvml: Run, drivers: Path, tmp_path: Path) -> None:
+def test_after_a_driver_update_the_new_library_is_loaded(on_nvml: Run, drivers: Path, tmp_path: Path) -> None:
     script = UPDATE.replace("{drivers!r}", repr(str(drivers))).replace("{folder!r}", repr(str(tmp_path)))
     n_left, problems, driver, has_ended = on_nvml(
         script, driver=str(tmp_path), GPUS=2, PIDS="", MODULE=tmp_path / "version"

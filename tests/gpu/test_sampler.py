@@ -69,7 +69,7 @@ def test_the_first_samples_are_taken_at_once(start: Start, until: Until) -> None
     begin = time.monotonic()
     sampler = start(Simulated(8), 60.0)
     until(lambda: sampler.count == 8 and all(sample.healthy for sample in sampler.latest()))
-    assert time.monotonic() - begin < 0.5  # 5 ms on an otherwise idle machine
+    assert time.monotonic() - begin < 0.5  # it takes 5 ms on an otherwise idle machine
 
 
 def test_starting_twice_has_no_effect(start: Start, until: Until) -> None:
@@ -98,7 +98,7 @@ def test_every_interval_gets_a_sample_of_every_gpu(start: Start, until: Until) -
         assert len(intervals) >= 10
 
 
-def test_processes_are_read_less_often_and_reused_in_between(
+def test_processes_are_read_less_often_than_sensors_and_reused_in_between(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PROCESSES_EVERY_S", 0.09)
@@ -129,7 +129,7 @@ def test_an_error_of_the_process_list_is_kept_until_it_is_read_again(
     assert sampler.latest()[0].failed == {"processes": "no"}
 
 
-def test_a_gpu_that_hangs_never_stops_the_others_and_is_named(
+def test_a_gpu_that_hangs_never_stops_the_others_and_is_reported(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_AFTER_S", 0.2)
@@ -166,7 +166,7 @@ def test_a_silent_gpu_that_answers_again_is_healthy(
     until(lambda: sampler.latest()[0].healthy)
 
 
-def test_a_gpu_that_has_not_answered_yet_is_a_row_without_values(start: Start, until: Until) -> None:
+def test_a_gpu_that_has_not_answered_yet_is_listed_without_values(start: Start, until: Until) -> None:
     source = Source(2)
     source.hold[1] = threading.Event()
     sampler = start(source, 0.02)
@@ -190,7 +190,7 @@ def test_a_silent_gpu_is_unhealthy_in_the_history_even_if_no_gpu_answers(
     source.hold[0].set()
 
 
-def test_a_source_that_raises_is_a_row_and_is_read_again(start: Start, until: Until) -> None:
+def test_a_gpu_whose_reading_raises_an_exception_is_listed_and_read_again(start: Start, until: Until) -> None:
     class Broken(Source):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             if index == 1 and len(self.asked) < 20:
@@ -336,7 +336,7 @@ def test_an_error_in_must_reopen_does_not_end_the_sampler(until: Until, monkeypa
     assert sampler.stop()
 
 
-def test_a_gpu_keeps_its_unreadable_since_time_while_the_driver_is_away(
+def test_the_time_since_when_a_gpu_is_unreadable_is_kept_while_the_driver_is_away(
     until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.01)
@@ -398,7 +398,7 @@ def test_a_process_keeps_sampling_and_ends_despite_a_gpu_that_hangs_in_the_drive
     assert answer["stop_s"] < 0.9
 
 
-def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
+def test_a_slow_gpu_does_not_slow_other_gpus(on_nvml: Callable[..., Any]) -> None:
     script = HANGING.replace("[index for index in range(4) if index != 2]", "[0, 1, 3]").replace(
         "latest = sampler.latest()",
         "latest = sampler.latest(); n = len(sampler.ring(2).column('timestamp')); assert n < 10, n",
@@ -408,7 +408,7 @@ def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
     assert answer["ended"] is True
 
 
-def test_process_shares_are_read_only_while_they_are_wanted(until) -> None:
+def test_the_gpu_shares_of_processes_are_read_only_while_they_are_requested(until) -> None:
     sampler = Sampler(Simulated(4), 0.05)
     sampler.start()
     until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
@@ -434,7 +434,7 @@ sampler.stop()
 """
 
 
-def test_process_shares_are_read_at_once_when_they_are_wanted(start: Start, until: Until) -> None:
+def test_the_gpu_shares_of_processes_are_read_at_once_when_they_are_requested(start: Start, until: Until) -> None:
     sampler = start(Simulated(1), 3600.0)
     until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
     n_read = len(sampler.ring(0))

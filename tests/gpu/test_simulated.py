@@ -29,7 +29,7 @@ def test_the_same_clock_gives_the_same_samples() -> None:
     assert [one.sample(i, processes=True) for i in range(8)] == [other.sample(i, processes=True) for i in range(8)]
 
 
-def test_a_gpu_follows_the_job_that_runs_on_it() -> None:
+def test_a_simulated_gpu_shows_the_load_of_the_job_that_runs_on_it() -> None:
     now, occupied = [0.0], {}
     box = Simulated(clock=lambda: now[0], occupied=lambda: occupied)
     idle = box.sample(1, processes=True)
@@ -74,7 +74,7 @@ def test_too_few_or_too_many_gpus_are_rejected(count: int) -> None:
         Simulated(count)
 
 
-def test_faults_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_set_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV_FAULTS, "1:lost, 2:no_power")
     box = Simulated()
     lost = box.sample(1, processes=True)
@@ -92,13 +92,13 @@ def test_an_unknown_fault_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize("name", source_names())
-def test_every_backend_loads_by_its_name(name: str) -> None:
+def test_every_gpu_source_is_loaded_by_its_name(name: str) -> None:
     source = load_source(name)
     assert source.name == ("nvml" if name == "auto" else name)
     assert source.cuda is (source.name in ("nvml", "amdsmi"))
 
 
-def test_options_reach_the_source() -> None:
+def test_options_are_passed_to_the_gpu_source() -> None:
     assert load_source("simulated", count=2).open() == 2
 
 

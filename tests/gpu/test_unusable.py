@@ -65,7 +65,7 @@ print(json.dumps([[one.state, one.may_be_offered, one.reason] for one in choices
 """
 
 
-def test_a_gpu_that_must_not_be_used_is_not_offered_and_has_a_reason(on_nvml: Callable[..., Any]) -> None:
+def test_a_gpu_that_must_not_be_used_is_not_offered_and_the_reason_is_given(on_nvml: Callable[..., Any]) -> None:
     specs = [f"{index}:{fault.format(index=index)},{index}:idle" for index, fault in enumerate(FAULTS)]
     offered = on_nvml(CHOICES, FAULTS=",".join(specs), GPUS=len(FAULTS), PIDS="")
     for (fault, words), (state, may_be_offered, reason) in zip(FAULTS.items(), offered, strict=True):
@@ -213,7 +213,7 @@ print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for ind
     assert idle == []
 
 
-def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> None:
+def test_full_utilisation_without_a_process_is_stale_and_excluded_from_the_mean() -> None:
     idle = GpuSample(0, "GPU-a", "RTX 5090", 1.0, **_used(100, 10 << 20, 32 * GIB), processes=())
     busy = replace(idle, utilization=40, processes=(GpuProcess(1 << 21, "mallory", "python", 5 * GIB),))
     (choice, _) = choices([idle, busy], Holders())
@@ -229,7 +229,7 @@ def test_full_use_without_a_process_is_a_stale_reading_and_not_in_the_mean() -> 
         assert aggregate([one, busy]).average_utilization == 70
 
 
-def test_a_stale_reading_of_the_driver_reaches_the_list_of_choices(on_nvml: Callable[..., Any]) -> None:
+def test_the_list_of_choices_explains_a_stale_reading_of_the_driver(on_nvml: Callable[..., Any]) -> None:
     (latched,) = on_nvml(CHOICES, FAULTS="0:latched", GPUS=1, PIDS="")
     assert latched[:2] == ["available", True]
     assert "is stale until a program uses CUDA" in latched[2]

@@ -44,7 +44,7 @@ def test_the_reason_is_shown_if_no_gpu_is_visible(start, until, monkeypatch):
     assert monitor.latest() == ()
 
 
-def test_an_unknown_slice_leaves_no_visible_gpu(start, until, monkeypatch):
+def test_if_only_an_unknown_slice_is_visible_no_gpu_is_shown(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)

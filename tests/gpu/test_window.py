@@ -50,7 +50,7 @@ def store(path: Path, stamps: list[float], *, minutes: bool = False, job: int | 
 
 @pytest.mark.parametrize("span_s", SPANS_S)
 @pytest.mark.parametrize("n", [1, 67, 300])
-def test_a_span_has_at_most_the_given_columns_and_ends_now(db: Path, span_s: int, n: int) -> None:
+def test_a_window_has_at_most_the_requested_columns_and_ends_now(db: Path, span_s: int, n: int) -> None:
     store(db, [NOW])
     window = stored_window(db, HOST, "GPU-a", span_s, n, NOW)
     assert len(window.jobs) <= max(n, 1)
@@ -74,7 +74,7 @@ def test_each_column_is_the_mean_of_its_interval_and_gaps_stay_gaps(db: Path) ->
     assert window.columns["power_w"].count(100.0) == 1
 
 
-def test_a_week_is_read_from_the_means_of_minutes(db: Path) -> None:
+def test_a_week_is_read_from_the_per_minute_means(db: Path) -> None:
     store(db, [NOW - day * DAY for day in (1, 2, 6)], minutes=True, job=9)
     window = stored_window(db, HOST, "GPU-a", 7 * DAY, 70, NOW)
     assert window.step_s % 60 == 0
@@ -92,7 +92,7 @@ def test_another_gpu_or_a_missing_store_has_no_history(db: Path, tmp_path: Path)
     assert not (tmp_path / "none.db").exists()
 
 
-def test_the_newest_intervals_are_those_of_the_ring_and_have_the_current_job() -> None:
+def test_the_newest_intervals_come_from_the_ring_buffer_and_show_the_current_job() -> None:
     ring = Ring()
     ring.extend_history([RingReading(float(second), utilization=second) for second in range(100, 110)], "GPU-a")
     recent = past({0: ring}, 5, interval_s=1.0, now=109.5)
@@ -129,7 +129,7 @@ def test_a_period_drawn_in_fewer_columns_loses_no_value(values: list[float | Non
         assert value == (pytest.approx(sum(known) / len(known)) if known else None)
 
 
-def test_a_period_is_scaled_to_fit_and_other_histories_show_their_end() -> None:
+def test_a_period_is_scaled_to_the_width_but_other_histories_show_only_their_end() -> None:
     values = [0.0] * 30 + [100.0] * 10
     assert sparkline(values, 10, 100) == "█" * 10
     assert sparkline(Period(values), 4, 100) == "▁▁▁█"

@@ -30,6 +30,6 @@ def test_each_connection_failure_has_its_own_sentence(code, complaints, sentence
     assert sentence in no_connection("me@gpu1", code, complaints).sentence
 
 
-def test_the_message_says_on_which_side_to_update() -> None:
+def test_the_message_says_which_host_to_update() -> None:
     assert other_protocol(1, "0.2.0", 2).sentence == "has sae-tui 0.2.0, which is too old; update it there"
     assert other_protocol(3, "9.0", 2).sentence == "has sae-tui 9.0, which is newer than the one here; update it here"

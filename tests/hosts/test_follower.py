@@ -28,7 +28,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def followed(folder: Path, *programs: str) -> Iterator[Callable[[Callable[[HostView], object]], HostView]]:
-    """Follow a host; yield a function that returns its view once a condition holds."""
+    """Follow a host; yield a function that waits until the host's view meets a condition, and returns the view."""
     changed = threading.Event()
     hosts = Hosts(["far"], far_side(folder, *programs))
 
@@ -45,7 +45,7 @@ def followed(folder: Path, *programs: str) -> Iterator[Callable[[Callable[[HostV
     hosts.stop()
 
 
-def test_a_followed_host_has_its_jobs_gpus_and_their_history(tmp_path: Path) -> None:
+def test_a_followed_host_shows_its_jobs_and_its_gpus_with_their_history(tmp_path: Path) -> None:
     hosts = Hosts(["far"], far_side(tmp_path, "print('Welcome!'); " + GOOD))
     assert hosts.views[0].stage is ConnectionStage.CONNECTING
     hosts.start(lambda: None)
@@ -170,7 +170,7 @@ def test_a_login_without_a_greeting_times_out(tmp_path: Path, monkeypatch) -> No
         assert view.sentence.startswith("has sent nothing for ")
 
 
-def test_log_lines_arrive_in_order_followed_by_the_reason_of_the_end(tmp_path: Path) -> None:
+def test_log_lines_arrive_in_order_followed_by_the_reason_why_the_log_ended(tmp_path: Path) -> None:
     program = 'say(HELLO); [say({"type": "log", "lines": [f"{n} {words[1:]}\\x1b[2J"]}) for n in range(3)]'
     argv = Hosts(["far"], far_side(tmp_path, program)).argv("far", "stream", "--log", "7")
     told: queue.Queue[list[str]] = queue.Queue()

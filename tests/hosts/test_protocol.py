@@ -80,7 +80,7 @@ def texts_in(value: object) -> list[str]:
 
 
 @given(MESSAGES)
-def test_a_message_is_read_back_with_harmless_texts(message) -> None:
+def test_a_decoded_message_equals_the_original_except_for_unsafe_characters(message) -> None:
     line = line_of(message)
     assert b"\n" not in line
     read = decode(line)
@@ -113,7 +113,7 @@ ODD = [-1, 1.5, 2**64, 10**400, -1e308, "x", "\x1b", None, True, [], [[]], {}, [
 
 @given(st.sampled_from(FIELDS), st.sampled_from(ODD))
 @settings(max_examples=300)
-def test_a_value_out_of_range_is_rejected_and_any_other_can_be_drawn(field, value) -> None:
+def test_a_value_out_of_range_is_rejected_and_any_other_value_can_be_drawn(field, value) -> None:
     kind, name = field
     gpu = {"index": 0, "uuid": "x", "name": "x"}
     job = {"id": 1, "name": "x", "state": "queued"}
@@ -175,7 +175,7 @@ def test_a_host_with_long_texts_stays_below_the_line_limit() -> None:
         assert isinstance(decode(line_of(told)), Log)
 
 
-def test_held_out_values_are_sent_and_older_hosts_without_them_are_read() -> None:
+def test_held_out_values_are_sent_and_messages_of_older_hosts_without_them_are_read() -> None:
     row = {"id": 7, "name": "far", "config": "", "user": "me", "host": "gpu1", "device": "cpu", "gpu_source": "none"}
     known = {"fvu": 0.08, "heldout_fvu": 0.1341, "heldout_l0": 36.4, "k": "32", "d_sae": "1,536"}
     view = JobView(**row, **known, state=JobState.RUNNING)
