@@ -49,7 +49,7 @@ def test_the_wheel_built_from_the_sdist_equals_the_one_built_from_the_tree(dist:
     assert the_only(tmp_path, "*.whl").read_bytes() == the_only(dist, "*.whl").read_bytes()
 
 
-def test_a_wheel_has_only_packages_sample_presets_manual_pages_and_licence(dist: Path) -> None:
+def test_a_wheel_contains_only_packages_sample_presets_manual_pages_and_licence(dist: Path) -> None:
     data = {f"sae_tui/data/{name}" for name in (*(f"sample/{file}" for file in SAMPLE), *PRESETS)}
     info = f"sae_tui-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
@@ -76,7 +76,7 @@ def test_the_version_is_written_in_one_place(dist: Path) -> None:
     assert written == []
 
 
-def test_without_an_extra_no_package_of_the_trainer_is_required(dist: Path) -> None:
+def test_without_extras_no_package_that_only_the_trainer_needs_is_required(dist: Path) -> None:
     with zipfile.ZipFile(the_only(dist, "*.whl")) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         told = Parser().parsestr(archive.read(name).decode())

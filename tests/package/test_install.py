@@ -151,7 +151,7 @@ def refusals(installed: Installed) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("check", [["doctor"], ["doctor", "--probe", "--self-test"]])
-def test_without_torch_the_doctor_names_it_once_with_the_install_command(
+def test_without_torch_the_doctor_reports_this_once_with_the_install_command(
     installed: Installed, check: list[str]
 ) -> None:
     done = installed.run("sae-tui", "--demo", *check, "--json")

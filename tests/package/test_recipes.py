@@ -39,7 +39,7 @@ def test_the_image_is_built_from_the_files_of_an_sdist() -> None:
 
 
 @pytest.mark.slow
-def test_the_files_that_the_image_copies_give_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+def test_the_files_that_the_image_copies_build_the_same_wheel(dist: Path, tmp_path: Path) -> None:
     for name in copied():
         source, target = ROOT / name, tmp_path / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)

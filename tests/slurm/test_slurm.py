@@ -31,7 +31,7 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
 @pytest.mark.slow
-def test_two_nodes_train_to_the_end_and_a_new_supervisor_adopts_them(submission) -> None:
+def test_a_job_on_two_nodes_trains_to_the_end_and_a_new_supervisor_adopts_it(submission) -> None:
     one = submission(n_steps=20)
     one.start()
     one.until(lambda: one.paths.progress_file(1).exists())
@@ -76,7 +76,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, "cpu:2"), (2, "cpu:1")])
-def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission, nodes, gpus) -> None:
+def test_a_killed_rank_is_named_as_the_cause_although_its_peer_lost_the_connection(submission, nodes, gpus) -> None:
     one = submission(nodes=nodes, gpus=gpus)
     one.start()
     one.until_training()
@@ -119,7 +119,7 @@ def test_a_killed_job_ends_at_once(submission) -> None:
     assert one.attempt.cause() == "its ranks had to be killed"
 
 
-def test_slurms_gpus_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
+def test_the_gpus_that_slurm_assigns_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
     hostile = "a'b\"; touch /pwned; $(touch /pwned) #SBATCH --nodes=7"
     one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
     reports = tmp_path / "it's $(seen)"
@@ -159,7 +159,7 @@ def test_a_launched_job_shows_its_progress_and_can_be_stopped(submission) -> Non
     assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
 
 
-def test_a_killed_supervisors_slurm_job_is_cancelled_before_its_job_is_lost(submission, cluster) -> None:
+def test_the_slurm_job_of_a_killed_supervisor_is_cancelled_before_the_job_is_lost(submission, cluster) -> None:
     one = submission()
     job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     id_file = one.data.run(job_id).attempt(1) / "slurm_job"
@@ -209,7 +209,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
 
 
 @pytest.mark.slow
-def test_an_extraction_on_nodes_stops_on_request_after_its_last_shards(submission, tmp_path: Path) -> None:
+def test_an_extraction_on_two_nodes_stops_on_request_after_writing_its_last_shards(submission, tmp_path: Path) -> None:
     # The extraction job would take minutes, but the test stops it after a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
@@ -229,7 +229,7 @@ def shards(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ranks_of_srun_restart_together_if_the_first_exchange_hangs(submission, monkeypatch) -> None:
+def test_ranks_started_by_srun_restart_together_if_the_first_exchange_hangs(submission, monkeypatch) -> None:
     tests = Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests.parent), str(tests)]))
     monkeypatch.setenv(HANGING, "1")

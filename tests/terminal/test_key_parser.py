@@ -114,7 +114,7 @@ def test_escape_and_keys_that_arrive_together_are_all_kept(clock: Clock, rest: s
     assert sent(clock, PacketParser(), before + "\x1b" * n + rest) == sent(clock, PacketParser(), *filter(None, apart))
 
 
-def test_a_digit_after_escape_is_alt_and_that_digit(clock: Clock) -> None:
+def test_a_digit_after_escape_is_read_as_alt_plus_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
 
 
@@ -129,7 +129,7 @@ BYTES = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(BYTES), st.binary(max_size=8)), max_size=12), st.booleans())
-def test_no_input_stops_the_parser_and_the_key_after_it_is_read(clock: Clock, parts: list[bytes], apart: bool) -> None:
+def test_after_any_input_the_parser_still_reads_the_next_key(clock: Clock, parts: list[bytes], apart: bool) -> None:
     pieces = parts if apart else [b"".join(parts)]
     assert sent_bytes(clock, *pieces, *[b""] * 5, b"?", pause_s=0.8)[-1] == "question_mark"
 

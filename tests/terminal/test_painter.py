@@ -60,7 +60,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple]]:
 
 @settings(max_examples=200)
 @given(st.lists(updates(), min_size=1, max_size=5))
-def test_the_terminal_shows_the_same_as_after_a_full_repaint(frames) -> None:
+def test_partial_updates_show_the_same_as_a_full_repaint(frames) -> None:
     painter = Painter()
     lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
     lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)
@@ -79,7 +79,7 @@ def test_an_update_that_changes_nothing_sends_nothing() -> None:
     assert painter.render(update, console()) == ""
 
 
-def test_a_changed_digit_is_sent_alone() -> None:
+def test_if_one_digit_changes_only_this_digit_is_sent() -> None:
     painter = Painter()
     style = Style.parse("red on black")
     for text in ("util 41%", "util 42%"):
@@ -88,7 +88,7 @@ def test_a_changed_digit_is_sent_alone() -> None:
     assert sent == "\x1b[1;7H\x1b[0;31;40m2\x1b[0m"
 
 
-def test_forgetting_the_screen_makes_the_next_update_complete() -> None:
+def test_after_the_painter_forgets_the_screen_the_next_update_is_complete() -> None:
     painter = Painter()
     row = (Strip([Segment("abc", Style.parse("red on black"))]).adjust_cell_length(WIDTH), [0, WIDTH])
     update = chops_update([row], [(0, 0, WIDTH)])

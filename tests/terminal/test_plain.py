@@ -46,7 +46,7 @@ async def test_every_screen_is_ascii_and_keeps_its_layout(
     assert [row for row, was in marks if row.count("?") != was.count("?")] == []
 
 
-def test_bars_histories_and_states_are_distinguishable() -> None:
+def test_bars_histories_and_states_are_distinguishable_in_ascii() -> None:
     assert to_ascii(bar(0.55, 10)) == "#####=----"
     assert to_ascii(sparkline([0, 12.5, 30, 50, 100, None, 75], 8, 100)) == " 0034# 6"
     signs = {shown.sign for shown in (*_SHOWN.values(), HELD)}
@@ -59,7 +59,7 @@ def test_letters_in_names_are_not_replaced_if_the_terminal_can_show_them() -> No
     assert to_ascii("Lämb 天气 ✓", letters=False) == "L?mb ???? +"
 
 
-def test_a_terminal_without_block_characters_is_recognised_and_a_setting_overrides() -> None:
+def test_a_terminal_without_block_characters_is_recognised_unless_a_setting_overrides_it() -> None:
     terms = ("vt100", "VT220", "linux", "xterm-256color", "tmux-256color", "vte-256color")
     assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
     assert is_plain("auto", "xterm", has_blocks=False)

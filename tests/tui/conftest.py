@@ -26,7 +26,7 @@ def _lasting_objects() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage as rarely as the app does. With Python's default, it takes a fifth of the time of these tests."""
+    """Collect garbage as rarely as the app does. By default, Python spends a fifth of these tests on it."""
     usual = gc.get_threshold()
     gc.set_threshold(20_000, 20, 20)
     yield
@@ -62,5 +62,5 @@ def make_app(data: DataDir) -> Callable[..., SaeApp]:
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make screens the same on every machine."""
+    """Make screens look the same on every machine."""
     same_everywhere(monkeypatch)

@@ -38,7 +38,7 @@ def test_a_long_alert_is_wrapped_to_the_right_of_its_time():
     assert (len(first) <= 40, second[:14].strip()) == (True, "")
 
 
-def test_an_empty_list_of_alerts_has_a_message():
+def test_an_empty_list_of_alerts_shows_a_message():
     assert lines([]) == ["No alerts in the last 24 hours."]
 
 

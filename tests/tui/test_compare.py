@@ -289,12 +289,12 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
 
 
 @given(st.lists(st.tuples(few, few), max_size=25))
-def test_the_front_agrees_with_a_comparison_of_every_pair(points) -> None:
+def test_the_pareto_front_agrees_with_a_comparison_of_every_pair(points) -> None:
     beaten = {
         place for place, (x, y) in enumerate(points) if any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
     }
     assert front(points) == set(range(len(points))) - beaten
 
 
-def test_the_front_of_no_points_is_empty() -> None:
+def test_the_pareto_front_of_no_points_is_empty() -> None:
     assert front([]) == set()

@@ -15,7 +15,7 @@ STYLES = re.compile(r'CSS[^=\n]*= """(.*?)"""|CSS[^=\n]*= "(.*?)"', re.DOTALL)
 
 
 def sheets() -> Iterator[tuple[str, str]]:
-    """Yield the file and the text of each style sheet."""
+    """Yield the file name and the text of each style sheet."""
     for file in ROOT.rglob("*.tcss"):
         yield file.name, file.read_text()
     for file in ROOT.rglob("*.py"):

@@ -126,7 +126,7 @@ async def test_eight_gpus_with_their_users_and_the_totals_fit_80_by_24(make_app)
         assert app.screen.query_one(JobsPanel).region.height >= 4
 
 
-async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(make_app) -> None:
+async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_is_a_dash(make_app) -> None:
     source = Simulated(4, clock=lambda: 0.0, faults={1: "lost", 2: "no_power"})
     app = make_app(monitor=StillMonitor(source=source))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -268,7 +268,7 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
 
 
 @pytest.mark.slow
-async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_question(make_app) -> None:
+async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_confirmation(make_app) -> None:
     app = make_app()
 
     def shows(name: str):
@@ -289,7 +289,7 @@ async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_a_questio
         await wait_until(pilot, shows("gpt2-activations"))
 
 
-async def test_f_opens_the_features_of_a_job_that_has_some(make_app, data) -> None:
+async def test_f_opens_the_features_of_a_job_that_has_features(make_app, data) -> None:
     with_some = record_job(data, "some", JobState.FINISHED)
     record_job(data, "none", JobState.FINISHED)
     data.sae(with_some).mkdir(parents=True)
@@ -402,7 +402,7 @@ async def test_the_cursor_stays_on_its_job_when_a_new_one_appears_above(make_app
         assert app.screen.query_one(JobsPanel).selected == first
 
 
-async def test_stopping_asks_first_and_then_stores_a_request_for_the_ranks(make_app, data) -> None:
+async def test_stopping_needs_confirmation_and_then_stores_a_request_for_the_ranks(make_app, data) -> None:
     from trainer.contract.store.job_store import Control
 
     job_id = record_job(data, "minilm", JobState.RUNNING)

@@ -276,7 +276,7 @@ def test_a_truncated_wide_character_hides_the_text_after_it(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_a_character_of_several_tokens_has_the_shade_of_the_strongest(tmp_path: Path) -> None:
+def test_a_character_split_over_tokens_has_the_shade_of_the_strongest_token(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file(SPREAD))
     features = Features(tmp_path / "sae" / FEATURES)
     lines = feature_lines(features.feature(0), features, 80)

@@ -43,7 +43,7 @@ def test_a_new_column_appears_where_it_fits_and_takes_only_spare_space(monkeypat
         assert "33°C" in line
 
 
-def test_a_narrow_terminal_drops_the_column_with_the_highest_priority_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drop_order_decides_which_column_a_narrow_terminal_drops_first(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = lines(65)[0]
     assert "24 W" in wide
     assert "free" not in wide

@@ -466,7 +466,7 @@ async def test_one_dead_latent_is_drawn_near_zero_in_percent(make_app, data) -> 
         ("cuda", 600, None, "0.6 GiB used (without the CUDA context)"),
     ],
 )
-def test_memory_is_shown_as_used_and_as_expected(device, used, expected, said) -> None:
+def test_used_and_expected_memory_are_shown(device, used, expected, said) -> None:
     sizes = {"peak_memory_bytes": used and used << 20, "estimated_memory_bytes": expected and expected << 20}
     job = JobView(name="x", config="", user="ada", host="here", device=device, gpu_source="none", **sizes)
     assert memory_words(job)[0] == said

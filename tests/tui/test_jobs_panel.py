@@ -25,7 +25,7 @@ def config(**sae: object) -> str:
     return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
 
 
-def test_a_row_shows_held_out_values_or_marked_batch_values_until_then() -> None:
+def test_a_row_shows_held_out_values_or_marked_batch_values_until_they_exist() -> None:
     fresh = cells(job(fvu=0.0801, l0=32.0))
     assert (fresh["FVU"], fresh["L0"]) == (("~0.0801", "dim"), ("~32", "dim"))
     measured = cells(job(fvu=0.0801, heldout_fvu=0.1341, l0=32.0, heldout_l0=36.4, dead_fraction=0.004))

@@ -136,7 +136,7 @@ async def test_only_one_gpu_can_be_ticked_if_multi_gpu_is_disabled(make_app) -> 
         assert len(picker.chosen) == 1
 
 
-async def test_a_busy_gpu_is_only_ticked_after_a_question(make_app) -> None:
+async def test_a_busy_gpu_is_ticked_only_after_confirmation(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -821,7 +821,7 @@ async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -
         await wait_until(pilot, lambda: "may be one number or several" in str(row.query_one(".hint").render()))
 
 
-async def test_choosing_the_current_preset_again_resets_the_form_after_a_question(make_app) -> None:
+async def test_choosing_the_current_preset_again_resets_the_form_after_confirmation(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -838,7 +838,7 @@ async def test_choosing_the_current_preset_again_resets_the_form_after_a_questio
         await wait_until(pilot, lambda: not screen.query_one("#changes", Static).render())
 
 
-async def test_a_clone_replaces_a_changed_draft_only_after_a_question(make_app, data) -> None:
+async def test_a_clone_replaces_a_changed_draft_only_after_confirmation(make_app, data) -> None:
     record_job(data, "first", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -917,7 +917,7 @@ def on_page(app, words: str) -> bool:
     return isinstance(app.screen, TextScreen) and any(words in page.plain for page in app.screen.query(Page))
 
 
-def test_an_inspection_is_shown_in_full_at_any_width() -> None:
+def test_the_result_of_an_inspection_is_shown_in_full_at_any_width() -> None:
     for width in range(10, 90):
         lines = ["".join(text for text, _ in line) for line in inspection_lines("/a/long/path" * 9, INSPECTED, width)]
         assert all(len(line) <= width for line in lines)

@@ -47,7 +47,7 @@ def drawn(need: Need, space: FreeMemory, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_every_part_is_a_segment_whose_letter_the_legend_explains(width) -> None:
+def test_every_part_of_the_memory_is_a_segment_with_a_letter_in_the_legend(width) -> None:
     bar, legend, *_ = drawn(LACKING, FreeMemory(24 * GIB, "GPU 1"), width)
     assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOAERC")
     assert "✓ 16.5 GiB of 24.0 GiB free on GPU 1" in bar
@@ -77,7 +77,7 @@ def test_a_job_that_does_not_fit_is_marked_in_the_bar_with_its_remedies(width) -
     assert "fits with precision = bf16, or mode = tensor, or batch_size = 1024" in together
 
 
-def test_much_free_memory_is_an_arrow_and_unknown_memory_gives_no_verdict() -> None:
+def test_much_free_memory_is_drawn_as_an_arrow_and_unknown_free_memory_is_left_out() -> None:
     assert "→ ✓ 16.5 GiB of 80.0 GiB" in drawn(LACKING, FreeMemory(80 * GIB, "GPU 0"), 80)[0]
     bar = drawn(LACKING, FreeMemory(), 80)[0]
     assert bar.endswith(" 16.5 GiB")
@@ -165,7 +165,7 @@ async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_ap
         assert "fits with a smaller batch_size or d_sae" in panel.plain
 
 
-async def test_a_past_job_of_the_same_shape_provides_its_peak(make_app, data) -> None:
+async def test_the_peak_memory_of_a_past_job_of_the_same_shape_is_used(make_app, data) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0)))
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)

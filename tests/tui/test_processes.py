@@ -129,7 +129,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         assert VALUE not in page.plain
 
 
-async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_a_question(make_app, on_gpus, two) -> None:
+async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_confirmation(make_app, on_gpus, two) -> None:
     app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))

@@ -104,7 +104,7 @@ def test_compare(snap_compare, make_app, data, size) -> None:
     assert snap_compare(app, terminal_size=size, run_before=ready)
 
 
-def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
+def test_confirmation_before_a_job_is_stopped(snap_compare, make_app, box) -> None:
     app = make_app(monitor=lively_monitor())
 
     async def ready(pilot) -> None:

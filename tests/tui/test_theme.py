@@ -29,7 +29,7 @@ LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "
 
 
 @pytest.mark.parametrize("theme", [DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND], ids=lambda theme: theme.name)
-def test_page_surface_and_panel_differ_in_256_colours_too(theme: Theme) -> None:
+def test_page_surface_and_panel_differ_even_in_256_colours(theme: Theme) -> None:
     surfaces = [Paint.parse(text or "") for text in (theme.background, theme.surface, theme.panel)]
     # The background of a focused field is tinted.
     tinted = [surfaces[1].tint(Paint.parse(theme.foreground or "").with_alpha(0.05))]
@@ -102,7 +102,7 @@ async def test_good_bad_and_warning_differ_for_each_kind_of_colour_blindness(
             assert difference(seen[one], seen[other]) >= least, (one, other)
 
 
-def test_the_colour_measures_match_known_values() -> None:
+def test_the_measures_of_contrast_and_colour_difference_match_known_values() -> None:
     black, white, red, green = (Color.parse(text) for text in ("#000000", "#ffffff", "#d04040", "#8a7a30"))
     assert contrast(Style(color="#ffffff", bgcolor="#000000")) == pytest.approx(21, abs=0.05)
     assert difference(linear(black), linear(white)) == pytest.approx(100, abs=0.1)

@@ -127,7 +127,7 @@ def test_lazy_lines_are_created_only_when_they_are_read() -> None:
 
 
 @given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 90), st.integers(1, 6))
-def test_a_legend_fits_its_width_and_its_rows(lengths: list, width: int, most_rows: int) -> None:
+def test_a_legend_fits_the_given_width_and_number_of_rows(lengths: list, width: int, most_rows: int) -> None:
     entries: list[Line] = [(("x" * length, "text"),) for length in lengths]
     rows = legend(entries, width, most_rows)
     assert len(rows) <= max(1, most_rows)
@@ -170,5 +170,5 @@ def test_an_axis_ends_at_round_numbers_beyond_the_values(low: float, span: float
 
 
 @pytest.mark.parametrize(("low", "high", "rows"), [(-1e308, 1e308, 9), (1e9, 1e9 + 1e-7, 9), (0.0, 1.0, 1)])
-def test_an_axis_without_round_numbers_keeps_its_ends(low: float, high: float, rows: int) -> None:
+def test_an_axis_that_cannot_end_at_round_numbers_keeps_its_ends(low: float, high: float, rows: int) -> None:
     assert round_axis(low, high, rows) == (low, high, {rows - 1: low, 0: high})

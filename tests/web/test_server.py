@@ -31,7 +31,7 @@ def listening(port: int) -> list[str]:
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
 
 
-def test_requests_without_the_token_and_host_all_get_the_same_404(serve_fake: ServeFake) -> None:
+def test_requests_with_a_wrong_token_host_or_method_all_get_the_same_404(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     assert len(served.base) > 256 // 6 + 2
     here, base = f"127.0.0.1:{served.port}", served.base
@@ -176,7 +176,7 @@ async def test_a_client_that_sends_too_much_or_invalid_messages_is_disconnected(
             await wait_until(lambda: not served.below)
 
 
-def test_sizes_are_bounded_and_a_non_ascii_character_is_utf_8() -> None:
+def test_window_sizes_are_bounded_and_a_non_ascii_character_is_sent_as_utf_8() -> None:
     assert packet_of('["stdin", "\\u00e9"]') == (b"D", b"\xc3\xa9")
     kind, resize = packet_of('["resize", {"width": 99999999, "height": -4}]') or (b"", b"")
     assert (kind, json.loads(resize)) == (b"M", {"type": "resize", "width": 1000, "height": 1})

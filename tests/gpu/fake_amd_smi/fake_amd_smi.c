@@ -1,9 +1,9 @@
 /*
- * A library in place of AMD's libamd_smi.so, for amdsmi 7.0: structures as that module declares them.
+ * A library that replaces AMD's libamd_smi.so for amdsmi 7.0, with the structures that this module declares.
  *
- * The environment describes the machine, and is read with every call, so that a test may change it meanwhile:
+ * Environment variables describe the machine. They are read in every call, so a test can change them at any time:
  *   FAKE_AMD_SMI_GPUS=2          how many cards there are
- *   FAKE_AMD_SMI_INIT=34         what amdsmi_init answers
+ *   FAKE_AMD_SMI_INIT=34         the status that amdsmi_init returns
  *   FAKE_AMD_SMI_DRIVER=1        how often the driver was loaded; 0 while it is not loaded. A handle is valid for one loading
  *   FAKE_AMD_SMI_NAME=...        the name of the cards
  *   FAKE_AMD_SMI_PIDS=12,34      processes of 60 GiB, the n-th on the n-th card, 0 for none; cards without are idle
@@ -11,7 +11,7 @@
  *       what a field of a card answers instead: a status, "na" for all bits set, "hang" for never; the field "all" is
  *       each of them. Fields: asic, busy, memory, edge, junction, power, cap, processes, clock, fan, metrics, energy,
  *       partition, serial (as text), pcie, ecc, driver, bdf, violation.
- * Functions that are not here are made beside it, by the names that the module asks for; they answer "not supported".
+ * The build adds stubs for all other functions that the module looks up by name; they return "not supported".
  */
 #include <stdbool.h>
 #include <stdint.h>
