@@ -55,7 +55,7 @@ def test_an_unknown_sort_order_is_a_usage_error(shell):
     assert "'newest', 'name'" in line
 
 
-def test_differing_settings_and_results_are_two_tables(shell, two):
+def test_differing_settings_and_results_are_printed_as_two_tables(shell, two):
     settings, results = shell.run("compare", 1, 2).stdout.split("\n\n")
     assert [line.split() for line in settings.splitlines()] == [
         ["SETTING", "1", "2"], ["name", "narrow", "wide"], ["sae.k", "16", "64"],
@@ -70,7 +70,7 @@ def test_a_renamed_job_is_shown_by_its_new_name(shell, two):
     assert settings.splitlines()[1].split() == ["name", "narrow", "broad"]
 
 
-def test_the_comparison_as_json_has_numbers(shell, two):
+def test_the_comparison_as_json_contains_numbers(shell, two):
     answer = shell.json("compare", 1, 2)
     assert [run["heldout_fvu"] for run in answer["runs"]] == [0.3, 0.1]
     assert answer["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
@@ -100,6 +100,6 @@ def test_curves_are_written_as_svg_and_as_csv(shell, two):
         ((), 2, "ID"),
     ],
 )
-def test_an_invalid_comparison_is_one_error_line(shell, two, flags, code, said):
+def test_an_invalid_comparison_is_reported_in_one_line(shell, two, flags, code, said):
     (line,) = shell.errors("compare", *flags, code=code)
     assert said in line

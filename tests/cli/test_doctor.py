@@ -61,7 +61,7 @@ def test_an_error_finding_gives_exit_code_1(quick_torch) -> None:
     assert (error["subject"], "fallen off the bus" in error["sentence"]) == ("GPU 1", True)
 
 
-def test_a_broken_torch_is_an_error(quick_torch) -> None:
+def test_a_torch_that_cannot_be_imported_is_an_error(quick_torch) -> None:
     (quick_torch.folder / "site" / "torch.py").write_text("import no_such_library")
     assert "✗ error    torch          it cannot be imported" in quick_torch.run("doctor", code=1).stdout
 
@@ -109,7 +109,7 @@ def test_for_a_job_file_the_memory_time_and_cost_on_1_to_8_gpus_are_shown(quick_
 
 
 @pytest.mark.slow
-def test_on_the_cpu_the_rows_list_processes_only(quick_torch) -> None:
+def test_for_the_cpu_the_rows_list_only_numbers_of_processes(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]
     assert job["rows"]
     assert all(row["n_gpus"] == 0 for row in job["rows"])
@@ -119,7 +119,7 @@ def test_on_the_cpu_the_rows_list_processes_only(quick_torch) -> None:
 
 
 @pytest.mark.slow
-def test_the_bus_is_only_probed_when_asked_for(quick_torch) -> None:
+def test_the_bus_is_probed_only_on_request(quick_torch) -> None:
     assert all(finding["subject"] != "bus" for finding in quick_torch.json("doctor")["findings"])
     bus = quick_torch.json("doctor", "--probe")["findings"][-1]
     assert (bus["subject"], bus["level"]) == ("bus", "note")
@@ -143,7 +143,7 @@ def test_the_doctor_creates_no_files(quick_torch) -> None:
     assert not quick_torch.data.root.exists()
 
 
-def test_an_unresponsive_data_folder_ends_commands_but_not_the_doctor(
+def test_an_unresponsive_data_folder_makes_commands_exit_but_not_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hung, listdir = threading.Event(), os.listdir

@@ -75,7 +75,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         (["rename", "1"], 2, "the following arguments are required: NAME"),
     ],
 )
-def test_invalid_use_is_one_error_line(shell, arguments, code, said):
+def test_an_invalid_edit_is_reported_in_one_line(shell, arguments, code, said):
     record(shell)
     record(shell, JobState.STOPPED)
     (line,) = shell.errors(*arguments, code=code)
@@ -151,7 +151,7 @@ def test_a_lost_store_is_repaired_from_the_run_folders(shell):
     assert shell.run("repair").stdout == "nothing to repair\n"
 
 
-def test_a_clone_is_a_new_job_or_a_job_file(shell):
+def test_a_job_can_be_cloned_into_a_new_job_or_a_job_file(shell):
     first = held(shell)
     printed = shell.run("clone", first, "--set", "train.lr=0.001", "--print").stdout
     assert "lr = 0.001" in printed

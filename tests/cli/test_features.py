@@ -57,7 +57,7 @@ def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
 
 
-def test_characters_split_over_tokens_are_shown_and_found(shell: Shell, job_id: int) -> None:
+def test_characters_split_over_tokens_are_shown_whole_and_found(shell: Shell, job_id: int) -> None:
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
     *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()

@@ -165,7 +165,7 @@ def test_a_slow_gpu_is_still_read(shell, drivers):
 
 
 @pytest.mark.parametrize(("code", "said"), [(9, "is not loaded"), (18, "have different versions"), (999, "error 999")])
-def test_a_broken_driver_is_one_error_line(shell, drivers, code, said):
+def test_a_broken_driver_is_reported_in_one_line(shell, drivers, code, said):
     for command in (("gpus", "--json"), ("metrics",), ("recommend", shell.job_file, "--json")):
         done = on_nvml(shell, drivers, *command, code=1, INIT_ERROR=code)
         told, other = (done.stdout, done.stderr) if "--json" in command else (done.stderr, done.stdout)

@@ -122,7 +122,7 @@ def test_unavailable_gpus_are_named(shell, gpus, said):
 # launch
 
 
-def test_a_bad_job_is_not_launched_and_each_problem_is_a_line(shell):
+def test_an_invalid_job_is_not_launched_and_each_problem_is_printed_on_a_line(shell):
     lines = shell.errors("launch", shell.job_file, "--set", "train.lr=fast", "--set", "sae.width=3", code=1)
     assert len(lines) == 2
     assert lines[0].startswith("sae-tui: error: sae.width: is not a known setting")
@@ -139,7 +139,7 @@ def test_a_bad_job_is_not_launched_and_each_problem_is_a_line(shell):
         ('[data]\npath = "nowhere"\n', "data.path: there is nothing at"),
     ],
 )
-def test_an_unusable_job_file_is_one_error_line(shell, text, said):
+def test_an_unusable_job_file_is_reported_in_one_line(shell, text, said):
     path = shell.folder / "bad.toml"
     if text is not None:
         path.write_text(text)
@@ -333,7 +333,7 @@ def test_following_a_log_ends_with_the_job(shell):
         (["job", "x"], 'ID: must be an integer of at least 1, not "x"'),
     ],
 )
-def test_a_usage_error_is_one_line_and_exits_with_2(shell, arguments, said):
+def test_a_usage_error_is_reported_in_one_line_and_exits_with_2(shell, arguments, said):
     (line,) = shell.errors(*arguments, code=2)
     assert line.startswith("sae-tui: error: ")
     assert said in line
@@ -402,7 +402,7 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error_output(shell):
     assert (listing.returncode, listing.stderr) == (141, "")
 
 
-def test_an_unwritable_output_is_one_error_line(shell):
+def test_an_output_that_cannot_be_written_is_reported_in_one_line(shell):
     record(shell)
     for arguments in (("jobs",), ("jobs", "--json"), ("completion", "bash")):
         with open("/dev/full", "w") as full:
@@ -498,7 +498,7 @@ def test_a_waiting_job_names_the_job_it_waits_for(shell):
     wait_for_state(shell, 2, "finished")
 
 
-def test_a_data_dir_that_is_a_file_is_one_error_line(shell, tmp_path):
+def test_a_data_dir_that_is_a_file_is_reported_in_one_line(shell, tmp_path):
     file = tmp_path / "file"
     file.touch()
     (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))

@@ -66,7 +66,7 @@ def test_no_training_starts_if_an_output_is_closed(gone: str, name: str, into: s
     assert ended(tmp_path, "trainer", "run", "job.toml", stdout="closed", stderr="closed") == (1, "")
 
 
-def test_a_warning_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+def test_a_command_continues_if_a_warning_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     code, output = ended(tmp_path, "trainer", "estimate", "job.toml", stderr="full")
     assert (code, "per process" in output or "per GPU" in output) == (0, True)

@@ -92,7 +92,7 @@ def test_control_characters_in_a_job_name_are_replaced_in_completions(tmp_path):
         ("data.source=synthetic data.n_features=9223372036854775807", "data.n_features"),
     ],
 )
-def test_unbounded_numbers_and_names_are_rejected_during_validation(tmp_path, words, path):
+def test_numbers_out_of_range_and_invalid_names_are_rejected_during_validation(tmp_path, words, path):
     raw = {"data": {} if "synthetic" in words else {"path": str(tmp_path)}}
     with pytest.raises(JobFileError) as refused:
         job_of(raw, words.split()).data_shape()

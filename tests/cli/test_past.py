@@ -137,7 +137,7 @@ def test_rows_of_real_gpus_are_not_added_to_simulated_ones(shell, minute):
         (("--since", "1h", "--every", "often"), 'must be a time like 90s, 10m, 2h or 1d, not "often"'),
     ],
 )
-def test_an_invalid_interval_is_one_error_line(shell, flags, said):
+def test_an_invalid_interval_is_reported_in_one_line(shell, flags, said):
     (line,) = shell.errors("metrics", *flags, code=2)
     assert said in line
 
@@ -168,7 +168,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(shell):
     assert process.wait(30) == 141
 
 
-def test_the_history_is_a_csv_table_per_gpu_or_over_all_gpus(shell, minute):
+def test_the_history_is_printed_as_csv_per_gpu_or_over_all_gpus(shell, minute):
     store(shell, 0, minute, 2)
     store(shell, 2, minute, 1, percent=20)
     per_gpu = shell.run("metrics", "--view", "per_gpu", "--since", "1h", "--csv").stdout

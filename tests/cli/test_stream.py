@@ -88,7 +88,7 @@ def test_no_line_has_terminal_control_sequences(shell) -> None:
     assert json.loads(done.stdout.splitlines()[1])["jobs"][0]["note"] == "x�]2;y��"
 
 
-def test_host_is_an_option_of_the_app_only_and_is_validated(shell) -> None:
+def test_the_host_option_works_only_in_the_app_and_is_validated(shell) -> None:
     assert "works only in the app; leave it out" in shell.errors("--host", "gpu1", "jobs", code=2)[0]
     (line,) = shell.errors("--host", "a;b", code=2)
     assert line.startswith('sae-tui: error: --host: "a;b" is not a host name; give one like gpu1')

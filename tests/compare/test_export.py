@@ -56,7 +56,7 @@ def test_the_table_has_every_value_of_every_sae(runs, tmp_path) -> None:
     assert [row["run"] for row in rows if row["metric"] == "tokens_per_s"] == ["2 k=8"]
 
 
-def test_a_long_series_is_complete_and_a_non_finite_value_is_empty(data, pair, runs, tmp_path) -> None:
+def test_a_long_series_is_exported_completely_with_non_finite_values_left_empty(data, pair, runs, tmp_path) -> None:
     write(
         data, pair[0], [MetricRow("fvu", step, float("nan") if step == 5 else 1.0) for step in range(3000)], steps=3000
     )

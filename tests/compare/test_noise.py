@@ -81,7 +81,7 @@ def test_with_few_texts_no_lead_is_significant_and_equal_values_form_a_group() -
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 
 
-def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
+def test_a_difference_within_two_combined_standard_errors_is_no_lead() -> None:
     def three(error: float) -> ComparisonRow:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
 
@@ -89,7 +89,7 @@ def test_a_difference_within_two_combined_errors_is_no_lead() -> None:
     assert three(0.003).best == {0}
 
 
-def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> None:
+def test_a_difference_below_one_percent_is_treated_as_seed_noise() -> None:
     line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which a different seed alone can cause (compare 3 seeds to measure this)" in line.why
@@ -98,7 +98,7 @@ def test_a_difference_below_one_percent_is_treated_as_noise_of_the_seed() -> Non
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 
-def test_three_seeds_of_the_same_settings_measure_the_spread() -> None:
+def test_the_spread_between_seeds_is_measured_from_three_runs_of_the_same_settings() -> None:
     close = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32}) for seed in range(3)]
     assert line_of(*close, run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     far = [run(seed, 0.1 + 0.004 * seed, 1e-7, **{"sae.k": 32}) for seed in range(3)]

@@ -22,7 +22,7 @@ def test_only_differing_settings_are_shown_and_0_false_and_none_are_different_va
     assert line.words() == ["0", "false", "–"]
 
 
-def test_parallel_mode_and_device_are_differences_too() -> None:
+def test_a_different_parallel_mode_or_device_is_listed_as_a_difference() -> None:
     (line,) = differences([sae(1), sae(2, mode="ddp", world_size=2, device="cuda")])
     assert line.words() == ["single, 1 × cpu", "ddp, 2 × cuda"]
 
@@ -129,7 +129,7 @@ def test_the_best_value_is_shown_with_its_tokens_if_the_runs_differ_in_tokens() 
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
-def test_speeds_and_times_have_a_best_only_with_a_clear_lead() -> None:
+def test_speeds_and_times_are_marked_as_best_only_with_a_clear_lead() -> None:
     def run(number: int, speed: float, seconds: float) -> ComparedSae:
         return sae(number, latest={"tokens_per_s": speed}, started=0.0, ended=seconds)
 

@@ -97,7 +97,7 @@ def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:
     assert finding.remedy.startswith("launch it on the CPU with --gpus cpu")
 
 
-def test_on_the_cpu_processes_are_recommended() -> None:
+def test_on_the_cpu_a_number_of_processes_is_recommended() -> None:
     cores = {1, len(os.sched_getaffinity(0))}
     speeds, finding = advice(job(launch={"gpus": "cpu"}), gpus(2), speeds=measured(CPU, "fp32", 1e9, *cores))
     assert (speeds.level, finding.level) == ("ok", "ok")

@@ -54,7 +54,7 @@ def test_every_number_of_gpus_has_a_row_per_mode_with_the_chosen_mode_first() ->
 
 
 @pytest.mark.parametrize(("slices_from", "gpus"), [(2, {1: (0,), 2: (0, 1)}), (0, {1: (0,), 2: ()})])
-def test_a_mig_slice_is_not_a_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
+def test_a_mig_slice_does_not_count_as_a_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
     cut = [
         dataclasses.replace(gpu, uuid=f"MIG-{gpu.index}") if gpu.index >= slices_from else gpu for gpu in gpu_samples(4)
     ]
@@ -93,7 +93,7 @@ def test_memory_in_every_mode_is_estimated_with_the_same_number_of_tokens_per_st
             assert row.memory_bytes == memory.estimate(work).total
 
 
-def test_all_modes_on_a_number_of_gpus_take_the_same_number_of_steps() -> None:
+def test_all_modes_take_the_same_number_of_steps_on_the_same_number_of_gpus() -> None:
     for count in (2, 4, 8):
         tokens = {round(row.tokens_per_s * row.seconds) for row in rows() if row.n_gpus == count}
         assert max(tokens) - min(tokens) <= 1

@@ -34,7 +34,7 @@ def test_pairs_linked_by_nvlink_are_named_with_the_longest_path_of_other_pairs(s
     assert finding.remedy.endswith("--gpus 0,1")
 
 
-def test_no_nvlink_is_a_note(sandbox) -> None:
+def test_missing_nvlink_is_a_note(sandbox) -> None:
     (finding,) = check_nvlink(sandbox.box(Cards(2, facts(2, path="PXB"))))
     assert finding.sentence.startswith(
         "the GPUs have no NVLink; they are connected through several PCIe switches (PXB)"

@@ -138,7 +138,7 @@ def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start) -> 
 
 
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
-def test_a_lost_gpu_is_shown_as_a_row(start, view) -> None:
+def test_a_lost_gpu_stays_in_the_list(start, view) -> None:
     terminal = start("--gpu-source", "simulated", SAE_TUI_SIMULATED_FAULTS="1:lost,2:no_power")
     terminal.wait_for("mallory", 60)
     if view == "per_gpu":

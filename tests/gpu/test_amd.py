@@ -61,7 +61,7 @@ def on_amd(rocm: Path) -> Run:
     return run
 
 
-def test_a_healthy_gpu_has_every_field(on_amd: Run) -> None:
+def test_a_healthy_gpu_reports_every_field(on_amd: Run) -> None:
     idle, used = on_amd(READ, PIDS=f"0,{os.getpid()}")
     assert (idle["name"], idle["uuid"], idle["failed"]) == ("AMD Instinct MI300X", "GPU-9f3a5c00d1e2f0a0", {})
     assert used["uuid"] == "GPU-9f3a5c00d1e2f0a1"
@@ -102,7 +102,7 @@ def test_a_gpu_without_a_hotspot_sensor_reports_the_edge_temperature(on_amd: Run
     assert sample["temperature_c"] == 51
 
 
-def test_a_name_cannot_control_the_terminal(on_amd: Run) -> None:
+def test_a_gpu_name_cannot_control_the_terminal(on_amd: Run) -> None:
     sample, _ = on_amd(READ, NAME="MI\x1b[2J\n300")
     assert sample["name"] == "MI\ufffd[2J\ufffd300"
 

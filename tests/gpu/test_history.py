@@ -183,7 +183,7 @@ def test_a_host_copies_its_rows_from_a_shared_history_file_to_its_own_file(
     assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
 
 
-def test_a_standby_recorder_switches_to_the_own_history_file_of_its_host(
+def test_a_standby_recorder_switches_to_the_separate_history_file_of_its_host(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     earlier = data_dir.root / "gpu.db"
@@ -360,7 +360,7 @@ def test_old_samples_are_deleted_and_per_minute_means_are_kept_longer(
     assert recorder.problem is None
 
 
-def test_deleting_uses_the_primary_key(data_dir: DataDir) -> None:
+def test_deleting_old_samples_uses_the_primary_key(data_dir: DataDir) -> None:
     store(data_dir, 0, [1.0])
     plans = rows(
         data_dir,
@@ -464,7 +464,7 @@ def test_totals_state_how_many_gpus_they_count(data_dir: DataDir) -> None:
     )  # fmt: skip
 
 
-def test_reading_reports_a_missing_store(data_dir: DataDir) -> None:
+def test_a_missing_history_store_is_reported(data_dir: DataDir) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
         list(stored_samples(data_dir.gpu_db, HOST, 10))
 
@@ -486,7 +486,9 @@ def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[i
     return sizes
 
 
-def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_file_shrinks_after_a_shorter_retention_is_set(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upkeep, "BATCH_ROWS", 1000)
     monkeypatch.setattr(upkeep, "TURN_S", 0.0)
     monkeypatch.setattr(upkeep, "SLACK_PAGES", 10)
@@ -508,7 +510,7 @@ def test_the_file_shrinks_after_a_shorter_retention(data_dir: DataDir, monkeypat
 
 
 @pytest.mark.parametrize(("space", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["space", "no space"])
-def test_a_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
+def test_a_history_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
     data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, space: int, shrinks: bool
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))
@@ -584,7 +586,7 @@ def turn_whole(keeper: Upkeep, db: sqlite3.Connection, now: float) -> None:
         keeper.turn(db, now)
 
 
-def test_a_new_file_can_shrink(data_dir: DataDir) -> None:
+def test_a_new_history_file_can_shrink(data_dir: DataDir) -> None:
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
 

@@ -72,7 +72,7 @@ def with_process_faults(read_all: Read) -> dict[str, dict[str, Any]]:
     return dict(zip(PROCESS_FAULTS, read_all(dict(enumerate(PROCESS_FAULTS)), GPUS=n, PIDS=pids), strict=True))
 
 
-def test_a_healthy_gpu_has_every_field(read_all: Read) -> None:
+def test_a_healthy_gpu_reports_every_field(read_all: Read) -> None:
     (sample,) = read_all(GPUS=1, NAME="NVIDIA A100", MEM_MIB=40960, PIDS=os.getpid(), PID_MIB=1024)
     assert sample["healthy"]
     assert sample["failed"] == {}
@@ -109,9 +109,7 @@ def test_a_gpu_whose_uuid_was_never_read_has_a_marked_placeholder(with_gpu_fault
 
 
 @pytest.mark.parametrize("fault", FIELD_FAULTS)
-def test_a_failing_field_never_clears_the_other_fields(
-    with_field_faults: dict[str, dict[str, Any]], fault: str
-) -> None:
+def test_a_failing_field_does_not_affect_other_fields(with_field_faults: dict[str, dict[str, Any]], fault: str) -> None:
     field, words = FIELD_FAULTS[fault]
     sample = with_field_faults[fault]
     assert sample["healthy"], sample["reason"]
@@ -165,7 +163,7 @@ def test_an_unreadable_uuid_becomes_a_marked_placeholder(
     assert sample["utilization"] is not None
 
 
-def test_a_process_has_user_command_and_memory(with_process_faults: dict[str, dict[str, Any]]) -> None:
+def test_a_process_is_listed_with_its_user_command_and_memory(with_process_faults: dict[str, dict[str, Any]]) -> None:
     import psutil
 
     (process,) = with_process_faults["plain"]["processes"]

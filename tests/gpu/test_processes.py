@@ -73,7 +73,7 @@ def test_a_driver_reports_the_gpu_share_of_each_process(on_nvml) -> None:
     assert on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS="0:no_procutil")[1] == {}
 
 
-def test_process_details_combine_data_of_the_machine_and_the_driver(spinning, until) -> None:
+def test_process_details_combine_data_from_the_machine_and_the_driver(spinning, until) -> None:
     reader, me = ProcessReader(), processes._process(os.getpid()).username()
     samples = [
         on_gpu(GpuProcess(spinning.pid, me, None, GIB)),

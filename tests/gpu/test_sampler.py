@@ -72,7 +72,7 @@ def test_the_first_samples_are_taken_at_once(start: Start, until: Until) -> None
     assert time.monotonic() - begin < 0.5  # it takes 5 ms on an otherwise idle machine
 
 
-def test_starting_twice_has_no_effect(start: Start, until: Until) -> None:
+def test_starting_a_sampler_twice_has_no_effect(start: Start, until: Until) -> None:
     source = Source(1)
     sampler = start(source, 60.0)
     sampler.start()
@@ -236,7 +236,7 @@ def test_a_source_that_hangs_while_opening_blocks_neither_start_nor_stop(start: 
     assert time.monotonic() - begin < 0.5
 
 
-def test_stopping_ends_all_threads_and_closes_the_source(start: Start, until: Until) -> None:
+def test_stopping_a_sampler_ends_all_its_threads_and_closes_the_source(start: Start, until: Until) -> None:
     source, before = Source(8), set(threading.enumerate())
     sampler = start(source, 60.0)
     until(lambda: len(source.asked) == 8)

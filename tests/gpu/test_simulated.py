@@ -62,7 +62,7 @@ def test_a_job_never_shows_more_memory_than_the_gpu_has() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4, 16])
-def test_the_machine_has_the_requested_number_of_gpus(count: int) -> None:
+def test_the_simulated_machine_has_the_requested_number_of_gpus(count: int) -> None:
     box = Simulated(count)
     assert box.open() == count
     assert len({box.sample(index, processes=False).uuid for index in range(count)}) == count

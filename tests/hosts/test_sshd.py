@@ -131,7 +131,7 @@ def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
     assert "Connection refused" in sentence(sshd)
 
 
-def test_no_agent_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
+def test_no_ssh_agent_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
     sshd.program('echo "$SSH_AUTH_SOCK|$DISPLAY|$SSH_TTY|" >&2; exit 9')
     monkeypatch.setenv("DISPLAY", ":9")
     monkeypatch.setenv("SSH_AUTH_SOCK", "/no/agent")

@@ -173,7 +173,7 @@ def test_the_slurm_job_of_a_killed_supervisor_is_cancelled_before_the_job_is_los
     )
 
 
-def test_slurms_rejection_is_reported_in_its_own_words(submission) -> None:
+def test_the_reason_why_slurm_rejects_a_job_is_reported_in_the_words_of_slurm(submission) -> None:
     one = submission(partition="nowhere")
     with pytest.raises(OSError, match=r"SLURM refused the job: .*Invalid partition"):
         one.start()

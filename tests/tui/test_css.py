@@ -35,7 +35,7 @@ def subclasses(kind: type) -> Iterator[type]:
         yield from subclasses(one)
 
 
-def test_every_class_in_a_selector_exists() -> None:
+def test_every_widget_class_in_a_css_selector_exists() -> None:
     ours = {
         name for file in ROOT.rglob("*.py") for name in re.findall(r"^ *class (\w+)", file.read_text(), re.MULTILINE)
     }

@@ -26,18 +26,18 @@ def _as_many_cores_on_every_machine(monkeypatch) -> None:
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
 @pytest.mark.parametrize("gpus", [4, 8])
-def test_dashboard(snap_compare, make_app, box, size, view, gpus) -> None:
+def test_the_dashboard_matches_its_snapshot(snap_compare, make_app, box, size, view, gpus) -> None:
     app = make_app(monitor=lively_monitor(gpus, {5: "lost", 6: "no_power"}), monitor_view_default=view)
     assert snap_compare(app, terminal_size=size, run_before=show_dashboard)
 
 
-def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
+def test_the_dashboard_in_light_colours_matches_its_snapshot(snap_compare, make_app, box) -> None:
     app = make_app(monitor=lively_monitor(), theme="light")
     assert snap_compare(app, terminal_size=LARGE, run_before=show_dashboard)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
-def test_launch(snap_compare, make_app, size) -> None:
+def test_the_launch_screen_matches_its_snapshot(snap_compare, make_app, size) -> None:
     app = make_app(monitor=lively_monitor(4, {2: "lost"}, busy=()))
 
     async def ready(pilot) -> None:
@@ -48,7 +48,7 @@ def test_launch(snap_compare, make_app, size) -> None:
     assert snap_compare(app, terminal_size=size, run_before=ready)
 
 
-def test_launch_with_a_mistake(snap_compare, make_app) -> None:
+def test_the_launch_screen_with_an_invalid_value_matches_its_snapshot(snap_compare, make_app) -> None:
     app = make_app(monitor=lively_monitor(busy=()))
 
     async def ready(pilot) -> None:
@@ -62,7 +62,7 @@ def test_launch_with_a_mistake(snap_compare, make_app) -> None:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
-def test_settings(snap_compare, make_app, data, size) -> None:
+def test_the_settings_match_their_snapshot(snap_compare, make_app, data, size) -> None:
     data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
     app = make_app(monitor=lively_monitor())
 
@@ -78,7 +78,7 @@ def test_settings(snap_compare, make_app, data, size) -> None:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
-def test_job(snap_compare, make_app, box, size) -> None:
+def test_the_screen_of_a_job_matches_its_snapshot(snap_compare, make_app, box, size) -> None:
     app = make_app(monitor=lively_monitor())
 
     async def ready(pilot) -> None:
@@ -91,7 +91,7 @@ def test_job(snap_compare, make_app, box, size) -> None:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
-def test_compare(snap_compare, make_app, data, size) -> None:
+def test_the_comparison_matches_its_snapshot(snap_compare, make_app, data, size) -> None:
     ids = record_sweep(data)
     app = make_app(monitor=lively_monitor())
 
@@ -104,7 +104,7 @@ def test_compare(snap_compare, make_app, data, size) -> None:
     assert snap_compare(app, terminal_size=size, run_before=ready)
 
 
-def test_confirmation_before_a_job_is_stopped(snap_compare, make_app, box) -> None:
+def test_the_confirmation_before_a_job_is_stopped_matches_its_snapshot(snap_compare, make_app, box) -> None:
     app = make_app(monitor=lively_monitor())
 
     async def ready(pilot) -> None:
@@ -115,7 +115,7 @@ def test_confirmation_before_a_job_is_stopped(snap_compare, make_app, box) -> No
     assert snap_compare(app, terminal_size=SMALL, run_before=ready)
 
 
-def test_doctor(snap_compare, make_app) -> None:
+def test_the_doctor_matches_its_snapshot(snap_compare, make_app) -> None:
     app = make_app(monitor=lively_monitor())
 
     async def ready(pilot) -> None:
