@@ -44,7 +44,7 @@ def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float
 def _stop(job: RealJob) -> float:
     """Stop the job; check that it saved a checkpoint and that all ranks exited by themselves.
 
-    Return the seconds until then.
+    Return the seconds until the job has ended.
     """
     asked = time.monotonic()
     job.stop().ended()
