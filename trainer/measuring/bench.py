@@ -23,7 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.ranks.devices import torch_vendor
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
-# The data shape if the job names no data; d_in is the width of GPT-2 small.
+# The data shape used if the job names no data; d_in is the width of GPT-2 small.
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
@@ -57,7 +57,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the measurements of rank 0; if a rank fails, raise `UserError` with the reason for the first failure.
+    """Return rank 0's measurements; if a rank fails, raise `UserError` with the reason for the first failure.
 
     No language model runs, so `data.model_gpus = "auto"` means 0.
     """
@@ -98,7 +98,7 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start all ranks and yield them; on exit from the context, kill ranks that are still running."""
+    """Start all ranks and yield them; on exit from the context, kill any ranks still running."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(spec.n_processes):
@@ -117,7 +117,8 @@ def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
     """Wait for all ranks and return their exit codes.
 
-    After a failure, wait at most `END_AFTER_FAILURE_S` for the other ranks, which may hang in a collective operation.
+    After a failure, wait at most `END_AFTER_FAILURE_S` for the other ranks; they may be hanging in a collective
+    operation.
     """
     give_up_at = math.inf
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < give_up_at:
@@ -128,7 +129,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _reason(paths: RunPaths, codes: list[int]) -> str:
-    """Return the last log line of the rank that failed first, since other ranks may have failed as a consequence."""
+    """Return the last log line from the first rank to fail; other ranks may have failed as a consequence."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"a rank exited with code {next(filter(None, codes))}"

@@ -41,7 +41,7 @@ from trainer.training.graph_replay import PLAIN_STEPS, replay_for
 from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
-# The number of warm-up steps: twice the number of steps after which a step is captured.
+# The number of warm-up steps: twice the number of eager steps before a graph capture.
 WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
 # The number of feature directions per dimension in the random rows; each row is a sparse sum of directions.
@@ -49,7 +49,7 @@ DIRECTIONS = 2
 
 
 class RepeatedStep:
-    """Repeats a step of a job, for all its SAEs, on one random batch."""
+    """Repeats a job's training step, for all its SAEs, on one random batch."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
@@ -72,7 +72,7 @@ class RepeatedStep:
             learner.whole_steps = replay_for(learner, job, parallel)
 
     def take_plainly(self) -> None:
-        """Stop replaying CUDA graphs, since the phases of a replayed step cannot be distinguished."""
+        """Stop replaying CUDA graphs, because the phases within a replayed step cannot be told apart."""
         for learner in self.learners:
             learner.whole_steps = None
 
@@ -108,9 +108,9 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
     """Return the duration of each phase in a profile, in ms: kernel time if there are kernels, otherwise host time.
 
-    A kernel belongs to the phase during which it was launched, whichever thread launched it, since autograd launches
-    the kernels of the backward pass in a separate thread. A kernel has the id of the CUDA or HIP call that launched it,
-    even if the call was not made by PyTorch.
+    A kernel belongs to the phase in which it was launched, on whichever thread: autograd launches backward kernels from
+    a separate thread. A kernel carries the id of the CUDA or HIP call that launched it, even if PyTorch did not make
+    the call.
     """
     events = list(profiled)
     of_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -156,10 +156,10 @@ def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[
 
 
 def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
-    """Return a lower bound on the step time in ms, and the times of the encoder's product and of memory traffic.
+    """Return a lower bound on the step time in ms, and the times for the encoder matmul and for memory traffic.
 
-    The bound is the longer of the two times. The time of the memory traffic is the number of bytes divided by the
-    measured bandwidth of a large copy.
+    The bound is the longer of the two times. The memory traffic time is the number of bytes divided by the bandwidth
+    measured for a large copy.
     """
     micro_batches, precision = len(steps.cut.token_slices), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
@@ -171,7 +171,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.EXACT * first_look.n_seen(sae.k, sae.latents.group.size)
             )
-            # Convert and allocate tensors in advance, so that only the product is timed.
+            # Convert and allocate tensors in advance, so that only the matmul is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, steps.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
@@ -193,7 +193,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
 
 def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
-    """Measure `n_steps` steps and return the results that `bench` shows; every rank runs the same steps."""
+    """Measure `n_steps` steps and return the results shown by `bench`; every rank runs the same steps."""
     device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
     time_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
@@ -228,7 +228,7 @@ def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, pa
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """Return the number of bytes that this rank has sent, or None if one of its groups does not count bytes."""
+    """Return the number of bytes sent by this rank, or None if one of its groups does not count bytes."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 

@@ -28,7 +28,7 @@ _BUSY = 1.5
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The estimated speed, and the estimated memory of each training GPU and of each GPU that only runs the model."""
+    """The estimated speed, and the estimated memory use on each training GPU and each GPU that only runs the model."""
 
     placed: ModelPlacement
     device_name: str

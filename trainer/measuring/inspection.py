@@ -191,7 +191,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
 def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     """Yield problems with the magnitude of the values.
 
-    Training rescales the values in fp32, so it can neither handle rows beyond the range of fp32 nor restore lost
+    Training rescales the values in fp32, so it can neither handle rows outside the fp32 range nor restore lost
     precision.
     """
     remedy = "multiply the rows by a constant before storing them"

@@ -1,4 +1,4 @@
-"""One rank of a probe, started by `trainer.measuring.bench`: measures the speed of its device and of communication."""
+"""One rank of a probe, started by `trainer.measuring.bench`: measures its device speed and the communication speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 def main(spec_file: Path, asked: str) -> None:
     """Measure the speeds; rank 0 writes the results of all ranks to `found.json`.
 
-    `asked` is the job's precision, which may be "auto". Raise `UserError` if a rank has too little memory.
+    `asked` is the job's precision setting, possibly "auto". Raise `UserError` if a rank has too little memory.
     """
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])

@@ -24,10 +24,10 @@ class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
     `y` (the target) and `x_hat`, both [n_tokens, d_out], cover this rank's tokens. `acts` and `dead` (bool [d_sae])
-    cover this rank's latents, and `acts` covers the tokens of all ranks that share latents. `y_mean` [d_out] is fixed
+    cover this rank's latents, and `acts` covers the tokens from all ranks sharing latents. `y_mean` [d_out] is fixed
     for the run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is
     the number of tokens on which each latent is active, float [d_sae], and `sums` contains the sums over errors and
-    targets. Values that several metrics need are cached properties.
+    targets. Values needed by several metrics are cached properties.
     """
 
     y: Tensor
@@ -69,12 +69,12 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity that is logged for each interval, from sums over ranks and over all batches or only the last batch.
+    """A quantity logged for each interval, computed from sums over ranks and over all batches or only the last batch.
 
     `of_batch` must not read device values on the host, because that would stall the step.
     """
 
-    # Whether only the last batch of the interval is used.
+    # Whether only the last batch in the interval is used.
     is_of_last = False
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Metric(ABC):
         """
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """Combine the sums, float64 [n], of ranks that share latents, so that they cover all latents and tokens."""
+        """Combine the sums, float64 [n], from ranks sharing latents, to cover all latents and tokens."""
         return sum_of(sums, latents.group)
 
     @abstractmethod

@@ -12,7 +12,7 @@ from trainer.parallel.latents import Latents
 class DeadFraction(Metric):
     """The fraction of latents that are dead at the end of the interval.
 
-    Ranks with the same latents agree on which of them are dead, so summing over these ranks does not change the
+    Ranks with the same latents agree on which latents are dead, so summing over these ranks does not change the
     fraction.
     """
 

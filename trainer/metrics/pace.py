@@ -27,7 +27,7 @@ MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 class Rate:
     """A moving average of an amount per second, with exponential decay over `WINDOW_S`.
 
-    Amounts and seconds are summed separately with the same decay, so each interval has a weight equal to its length.
+    Amounts and seconds are summed separately with the same decay, so each interval is weighted by its length.
     """
 
     def __init__(self) -> None:
@@ -47,8 +47,7 @@ LEAST_BUSY = 0.01
 
 
 class Span(NamedTuple):
-    """A log interval of one rank: its tokens and steps, the seconds that it waited for data and for other ranks, and
-    the CPU time of its thread."""
+    """One rank's log interval: tokens, steps, seconds spent waiting for data and other ranks, and thread CPU time."""
 
     watch: Stopwatch
     n_tokens: int
@@ -59,13 +58,13 @@ class Span(NamedTuple):
 
 
 class Pace:
-    """Measures the log intervals of one rank."""
+    """Measures one rank's log intervals."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # The bytes of GPU memory that NCCL, kernels and the CUDA context use outside the allocator after the first
-        # interval.
+        # GPU memory used by NCCL, kernels and the CUDA context outside the allocator after the first interval, in
+        # bytes.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 
@@ -126,7 +125,7 @@ STREAM_REMEDY = (
 
 
 class DataWait:
-    """Detects when all ranks wait for data; a single rank that waits longer than the others is a straggler instead."""
+    """Detects when all ranks are waiting for data; a rank waiting longer than the others is a straggler instead."""
 
     def __init__(self) -> None:
         self._lasts_s = 0.0
@@ -148,14 +147,14 @@ class DataWait:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: reserved on its GPU, or resident on a CPU."""
+    """Return this process's peak memory in bytes: reserved on its GPU, or resident on a CPU."""
     if device.type == "cuda":
         return int(_reserved(device)["peak"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def foreign_bytes(device: torch.device) -> int:
-    """Return the bytes in use on a GPU that this process's allocator has not reserved; 0 on a CPU."""
+    """Return the GPU memory in use outside this process's allocator, in bytes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -163,9 +162,9 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> dict[str, int]:
-    """Return the current and peak number of bytes that the allocator has reserved.
+    """Return the current and peak number of bytes reserved by the allocator.
 
-    torch's usual functions, such as `memory_reserved`, sort a hundred statistics in each call.
+    torch's usual functions, such as `memory_reserved`, sort a hundred statistics on every call.
     """
     of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     return of_all

@@ -1,4 +1,4 @@
-"""`interval.add_if_finite` as a single kernel, which takes as long as one of the four torch operations it replaces."""
+"""`interval.add_if_finite` as a single kernel that takes as long as one of the four torch operations it replaces."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -16,13 +16,13 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     """Add numbers [n] to a float64 `total` [n] in place, as `interval.add_if_finite` does."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
-        # Triton launches kernels on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, not necessarily on the tensors' device.
         with torch.cuda.device_of(total):
             _add[triton.cdiv(n, _PART),](total, numbers, together, n, PART=_PART, num_warps=4)
 
 
 def try_out(device: torch.device) -> None:
-    """Test the kernel; let errors from Triton propagate, and raise `RuntimeError` if the results are wrong."""
+    """Test the kernel, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     total, numbers = torch.ones(2, dtype=torch.float64, device=device), torch.tensor([2.0, 3.0], device=device)
     add_if_finite(total, numbers)
     add_if_finite(total, numbers / 0)

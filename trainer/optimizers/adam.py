@@ -13,12 +13,12 @@ from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.row_adam import RowAdam
 from trainer.optimizers.tiled import adam_step, betas_of
 
-# The unwrapped step, since in torch 2.6 to 2.13 the wrapper of `step` imports the compiler (see `Optimizer`).
+# The unwrapped step: in torch 2.6 to 2.13, the wrapper around `step` imports the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
-    """Adam in a single fused kernel, which moves 28 bytes per parameter; separate kernels would move twice as much.
+    """Adam in a single fused kernel that moves 28 bytes per parameter; separate kernels would move twice as many.
 
     The small eps is from Gao et al.: rare latents have gradients near 1e-8, and eps = 1e-8 would halve their steps.
 
@@ -61,7 +61,7 @@ class Adam(torch.optim.Adam, Optimizer):
         _FUSED_STEP(self, closure)
 
     def _step_matrices(self) -> None:
-        """Update the matrices, whose moments are not in fp32."""
+        """Update the matrices (their moments are not in fp32)."""
         for group, parameter, grad in self.with_gradient():
             if parameter.dim() > 1:
                 betas, axis = betas_of(group), self.latent_axes.get(parameter)
@@ -69,5 +69,5 @@ class Adam(torch.optim.Adam, Optimizer):
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
-    """Return a contiguous view: the transpose of a matrix that is stored in column-major order."""
+    """Return a contiguous view: the transpose of a column-major matrix."""
     return tensor.T if tensor.dim() == 2 and tensor.T.is_contiguous() else tensor

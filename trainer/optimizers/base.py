@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Now(NamedTuple):
-    """The settings of one step, as 0-dim tensors on the device; if `skips` (bool) is true, the step has no effect."""
+    """The settings for one step, as 0-dim tensors on the device; if `skips` (bool) is true, the step has no effect."""
 
     lr: Tensor
     grad_scale: Tensor | None
@@ -47,7 +47,7 @@ class TiedParameter(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² over all per-latent weights, and over all weights that latents share; each is fp64, 0-dim."""
+    """Σ‖g‖² over all per-latent weights, and over all weights shared by latents; each is fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
@@ -85,17 +85,17 @@ class RowStep(ABC):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, which checkpoints store.
+    """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, for checkpoints to store.
 
     `found_inf` (0-dim float on the device) is set before `step`. If `found_inf` is 1, the step has no effect, so the
     host does not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim
-    float on the device; None means 1), so loss scaling and clipping need no extra pass. The fused optimizers of torch
-    have the same two attributes. The contents of the gradients after a step are undefined.
+    float on the device; None means 1), so loss scaling and clipping need no extra pass. torch's fused optimizers have
+    the same two attributes. Gradient values are undefined after a step.
     """
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    # Matrices whose rows the caller of `step` normalises to length 1 after every step.
+    # Matrices whose rows are scaled to unit norm by the caller of `step` after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})

@@ -16,7 +16,7 @@ _SMALL = 2**16
 
 
 class Compiled:
-    """A function that is compiled by torch.compile if its first argument is large and on a GPU.
+    """A function compiled by torch.compile if its first argument is large and on a GPU.
 
     On CPU, the function runs uncompiled, since separate operations on tiles that fit into the cache are just as fast.
     The function also runs uncompiled if compilation fails, for example because there is no C compiler. Nothing is

@@ -19,10 +19,9 @@ class Signum(Optimizer):
 
     Gradients are computed at y, while x is evaluated and saved. The only state is z, 4 bytes per parameter.
 
-    With unit-norm rows, only y is normalised. Rows of z grow (to length 2.9 after 150 steps with 3,072 latents),
-    because the sign of a gradient has a component along the row even if the gradient does not. The longer a row is, the
-    less a step rotates it. Normalising the rows of z as well made no difference: after 500 steps, FVU was 0.104 in both
-    cases.
+    With unit-norm rows, only y is normalised. Rows of z grow (to norm 2.9 after 150 steps with 3,072 latents), because
+    the sign of a gradient has a component along the row even if the gradient does not. The longer a row is, the less a
+    step rotates it. Normalising the rows of z as well made no difference: after 500 steps, FVU was 0.104 in both cases.
     """
 
     is_schedule_free = True
@@ -62,7 +61,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Set z and x to the current weights for the latents whose weights were replaced: a mask, bool [d_sae]."""
+        """For latents whose weights were replaced (a mask, bool [d_sae]), set z and x to the current weights."""
         for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)

@@ -13,8 +13,8 @@ from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
 # The number of weights per tile. On CPU, the twenty passes over a tile stay in the cache. On a GPU, the Triton row
-# kernels update most weights. Tiles are used for skip connections, for latents whose number of weights exceeds 8,192 or
-# is not divisible by four, and if Triton fails. Without Triton, the step is not compiled either, and needs 200 MB of
+# kernels update most weights. Tiles are used for skip connections, for latents with more than 8,192 weights or a weight
+# count not divisible by four, and if Triton fails. Without Triton, the step is not compiled either, and needs 200 MB of
 # memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
 # Multiples of these numbers are evenly distributed modulo 2^16, so the dithers of a weight cover their range evenly.
@@ -49,8 +49,8 @@ def adam_step(
 ) -> None:
     """Update one parameter; the first step creates its moments in `state`.
 
-    The moments of matrices are stored in the format `codec`. The moments of vectors stay in fp32, since vectors are
-    only a thousandth of an SAE. Without `latents`, the longer dimension is assumed to index latents.
+    The moments of matrices are stored in the format `codec`. The moments of vectors stay in fp32, since vectors make up
+    only a thousandth of an SAE's weights. Without `latents`, the longer dimension is assumed to index latents.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
     axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
@@ -89,7 +89,7 @@ def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
-    """Return a tile's slice of a moment or of its scales, which are stored per block of rows or per row."""
+    """Return a tile's slice of a moment or of its scales (one per block of rows or per row)."""
     if stored.shape == shape:
         return stored[rows, columns]
     return stored[rows] if len(stored) == shape[0] else stored[rows.start // BLOCK, columns][None]
@@ -128,8 +128,8 @@ def _update(
 ) -> None:
     """Apply Kingma & Ba's algorithm 1 in place; in a skipped step, all increments are 0.
 
-    `rates` are the learning rate divided by the first moment's bias correction, and the root of the second moment's
-    bias correction.
+    `rates` are the learning rate divided by the first moment's bias correction, and the square root of the second
+    moment's bias correction.
     """
     beta1, beta2, eps = betas
     taken, grad = ~now.skips, now.gradient(grad)

@@ -1,4 +1,4 @@
-"""Triton kernels for Adam's step, which read and write each latent's weights once.
+"""Triton kernels for Adam's step, reading and writing each latent's weights once.
 
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
 kernels remove the gradient component along the row before the step, and normalise the row afterwards. Vectors, such as
@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.optimizers.codecs import BLOCK
 from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
-# The maximum width of a row, which must fit into a program's registers, and the number of values per vectorised load.
+# The maximum row width, limited by a program's registers, and the number of values per vectorised load.
 _WIDEST, _VECTOR = 2**13, tl.constexpr(4)
 # The number of vector elements per program, eight per thread.
 _PART = 1024
@@ -59,7 +59,7 @@ class Vector(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Adam's constants, the divisor of the gradients and `found_inf` (both 0-dim fp32 on the device)."""
+    """Adam's constants, the gradient divisor and `found_inf` (both 0-dim fp32 on the device)."""
 
     betas: Betas
     divisor: Tensor
@@ -79,7 +79,7 @@ def measure(
     some_rows: Tensor | None = None,
     more_rows: Tensor | None = None,
 ) -> None:
-    """Write the squared norm of each row of a gradient to `squares` [n].
+    """Write the squared norm of each gradient row to `squares` [n].
 
     With `some_rows` and `more_rows` (row indices [m]), measure only these rows; an index of −1 is skipped. With
     `unit_rows`, also write the dot product of each gradient row and its unit row to `dots` [n]; `squares` then receives
@@ -88,7 +88,7 @@ def measure(
     n_some = 0 if some_rows is None else len(some_rows)
     n_rows = len(grad) if some_rows is None else n_some + (0 if more_rows is None else len(more_rows))
     if n_rows:
-        # Triton launches kernels on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, not necessarily on the tensors' device.
         with torch.cuda.device_of(grad):
             _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, more_rows, n_some, **_tile(grad.shape[1]))
 
@@ -148,7 +148,7 @@ def step_vector(vector: Vector, constants: Constants) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run each kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
     squares, dots, one = torch.empty(2, device=device), torch.empty(2, device=device), torch.ones((), device=device)
     parts = torch.empty(1, device=device, dtype=torch.float64)
@@ -170,7 +170,7 @@ def _log(beta: float) -> float:
 
 
 def _numbers(constants: Constants) -> dict[str, Any]:
-    """Return the arguments that all step kernels take."""
+    """Return the arguments common to all step kernels."""
     betas = constants.betas
     return {
         "divisor": constants.divisor,
@@ -196,7 +196,7 @@ def _tile(width: int) -> dict[str, Any]:
 
 
 def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
-    """Return the kernel's arguments for a matrix; tensors that it both reads and writes have the prefix `inout_`."""
+    """Return the kernel's arguments for a matrix; tensors it both reads and writes have the prefix `inout_`."""
     moments, across = matrix.moments, 1 - matrix.latent_dim
     m, v, scale = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_scale")
     return {
@@ -340,7 +340,7 @@ def _change(
     g, inout_m, inout_v, inout_m_scale, inout_v_scale, scales_at, start, columns, inside, dither, n_steps,
     lr, ln_beta1, ln_beta2, share1, share2, eps, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Return the amount that Kingma & Ba's algorithm 1 subtracts from the weights, and store the encoded moments."""
+    """Return the amount subtracted from the weights by Kingma & Ba's algorithm 1, and store the encoded moments."""
     m = tl.load(inout_m + start + columns, mask=inside, other=0)
     v = tl.load(inout_v + start + columns, mask=inside, other=0)
     if inout_m_scale is not None:

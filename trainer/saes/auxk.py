@@ -26,7 +26,7 @@ class DeadCandidates(NamedTuple):
     """Candidates for reconstructing the error; for each token, the `n_chosen` largest activations are used.
 
     `latents` [n] contains distinct indices on this rank, and −1 for latents of other ranks. `rows` are the latents'
-    weights in the product dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
+    weights in the matmul dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
     after the `transfers` have finished. `weight` (0-dim) is the factor for the loss: 1 / (variance of the residual), or
     0 if no latent is dead.
     """
@@ -59,9 +59,9 @@ class AuxK(nn.Module):
 
     @torch.no_grad()
     def candidates(self, sae: Sae, dtype: torch.dtype) -> DeadCandidates | None:
-        """Return the latents that have been silent the longest, at most 2·k_aux over all ranks, with their weights.
+        """Return the longest-silent latents, at most 2·k_aux over all ranks, with their weights.
 
-        The limit keeps the dense products of these latents to a small fraction of the step time, no matter how many
+        The limit keeps the dense matmuls for these latents to a small fraction of the step time, no matter how many
         latents are dead. The number of candidates is fixed, so the host does not have to wait for a GPU or for other
         ranks. Return None if no latent is dead or the SAE is not in training mode.
         """
@@ -77,7 +77,7 @@ class AuxK(nn.Module):
         return DeadCandidates(own.latents, rows._replace(b_enc=own.bias), own.weight, min(n, n_chosen), [])
 
     def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
-        """Reconstruct the error of this rank's tokens from the candidates.
+        """Reconstruct the error on this rank's tokens from the candidates.
 
         `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
         """
@@ -88,23 +88,23 @@ class AuxK(nn.Module):
         return Explained(_explained(sae, own_tokens, candidates), candidates.weight)
 
     def loss(self, error: Tensor, explained: Explained | None) -> Tensor:
-        """Return the fraction of the error's variance that dead latents do not explain, summed over tokens, 0-dim.
+        """Return the fraction of the error variance not explained by dead latents, summed over tokens, 0-dim.
 
-        `error` is x_hat − y of this rank's tokens [n_tokens, d_out]. The loss is 0 if `explained` is None.
+        `error` is x_hat − y for this rank's tokens [n_tokens, d_out]. The loss is 0 if `explained` is None.
         """
         return error.new_zeros(()) if explained is None else auxk_error(error, *explained)
 
     def learn_from(self, sums: Tensor) -> None:
         """Use this step's Σ‖y − x_hat‖² to update the residual variance, which scales the next step's loss.
 
-        Scaling the loss by the sum of the same step would require communication between ranks before the backward pass.
+        Scaling the loss by the same step's sum would require communication between ranks before the backward pass.
         Since b_dec keeps the mean of the residual near 0, the mean square of the residual is its variance.
         """
         take_variance(self.residual_variance, sums)
 
 
 def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> DeadLatents:
-    """Return this rank's n latents that have been silent the longest; on CPU, the longest-silent latent comes first."""
+    """Return this rank's n longest-silent latents; on CPU, the longest-silent latent comes first."""
     since_fired = sae.n_tokens_since_fired
     if found := dead_latents.longest_since_fired(since_fired, sae.b_enc, variance, sae.dead_after_tokens, n, dtype):
         return found
@@ -128,11 +128,11 @@ def _order(sae: Sae) -> Tensor:
 
 
 def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: Tensor) -> DeadCandidates:
-    """Return the n latents that have been silent the longest over all ranks; `own` are the candidates of this rank.
+    """Return the n longest-silent latents over all ranks; `own` are this rank's candidates.
 
-    Each rank fills in the weights of the latents that it holds, and zeros for the other latents, so the sum over ranks
-    is exact. How many of the n latents belong to a given rank depends on the data. A single rank may hold all n
-    latents, so smaller fixed-size blocks would not suffice.
+    Each rank fills in the weights of its own latents, and zeros for all other latents, so the sum over ranks is exact.
+    How many of the n latents belong to a given rank depends on the data. A single rank may hold all n latents, so
+    smaller fixed-size blocks would not suffice.
     """
     group, dtype = sae.latents.group, own.bias.dtype
     order = _order(sae).index_select(0, own.latents)
@@ -172,7 +172,7 @@ def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
 class _Explain(torch.autograd.Function):
     """Reconstructs the error as `acts @ W_dec`. `acts` are the dead latents' largest `centred @ W_encᵀ + b_enc`.
 
-    `centred` is x − input_bias in the product dtype. The weight gradients are passed to `leave` as one row per latent.
+    `centred` is x − input_bias in the matmul dtype. The weight gradients are passed to `leave` as one row per latent.
     Plain autograd would convert each matrix to the narrow dtype twice, and would make two passes over [n_tokens, n]
     rather than one.
     """

@@ -70,12 +70,12 @@ class Traits(NamedTuple):
     n_own_sums: int = 0
     # Keep the rows of W_dec at unit norm.
     unit_decoder: bool = True
-    # The initial norm of the encoder's columns, unless the job sets one.
+    # The initial norm of the encoder columns, unless the job sets one.
     encoder_scale: float = 0.3
     # The encoder norm of a revived latent, as a fraction of the living latents' mean. Bricken et al. 2023 use 0.2, so
     # that a revived latent does not immediately fire on everything.
     revived_share: float = 0.2
-    # Sparse products read W_enc and W_dec only in the product dtype.
+    # Sparse matmuls read W_enc and W_dec only in the matmul dtype.
     reads_narrow: bool = False
     # `forward` calls `encode_above`, which may lose activations; a step that loses any is skipped.
     encodes_above: bool = False
@@ -86,8 +86,8 @@ class Declared(NamedTuple):
 
     # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
-    # Whether the tensor is [d_sae] and is measured in the units of pre-activations. When a latent is revived, its
-    # biases are set to a fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
+    # Whether the tensor is [d_sae] and is in pre-activation units. When a latent is revived, its biases are set to a
+    # fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
     is_bias: bool = False
     # The lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
@@ -118,9 +118,9 @@ class Sae(nn.Module, ABC):
     computed from a sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a
     batch is split.
 
-    Every quantity that is learnt without a gradient is computed from `step_sums`, a tensor that is summed over
-    micro-batches and ranks. `step_sums` contains the number of tokens on which each latent fired [n_own], the number of
-    tokens, Σ‖y − x_hat‖², whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
+    Every quantity learnt without a gradient is computed from `step_sums`, a tensor summed over micro-batches and ranks.
+    `step_sums` contains the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
+    whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for these
     latents. Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions,
@@ -157,7 +157,7 @@ class Sae(nn.Module, ABC):
         self.row_gradients = RowGradients()
         self.is_transcoder = spec.d_out is not None
         self.d_out = d_out = spec.d_out or d_in
-        # Store each latent's weights contiguously, as in W_dec. The sparse products produce the gradient in this
+        # Store each latent's weights contiguously, as in W_dec. The sparse matmuls produce the gradient in this
         # layout, and copying it into the transposed layout took 17 ms of a 350 ms step with 16,384 latents on two
         # cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
@@ -173,15 +173,16 @@ class Sae(nn.Module, ABC):
         self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
-        # A single tensor, so that one all-reduce suffices. Counts in fp32 are exact up to 16 million tokens per step.
+        # Kept in a single tensor so that one all-reduce suffices. Counts in fp32 are exact up to 16 million tokens per
+        # step.
         self.register_buffer("step_sums", self._new_sums(), persistent=False)
-        # For each latent, the number of tokens in the last training pass on which it fired, float [d_sae].
+        # For each latent, the number of tokens on which it fired in the last training pass, float [d_sae].
         self.fired: Tensor | None = None
         # The number of tokens in a micro-batch, summed over all ranks; set only if there are several ranks.
         self.batch_tokens = 0
         # Whether the forward pass depends on `may_have_dead`.
         self.reads_dead = False
-        # The half of the held-out rows that is being measured: 0, 1 or None.
+        # The half of the held-out rows being measured: 0, 1 or None.
         self.held_out_half: int | None = None
         self._host_values: Hashable = ()
         self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
@@ -205,7 +206,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def n_own(self) -> int:
-        """The number of latents that this rank holds."""
+        """The number of latents held by this rank."""
         return len(self.ids)
 
     @property
@@ -215,7 +216,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def raw_scale(self) -> Tensor:
-        """The divisor that converts normalised to raw targets: `y_scale`, with ∞ for dimensions that are left out."""
+        """The divisor that converts normalised to raw targets: `y_scale`, with ∞ for left-out dimensions."""
         return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
 
     def raw(self, x_hat: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ class Sae(nn.Module, ABC):
         self.step_sums = self._new_sums()
 
     def __call__(self, x: Tensor, y: Tensor) -> Output:
-        """Run `forward`; in training, also add the counts of tokens and firings, and the errors, to `step_sums`."""
+        """Run `forward`; in training, also add the token counts, firing counts and errors to `step_sums`."""
         output: Output = super().__call__(x, y)
         if self.training:
             error, own = output.losses["mse"], output.own_sums
@@ -263,14 +264,14 @@ class Sae(nn.Module, ABC):
 
     @abstractmethod
     def export_config(self) -> dict[str, Any]:
-        """Return the keys of SAELens' cfg.json that are specific to this architecture."""
+        """Return the SAELens cfg.json keys specific to this architecture."""
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return the weights by their SAELens names, with the scales folded in so that inputs and outputs are raw data.
 
-        The exported activations are in the units of the raw target, so encoder biases and thresholds are divided by
-        `acts_scale`. If all dimensions share one scale, W_dec is unchanged. A dimension that is left out has a row of
-        zeros in W_enc, a column of zeros in W_dec, and its mean in b_dec.
+        The exported activations are in raw target units, so encoder biases and thresholds are divided by `acts_scale`.
+        If all dimensions share one scale, W_dec is unchanged. A left-out dimension has a row of zeros in W_enc, a
+        column of zeros in W_dec, and its mean in b_dec.
         """
         # Transcoders in SAELens do not subtract a bias from their input.
         folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
@@ -292,7 +293,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Within the context, measure rows of held-out half 0 or 1 without using values fitted on these rows."""
+        """Within the context, measure rows from held-out half 0 or 1 without using values fitted on these rows."""
         self.held_out_half = half
         try:
             yield
@@ -307,8 +308,8 @@ class Sae(nn.Module, ABC):
 
         `progress` is the completed fraction of the run, 0 to 1.
 
-        A CUDA graph uses the host values from the time of its capture, so it is replayed only as long as these values
-        are unchanged.
+        A CUDA graph keeps using the host values from capture time, so it is replayed only while these values are
+        unchanged.
         """
         return ()
 
@@ -318,7 +319,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def input_bias(self) -> Tensor:
-        """The vector that is subtracted from x before encoding: b_dec, or x_mean for a transcoder.
+        """The vector subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
         A transcoder's b_dec is in the output space. The encoder's bias b_enc cannot compensate for a nonzero mean of x:
         with a mean of twice the spread, all latents died within 64 steps, because every update of W_enc shifts all
@@ -327,11 +328,11 @@ class Sae(nn.Module, ABC):
         return self.x_mean if self.is_transcoder else self.b_dec
 
     def encode(self, x: Tensor, choose: Choose) -> Acts:
-        """Return the pre-activations of x [n_tokens, d_in] that `choose` keeps."""
+        """Return the pre-activations of x [n_tokens, d_in] kept by `choose`."""
         return self.encode_centred(centre(x, self.input_bias), choose)
 
     def encode_centred(self, centred: Tensor, choose: Choose) -> Acts:
-        """Return the pre-activations that `choose` keeps; `centred` is x − input_bias, from `centre`."""
+        """Return the pre-activations kept by `choose`; `centred` is x − input_bias, from `centre`."""
         return encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
 
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
@@ -344,9 +345,9 @@ class Sae(nn.Module, ABC):
         return self.encode(x, partial(above if may_wait else self._buffer_sizer.above, bound=bound))
 
     def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
-        """Return x_hat [n_tokens, d_out] of this rank's tokens and its errors; `acts` are the activations of x.
+        """Return x_hat [n_tokens, d_out] for this rank's tokens, and its errors; `acts` are the activations for x.
 
-        If kernels compute x_hat, it has no gradient, since training does not need one.
+        If kernels compute x_hat, it has no gradient; training does not need one.
         """
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
@@ -364,7 +365,7 @@ class Sae(nn.Module, ABC):
         return triton_for(y, self.b_dec) if may else None
 
     def offset(self, x: Tensor) -> Tensor:
-        """Return the offset added to the output of the latents: b_dec [d_out], or [n, d_out] with a skip connection.
+        """Return the offset added to the latents' output: b_dec [d_out], or [n, d_out] with a skip connection.
 
         The skip connection reads x − x_mean. If it read x itself, and the mean of x were far from 0, each update of
         W_skip would also shift the mean of the output.
@@ -375,7 +376,7 @@ class Sae(nn.Module, ABC):
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
     def dead(self) -> Tensor:
-        """Return a mask of the dead latents, bool [d_sae], which is the same on all ranks that hold these latents."""
+        """Return a mask of the dead latents, bool [d_sae], identical on all ranks holding these latents."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
@@ -390,7 +391,7 @@ class Sae(nn.Module, ABC):
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Return a dict that maps each per-latent parameter or buffer to the dimension that indexes latents."""
+        """Return a dict mapping each per-latent parameter or buffer to the dimension that indexes latents."""
         return {name: one.latent_dim for name, one in self.declared.items() if one.latent_dim is not None}
 
     @torch.no_grad()
@@ -410,7 +411,7 @@ class Sae(nn.Module, ABC):
                 own.movedim(dim, 0)[latents] = share * self._mean(own, living) if is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """Return the mean of `own` [n_own] over the latents of all ranks that `counted` marks, bool [n_total]."""
+        """Return the mean of `own` [n_own] over the latents on all ranks marked in `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
     def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
@@ -421,14 +422,14 @@ class Sae(nn.Module, ABC):
     def since_fired_slack(self) -> Tensor:
         """Return by how much the host's upper bound exceeds the true maximum, float64 [1] on the device.
 
-        This is a collective call for all ranks that train this SAE, and all of them get the same result.
+        This is a collective call for all ranks training this SAE, and all of them get the same result.
         """
         # A rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()
         return (self._longest_since_fired - self.latents.group.gather(own).max()).double()[None]
 
     def take_since_fired_slack(self, slack: float) -> None:
-        """Lower the host's upper bound by a result of `since_fired_slack`, which may be several steps old."""
+        """Lower the host's upper bound using a `since_fired_slack` result that may be several steps old."""
         self._longest_since_fired -= round(slack)
 
     def has_overflowed(self) -> Tensor | None:
@@ -440,7 +441,7 @@ class Sae(nn.Module, ABC):
         return self.step_sums[self.n_own + 2] > 0 if self._buffer_sizer else None
 
     def forget_passes(self) -> None:
-        """Discard the sums and counts of the forward passes since the last step."""
+        """Discard the sums and counts from forward passes since the last step."""
         self.step_sums.zero_()
         if self._buffer_sizer:
             self._buffer_sizer = BufferSizer()
@@ -460,7 +461,7 @@ class Sae(nn.Module, ABC):
         self.learn_from(add_tokens(self.n_tokens_since_fired, self.step_sums, n_tokens))
 
     def _steer(self, n_tokens: Tensor) -> None:
-        """Process the firing counts of a step, before they are cleared."""
+        """Process a step's firing counts before they are cleared."""
 
     def decide(self, n_tokens: int) -> Hashable | None:
         """Make all host-side decisions for the next training pass before it is queued.
@@ -483,7 +484,7 @@ class Sae(nn.Module, ABC):
             self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums of a step: its number of tokens, Σ‖y − x_hat‖², and the sums in `Output.own_sums`."""
+        """Process the sums for one step: its token count, Σ‖y − x_hat‖², and the sums in `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
@@ -501,7 +502,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Scale the rows of W_dec to length 1, unless `skips` (0-dim bool) marks the step as skipped."""
+        """Scale the rows of W_dec to unit norm, unless `skips` (0-dim bool) marks the step as skipped."""
         if self.traits.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)

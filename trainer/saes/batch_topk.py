@@ -17,7 +17,7 @@ from trainer.saes.losses import Errors
 from trainer.saes.sparse_acts import Acts
 from trainer.saes.topk import TopK
 
-# Marks a threshold that is not set.
+# Marks an unset threshold.
 UNSET = -1.0
 
 
@@ -93,7 +93,7 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Make it possible to load a checkpoint from an older version, which lacks `set_thresholds`."""
+    """Allow loading a checkpoint from an older version without `set_thresholds`."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 

@@ -1,4 +1,4 @@
-"""Builds an SAE from the settings of a job."""
+"""Builds an SAE from a job's settings."""
 
 from __future__ import annotations
 

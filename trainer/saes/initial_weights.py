@@ -18,8 +18,8 @@ SMALLEST_VALUE = 1e-18
 # The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
 # memory per rank.
 _AT_ONCE = 2**24
-# PyTorch generates normal values in groups of 16, so blocks of a multiple of 16 rows give the same values as a single
-# call.
+# PyTorch generates normal values in groups of 16, so blocks whose row count is a multiple of 16 yield the same values
+# as a single call.
 _DRAWN_BY = 16
 
 
@@ -34,9 +34,9 @@ def initialise(
 ) -> None:
     """Set scales, means and weights from sample rows x [n, d_in] and their targets y [n, d_out].
 
-    The targets of an SAE that is not a transcoder are x itself. `dimensions` contains the scale of each input dimension
-    [d_in] and of each target dimension [d_out]; a scale of 0 leaves the dimension out. Raise `UserError` if the rows
-    contain nothing to learn.
+    For an SAE that is not a transcoder, the targets are x itself. `dimensions` contains the scale of each input
+    dimension [d_in] and of each target dimension [d_out]; a scale of 0 leaves the dimension out. Raise `UserError` if
+    the rows contain nothing to learn.
     """
     if dimensions is not None and sae.dropped_mean is not None:
         sae.x_scale.copy_(dimensions[0])
@@ -94,8 +94,8 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     scale = sae.traits.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
-        # Set the weights of dimensions that are left out to 0. These weights stay 0, since the inputs and errors of
-        # these dimensions are 0.
+        # Set the weights of left-out dimensions to 0. These weights stay 0, since the inputs and errors of these
+        # dimensions are 0.
         sae.W_dec.mul_(sae.y_scale > 0)
         sae.normalise_decoder()
         sae.W_enc.mul_((sae.x_scale > 0)[:, None])
@@ -111,7 +111,7 @@ def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -
     n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
     first = 0
     while first < latents.n_total:
-        # The last block includes a remainder that is too small for a separate block.
+        # The last block includes any remainder too small for a separate block.
         left = latents.n_total - first
         count = left if left < n_rows + _DRAWN_BY else n_rows
         rows = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=1)

@@ -1,4 +1,4 @@
-"""JumpReLU SAE (Rajamanoharan et al. 2024, arXiv 2407.14435), optionally with Anthropic's penalty of January 2025."""
+"""JumpReLU SAE (Rajamanoharan et al. 2024, arXiv 2407.14435), optionally with Anthropic's January 2025 penalty."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class _Jump(torch.autograd.Function):
 
     The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these
     gradients are −θ/ε and −1/ε inside a window of width ε. The gradient for z also includes the ordinary gradient of
-    its value. The jump depends on z − θ, so its window gradient for z is the negative of its window gradient for θ.
-    This gradient is added for z only if `moves_z` is set; the count has no gradient for z. The implementation minimises
-    the number of passes over z.
+    its value. The jump depends on z − θ, so its window gradient with respect to z is the negative of that with respect
+    to θ. This gradient is added for z only if `moves_z` is set; the count has no gradient for z. The implementation
+    minimises the number of passes over z.
     """
 
     @staticmethod

@@ -30,8 +30,8 @@ class Sums(NamedTuple):
 class Errors(NamedTuple):
     """The errors of x_hat [n_tokens, d_out] relative to its targets y.
 
-    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, with a gradient for x_hat. `each`, x_hat − y [n_tokens, d_out],
-    and `sums`, its sums over the tokens, have no gradient.
+    `square`, 0-dim and differentiable with respect to x_hat, is Σ‖x_hat − y‖² over the tokens. `each`, x_hat − y
+    [n_tokens, d_out], and `sums`, its sums over the tokens, have no gradient.
     """
 
     square: Tensor
@@ -70,15 +70,15 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
 
 
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
-    """Return the error that the dead latents leave unexplained: `weight` · Σ‖error + explained‖² over tokens.
+    """Return the error left unexplained by the dead latents: `weight` · Σ‖error + explained‖² over tokens.
 
     `error` is x_hat − y of the living latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
     weight is 1 / (variance of y − x_hat), as in Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` is a target
     and gets no gradient; otherwise, the living latents would learn to make errors that are easy for dead latents to
     reconstruct.
     """
-    # Check that the sparse kernels work in this dtype: a GPU may lack bf16, and the self-test of the error kernels does
-    # not detect that. A dtype that works for products also works for sums.
+    # Check that the sparse kernels work in this dtype: a GPU may not support bf16, and the self-test of the error
+    # kernels does not detect that. A dtype that works for products also works for sums.
     is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
@@ -88,13 +88,13 @@ def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    """Return Σ‖x + sign · y‖², with a gradient for x, and x + sign · y itself."""
+    """Return Σ‖x + sign · y‖², differentiable with respect to x, and x + sign · y itself."""
     each = torch.add(x.detach(), y.detach(), alpha=sign)
     return _Square.apply(x, each, sum_of_squares(each)), each  # type: ignore[no-untyped-call]
 
 
 class _Square(torch.autograd.Function):
-    """A precomputed Σ‖error‖², with a gradient for x; `error` is x plus a constant.
+    """A precomputed Σ‖error‖², differentiable with respect to x; `error` is x plus a constant.
 
     The gradient takes one pass over the errors; autograd of (x − y)² takes three.
     """
@@ -110,14 +110,13 @@ class _Square(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
         # If x is 16-bit, this pass also converts the gradient. With 16-bit errors, a GPU would round a 0-dim factor to
-        # their dtype, which would change the entire gradient by up to 1 part in 256. A factor of shape [1] is not
-        # rounded.
+        # their dtype, changing the entire gradient by up to 1 part in 256. A factor of shape [1] is not rounded.
         twice = (2 * grad).reshape(1)
         return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
 
 class _Weighted(torch.autograd.Function):
-    """A precomputed weight · Σ‖error‖², with a gradient for x computed from `twice`, which is 2 · error."""
+    """A precomputed weight · Σ‖error‖², differentiable with respect to x; the gradient uses `twice` = 2 · error."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, twice: Tensor, square: Tensor, weight: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
         """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes except the full dictionary."""
-        # If kernels compute x_hat, it has no gradient, since training does not need one.
+        # If kernels compute x_hat, it has no gradient; training does not need one.
         triton = triton_for(y, parts, offset) if self.training else None
         if triton is None:
             x_hat, inner = _PrefixErrors.apply(parts, offset, y)  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class _PrefixErrors(torch.autograd.Function):
 
 
 class _KnownNested(torch.autograd.Function):
-    """The sums of squared errors, already computed by kernels, with gradients for `parts` and `offset`."""
+    """The sums of squared errors, already computed by kernels, differentiable with respect to `parts` and `offset`."""
 
     @staticmethod
     def forward(

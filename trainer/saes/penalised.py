@@ -1,4 +1,4 @@
-"""Base class of SAEs with a sparsity loss, whose weight is steered so that k latents per token are active."""
+"""Base class for SAEs with a sparsity loss whose weight is adjusted to keep k latents per token active."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.saes.kernels.top_k_across_ranks import nth_largest
 
 
 class Steering(NamedTuple):
-    """Settings of the controller that finds the weight of a penalty.
+    """Settings for the controller that finds a penalty's weight.
 
     `start` is the initial weight as a fraction of the data's variance. `gain` and `integral_gain` are the proportional
     and integral gains: the change of the weight, in multiples of the initial weight, per unit of deviation of log L0
-    from its target. The integral term accumulates in every step. `lowest` is the lower bound of the weight, in
+    from its target. The integral term accumulates at every step. `lowest` is the lower bound of the weight, in
     multiples of the initial weight.
 
     The ratio of L0 to its target is clamped to [1 / `most`, `most`]. In the first steps, the true ratio exceeds this
@@ -52,7 +52,7 @@ class Penalty(nn.Module):
         self._fixed = None if isinstance(coefficient, str) else coefficient
         self._warmup_fraction = warmup_fraction
         # The warm-up factor, multiplied by λ if λ is fixed. `factor` is a copy on the device, since a CUDA graph would
-        # always use the Python number from the time of its capture.
+        # always use the Python number from capture time.
         self._factor = 1.0 if self._fixed is None else self._fixed
         self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))

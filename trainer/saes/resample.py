@@ -39,7 +39,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
 
 
 def _losses(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
-    """Return ‖y − x_hat‖² of every token [n_tokens]."""
+    """Return ‖y − x_hat‖² for every token [n_tokens]."""
     was_training = sae.training
     sae.eval()
     parts = [_losses_of(sae, *rows) for rows in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]

@@ -1,4 +1,4 @@
-"""Gradients of the weights of a few latents, added as rows to the full gradients.
+"""Weight gradients for a few latents, added as rows to the full gradients.
 
 Autograd would expand these gradients to matrices for all latents, and then add the matrices. For 2,304 of 65,536
 latents of width 2,304, autograd would read and write 3.6 GB to process 42 MB of gradients.
@@ -18,7 +18,7 @@ from trainer.saes.kernels.dead_latents import Weights
 
 
 class RowGradient(NamedTuple):
-    """The gradients of the weights of n latents.
+    """The weight gradients of n latents.
 
     `latents` [n] contains distinct indices, and −1 for latents of other ranks. `parameters` are W_enc [d_in, d_sae],
     b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are their gradients for the n latents. `centred` [d_in] is the
@@ -41,7 +41,7 @@ class RowGradient(NamedTuple):
 
 
 class RowGradients:
-    """Row gradients collected in a backward pass; call `add` after the pass."""
+    """Row gradients collected during a backward pass; call `add` after the pass."""
 
     def __init__(self) -> None:
         self._left: list[RowGradient] = []

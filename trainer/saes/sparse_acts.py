@@ -12,7 +12,7 @@ COUNTED_AT_ONCE = 512
 
 
 class ByLatent(NamedTuple):
-    """Entries of activations, sorted by latent and then by token.
+    """Activation entries, sorted by latent and then by token.
 
     `order` [n] is the permutation of the entries, and `starts` [d_sae] contains the position of each latent's first
     entry in it.
@@ -131,7 +131,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return, for each entry, the element of the vector `per_latent` [d_sae] that belongs to its latent, [n]."""
+        """Return, for each entry, the element of the vector `per_latent` [d_sae] for its latent, [n]."""
         return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:

@@ -26,15 +26,15 @@ def too_many(n_bad: int, n_seen: int) -> bool:
 
 
 class BadRows:
-    """Reports the rows of a run that are not finite, and names the first such row of each hook."""
+    """Reports a run's non-finite rows, and names the first such row at each hook."""
 
     def __init__(self, data: TrainingData, report: Report, tokens_per_step: int) -> None:
         self._data, self._report, self._tokens_per_step = data, report, tokens_per_step
-        # For each hook, a sentence that names its first bad row.
+        # For each hook, a sentence naming its first bad row.
         self._first: dict[str, str] = {}
 
     def sampled(self, n_bad: int, n_rows: int, first: str, hook: str) -> None:
-        """Report the bad rows in the initial sample of a hook; `first` is a sentence that names the first bad row."""
+        """Report the bad rows in a hook's initial sample; `first` is a sentence naming the first bad row."""
         if n_bad:
             self._warn(n_bad, n_rows, "a sample", hook, first)
 
@@ -42,7 +42,7 @@ class BadRows:
         """Report the bad rows at a hook up to the position `now`; raise `UserError` if there are too many.
 
         `found` contains the counts since the start of the run. The rows since the last call were read after the
-        position `since`. All ranks that train the same SAEs must call this method.
+        position `since`. All ranks training the same SAEs must call this method.
         """
         if not found.not_finite:
             return

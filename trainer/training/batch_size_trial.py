@@ -18,7 +18,8 @@ from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# The number of batches in memory besides the batch of the pass: read ahead, in transfer, and in the metrics' fp64 sums.
+# The number of batches in memory besides the batch being passed: read ahead, in transfer, and in the metrics' fp64
+# sums.
 BATCHES_BESIDE = 4
 # The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27
@@ -34,8 +35,8 @@ def fits_everywhere(
 ) -> bool:
     """Return whether every rank has enough memory to pass its `token_slice` of rows through every SAE.
 
-    The gradients of the pass are discarded. Every SAE gets rows of the same `sample`, even if the SAE trains on another
-    of the `n_hooks` hooks. An additional `kept_bytes`, for the rows that are kept for evaluations, must fit as well.
+    The gradients from the pass are discarded. Every SAE gets rows of the same `sample`, even if the SAE trains on
+    another of the `n_hooks` hooks. An additional `kept_bytes`, for the rows kept for evaluations, must fit as well.
     Ranks synchronise only after the pass, so that no rank waits in the middle of a pass for a rank that has failed.
     """
     failed = torch.zeros((), device=parallel.device)
@@ -65,14 +66,14 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate the memory that later steps need in addition to the memory of the pass."""
+    """Allocate the memory needed by later steps in addition to the memory used by the pass."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":
         # On CPU, the memory for top-k depends on the data: in the worst case, top-k copies all pre-activations.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)
         n_bytes += of_pass
-        # Fail here if memory is short, since oneDNN does not check its allocations within a matrix product.
+        # Fail here if memory is short, since oneDNN does not check its allocations within a matmul.
         _empty(n_bytes + of_pass, x.device)
     return _empty(n_bytes, x.device)
 
@@ -92,8 +93,8 @@ def _rows(sample: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:
 class _Echo(Group):
     """A stand-in for a group: it does not communicate, but allocates the memory that communication would need.
 
-    Values from other ranks are replaced by the lowest possible values. Top-k then selects values of this rank only,
-    which is the worst case for its memory.
+    Values from other ranks are replaced by the lowest possible values. Top-k then selects values from this rank only,
+    the worst case for its memory use.
     """
 
     def __init__(self, group: Group) -> None:
@@ -125,7 +126,7 @@ class _Echo(Group):
 
 
 class _ExchangingPart(Protocol):
-    """The attributes of an SAE that a dry run replaces."""
+    """The SAE attributes replaced by a dry run."""
 
     data: Group
     peers: Group

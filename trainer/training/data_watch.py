@@ -1,4 +1,4 @@
-"""Detects changes to the shards of a run while the run reads them."""
+"""Detects changes to a run's shards while the run is reading them."""
 
 from __future__ import annotations
 

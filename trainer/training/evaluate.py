@@ -27,7 +27,7 @@ MOST_VALUES = 2**31 - 1
 def evaluate(
     learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Fit thresholds on held-out rows, and return a dict that maps each learner's label to its held-out metrics.
+    """Fit thresholds on held-out rows, and return a dict mapping each learner's label to its held-out metrics.
 
     Each rank evaluates its share of the rows.
     """
@@ -51,7 +51,7 @@ def most_tokens(d_sae: int) -> int:
 
 
 def _measure(learner: Learner, batches: Iterable[Pair], measured: Interval) -> None:
-    """Add the metrics of this rank's rows to `measured`."""
+    """Add the metrics for this rank's rows to `measured`."""
     sae = learner.sae
     with learner.evaluating():
         for x, y in batches:

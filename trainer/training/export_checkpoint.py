@@ -1,4 +1,4 @@
-"""Exports the SAEs of a checkpoint for other tools."""
+"""Exports the SAEs in a checkpoint for other tools."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def export_checkpoint(
     only: Sequence[str] = (),
     firings: Callable[[JobConfig], FiringsOf] = lambda job: None,
 ) -> dict[str, Any]:
-    """Export every SAE of a checkpoint, or of a run's newest or best checkpoint; return the step and the output paths.
+    """Export every SAE in a checkpoint, or in a run's newest or best checkpoint; return the step and the output paths.
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
     labels are written. For a given job, `firings` returns a function that finds the tokens in the job's data on which
@@ -136,7 +136,7 @@ def how_far_of(
     *,
     is_transcoder: bool,
 ) -> HowFar | None:
-    """Return the progress of a run at a checkpoint, with the metrics `measured` at that step; None at step 0."""
+    """Return a run's progress at a checkpoint, with the metrics `measured` at that step; None at step 0."""
     step, tokens = state.position.step, state.position.tokens
     if not step:
         return None
@@ -152,7 +152,7 @@ def how_far_of(
 def how_far_of_sae(
     run_dir: Path, job: JobConfig, label: str, state: CheckpointState, *, is_transcoder: bool
 ) -> HowFar | None:
-    """Return the training progress of an SAE at a checkpoint, with the metrics measured when it was saved."""
+    """Return an SAE's training progress at a checkpoint, with the metrics measured when it was saved."""
     if job.sweep:
         # The best FVU of a sweep is a mean over its SAEs, so it does not describe a single SAE.
         state = msgspec.structs.replace(state, best=msgspec.UNSET)
@@ -161,7 +161,7 @@ def how_far_of_sae(
 
 
 def notes_on_unfinished(run_dir: Path, job: JobConfig, state: CheckpointState) -> Iterator[str]:
-    """If the run is unfinished, yield a note that says so and, for its last checkpoint, how to finish the run."""
+    """If the run is unfinished, yield a note saying so and, for its last checkpoint, how to finish the run."""
     how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
     if how_far and how_far.unfinished:
         yield f"{how_far.unfinished}{f': {_resume(run_dir)} --finish' * how_far.is_last}"
@@ -197,7 +197,7 @@ def shared_saes(
 
 
 def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:
-    """Return the recipe of an SAE's training up to a checkpoint; None at step 0, or if the recipe is unknown."""
+    """Return an SAE's training recipe up to a checkpoint; None at step 0, or if the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
             # The number of tokens per step does not depend on the number of ranks.
@@ -274,7 +274,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 
 def _other_users(folder: Path) -> list[str]:
-    """Return the names of the files in a folder that do not come from an export."""
+    """Return the names of the files in a folder that did not come from an export."""
     ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
@@ -314,7 +314,7 @@ def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None
 
 
 def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]:
-    """Return the metrics measured at the step of a checkpoint, or an empty dict if the metrics store cannot be read."""
+    """Return the metrics measured at a checkpoint's step, or an empty dict if the metrics store cannot be read."""
     values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
         for name in measured_names():

@@ -1,4 +1,4 @@
-"""Exports the finished SAEs of a run for other tools, with their metrics."""
+"""Exports a run's finished SAEs for other tools, with their metrics."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainer.training.thresholds import threshold_facts
 class Exporter:
     """Writes the SAEs of a run to `output`, or to subfolders named by their labels.
 
-    `origins` maps the label of each SAE to facts about its data for `cfg.json`; `recipe_of` returns the recipe of the
-    SAE with a given label.
+    `origins` maps each SAE's label to facts about its data for `cfg.json`; `recipe_of` returns the recipe of the SAE
+    with a given label.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that misses the requested L0, since the FVU is then not comparable with that of other SAEs."""
+        """Report an L0 that misses the requested L0; the FVU is then not comparable with that of other SAEs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
@@ -85,7 +85,7 @@ class Exporter:
 
 
 def training_facts(learner: Learner, position: Position, recipe: Recipe | None) -> dict[str, Any]:
-    """Return facts about the training of an SAE, for the metadata of its export."""
+    """Return facts about an SAE's training, for its export metadata."""
     return {
         "training_architecture": learner.architecture,
         "training_tokens": position.tokens,

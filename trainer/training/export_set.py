@@ -1,4 +1,4 @@
-"""Exports transcoders of one or more runs, one for each layer of a model, as a transcoder set for circuit-tracer."""
+"""Exports transcoders from one or more runs, one for each model layer, as a transcoder set for circuit-tracer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
 def export_set(
     paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write the transcoders of runs or checkpoints to one folder; return the folder, the steps by layer, and notes.
+    """Write the transcoders from runs or checkpoints to one folder; return the folder, the steps by layer, and notes.
 
     With `only`, just the transcoders with these labels are written. Transcoders that the format cannot represent are
     left out, with a note. Raise `UserError`, and write nothing, if the remaining transcoders do not form a set.

@@ -21,7 +21,7 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 
-# The time in seconds between attempts to write to a full disk, and the time in seconds until the run gives up.
+# Seconds between attempts to write to a full disk, and seconds until the run gives up.
 RETRY_S = 30.0
 GIVE_UP_S = 24 * 3600.0
 
@@ -37,14 +37,14 @@ class Write(NamedTuple):
 class FinalWrites:
     """Performs the final writes of each rank; all ranks call `write` together and wait for each other.
 
-    While the disk of an SAE is full, a copy of the SAE is kept on another disk.
+    While an SAE's disk is full, a copy of the SAE is kept on another disk.
     """
 
     def __init__(
         self, parallel: Parallel, report: Report, stop: threading.Event, heartbeat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._heartbeat = parallel, report, stop, heartbeat
-        # Maps the intended folder of an SAE to the folder of its copy on another disk.
+        # Maps an SAE's intended folder to the folder holding its copy on another disk.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
         self._has_reported = False
@@ -76,7 +76,7 @@ class FinalWrites:
             raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
     def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoSpaceError]:
-        """Attempt all writes; return a dict that maps each write that did not fit on the disk to its error."""
+        """Attempt all writes; return a dict mapping each write that did not fit on the disk to its error."""
         waiting: dict[Write, NoSpaceError] = {}
         for one in writes:
             try:

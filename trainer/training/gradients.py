@@ -46,7 +46,7 @@ class LossScale:
 
 
 def total_square(gradients: list[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; an empty list gives 0 on `device`.
+    """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; for an empty list, return 0 on `device`.
 
     On CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
     different amount if each rank holds a part of the matrix. Summing per latent is as fast, and accurate to 7 digits.
@@ -66,7 +66,7 @@ class GradientCheck(NamedTuple):
     The optimizer divides gradients by `divisor`; None means 1. If the norm is not finite, the step is skipped: `skips`
     (bool) is true, `bad` is 1, `taken` is 0 and `n_tokens` is 0. `bad_gradient` is then also 1, unless the gradient was
     deliberately made non-finite because activations were lost. If the step is taken, `taken` is 1 and `n_tokens` is its
-    number of tokens.
+    token count.
     """
 
     divisor: Tensor | None
@@ -78,7 +78,7 @@ class GradientCheck(NamedTuple):
 
 
 class GradientChecks:
-    """Checks the gradients of steps of `expected` tokens, and clips their norms to `largest` (0 disables clipping).
+    """Checks the gradients for steps of `expected` tokens, and clips their norms to `largest` (0 disables clipping).
 
     `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
     skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
@@ -94,7 +94,7 @@ class GradientChecks:
     def of(
         self, of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, overflowed: Tensor | None
     ) -> GradientCheck:
-        """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's number of tokens.
+        """Check a gradient, given its squared norms (fp64), the loss scale `factor` and the step's token count.
 
         `overflowed` (bool) is true if activations were lost, or None if they cannot be lost. All tensors are 0-dim.
         """

@@ -1,8 +1,8 @@
 """Records the steps of one SAE on a single GPU as a CUDA graph and replays them: one launch instead of about 200.
 
-The host of an H200 took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A replay
-repeats operations on the same memory, but runs no Python. Therefore, all state that outlives a step is updated in
-place, and learning rates are tensors. The host-side decisions (the number of tokens, whether any latent may be dead,
+On an H200 machine, the host took 6 to 8 ms for a step that keeps the GPU busy for 1.4 ms (d_in 768, 24,576 latents). A
+replay repeats operations on the same memory, but runs no Python. Therefore, all state that outlives a step is updated
+in place, and learning rates are tensors. The host-side decisions (the number of tokens, whether any latent may be dead,
 the current k, the capacity for active latents) must be the same as during the capture; otherwise, the step is captured
 again or runs eagerly.
 """
@@ -70,7 +70,7 @@ def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
 
     Otherwise, torch would return all memory that is freed later to the graph's pool, and batches would fill the GPU.
     """
-    # PyTorch before 2.8 uses the second name.
+    # PyTorch versions before 2.8 use the second name.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
     end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # torch raises an error if allocation from the pool has already ended.
@@ -89,7 +89,7 @@ class _Decided(NamedTuple):
 
 
 class _CapturedStep(NamedTuple):
-    """A captured step, the input tensors for its batch, and the persistent tensors that it updates."""
+    """A captured step, the input tensors for its batch, and the persistent tensors it updates."""
 
     tape: Tape
     x: Tensor

@@ -15,19 +15,19 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class HeldOutRows(Protocol):
-    """The held-out rows of a hook."""
+    """The held-out rows for one hook."""
 
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]: ...
 
 
 class HeldOutData(Protocol):
-    """The held-out rows of all hooks."""
+    """The held-out rows for all hooks."""
 
     def of_hook(self, hook: int) -> HeldOutRows: ...
 
 
 class HeldOut:
-    """This rank's held-out rows of each hook, on its device; outliers are left out and counted.
+    """This rank's held-out rows for each hook, on its device; outliers are left out and counted.
 
     On CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
     evaluation, since rereading 151 MB takes a tenth of a second from the page cache, and longer from a disk.
@@ -42,14 +42,14 @@ class HeldOut:
         self._left_out: dict[tuple[int, int | None], Tensor] = {}
 
     def left_out(self, hook: int) -> LeftOut:
-        """Return the number of rows of a hook, in both halves, that were left out in the last pass."""
+        """Return the number of rows left out for a hook in the last pass, over both halves."""
         counts = [
             of_half for (of_hook, half), of_half in self._left_out.items() if of_hook == hook and half is not None
         ]
         return LeftOut.of(sum(counts, torch.zeros(4, dtype=torch.int64)))
 
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield inputs and targets of a hook, up to `batch_size` rows at a time.
+        """Yield inputs and targets for a hook, up to `batch_size` rows at a time.
 
         The rows are in fp32 on CPU, and in their stored dtype on a GPU. With `half`, yield only rows of that half of
         the held-out rows.
@@ -62,7 +62,7 @@ class HeldOut:
             yield from zip(inputs, inputs if y is x else y.split(batch_size), strict=True)
 
     def _keep(self, hook: int, batch_size: int, half: int | None) -> None:
-        """Keep the rows of a hook on the device if they fit; otherwise, keep no further rows."""
+        """Keep a hook's rows on the device if they fit; otherwise, keep no further rows."""
         rows: list[Pair] = []
         try:
             for x, y in self._read(hook, batch_size, half):

@@ -29,7 +29,7 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
-    """Return the README.md for the repository `name`, with SAEs of `checkpoints` exported in the format `form`.
+    """Return the README.md for the repository `name`, with SAEs from `checkpoints` exported in the format `form`.
 
     `labels` are the labels of the exported SAEs; None means all. The README.md includes the model card of each SAE that
     was evaluated with these weights.
@@ -51,7 +51,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the absolute local paths that would be revealed by the metadata of the SAEs in the checkpoints."""
+    """Return the absolute local paths that would be revealed by the SAEs' metadata in the checkpoints."""
     states = [read_state(path) for path in checkpoints]
     origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
     values = [str(value) for origin in origins for value in origin.values()]
@@ -80,7 +80,7 @@ def _sections(
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # Omit the figures of the model card, since they are separate files that are not uploaded.
+        # Omit the model card's figures: they are separate files and are not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 

@@ -76,7 +76,7 @@ def _cause(
     found: ImportCheck,
     set_weights: Callable[[SharedSae], None],
 ) -> str:
-    """Return a clause that names an interpretation of the files that fits the rows better, or other possible causes."""
+    """Return a clause naming an interpretation of the files that fits the rows better, or other possible causes."""
     tried = {}
     for name, other in _other_ways(shared, x):
         set_weights(other)

@@ -62,9 +62,9 @@ def import_sae(
 ) -> ImportResult:
     """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
-    `name` is the SAE's folder, file or name on the hub. `data` is the path of activations that resemble the SAE's
-    training data; these activations determine the scale for further training, and are used for evaluations. `overrides`
-    are settings of the job. Raise `UserError` if the SAE or the data cannot be read.
+    `name` is the SAE's folder, file or hub name. `data` is the path of activations that resemble the SAE's training
+    data; these activations determine the scale for further training, and are used for evaluations. `overrides` are
+    settings of the job. Raise `UserError` if the SAE or the data cannot be read.
     """
     found = find(name, form)
     shared = found.read(given)

@@ -1,4 +1,4 @@
-"""Records the log intervals of a run, with sums over ranks."""
+"""Records a run's log intervals, with sums over ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EndedInterval(NamedTuple):
 
 
 class IntervalRecorder:
-    """Measures the log intervals of one rank, and records them with the values of all ranks."""
+    """Measures one rank's log intervals, and records them with the values from all ranks."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class IntervalRecorder:
 
     @property
     def given_up(self) -> set[str]:
-        """The labels of the SAEs that have diverged."""
+        """The labels of diverged SAEs."""
         return self._skips.given_up
 
     def begin_step(self, at: Position, waited_for_data_s: float) -> None:
@@ -116,7 +116,7 @@ class IntervalRecorder:
             self._report_data_wait(paces)
 
     def share_news(self) -> None:
-        """Exchange the events of all ranks' SAEs; raise `UserError` on all ranks if no SAE is still learning."""
+        """Exchange the events for all ranks' SAEs; raise `UserError` on all ranks if no SAE is still learning."""
         self._report.deliver(self._parallel.all_gather(self._report.take_events()))
         self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
@@ -129,7 +129,7 @@ class IntervalRecorder:
             self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _report_data_wait(self, paces: dict[str, Tensor]) -> None:
-        """Report that all ranks wait for data, with a remedy, or that they no longer wait."""
+        """Report that all ranks are waiting for data, with a remedy, or that they are no longer waiting."""
         _, seconds, waited_s, ranks = paces["pace"].tolist()
         waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
         if waits is not None:
@@ -141,8 +141,8 @@ class IntervalRecorder:
 class PendingIntervals:
     """The log intervals that have ended but have not been recorded yet.
 
-    On a GPU, the host queues the next step before it reads the results of the last one (`reads_late`). The timings of a
-    rank are available one step after the interval. If there are several ranks, they sum their timings, and the sums are
+    On a GPU, the host queues the next step before it reads the results of the last one (`reads_late`). A rank's timings
+    are available one step after the interval. If there are several ranks, they sum their timings, and the sums are
     available two steps after the interval. All ranks make the same calls at the same steps, since `sum_paces` and
     `record` exchange values.
     """
@@ -183,7 +183,7 @@ class PendingIntervals:
         self._record_summed()
 
     def _record_summed(self) -> None:
-        """If the paces of an interval are being summed, wait for them and record the interval."""
+        """If an interval's paces are being summed, wait for the sums and record the interval."""
         if self._summed:
             (ended, paces), self._summed = self._summed, None
             self._record(ended, paces.read())

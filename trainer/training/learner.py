@@ -87,7 +87,7 @@ class Update:
         self._sae.constrain(self._stepped.rows)
 
     def _squares(self, names: Iterable[str]) -> Squares:
-        """Return the squared norms of the gradients of the named parameters."""
+        """Return the squared gradient norms of the named parameters."""
         dims, device = self._sae.latent_dims(), self._sae.W_dec.device
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
         for name in names:
@@ -124,7 +124,7 @@ class RowUpdate(Update):
 class Learner:
     """An SAE with its optimizer and metrics; `state` gives access to everything that a checkpoint stores.
 
-    The SAE is trained on the rows of hook number `hook` in each batch.
+    The SAE is trained on the rows for hook number `hook` in each batch.
     """
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
@@ -164,7 +164,7 @@ class Learner:
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.traits.losses))
         self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
-        # The learning rate of this step for parameter groups without a separate factor; nan before the first step.
+        # The learning rate at this step for parameter groups without a separate factor; nan before the first step.
         self._rate = math.nan
         # Takes complete steps, some of them by replaying a CUDA graph, if that is possible.
         self.whole_steps: WholeSteps | None = None
@@ -186,7 +186,7 @@ class Learner:
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
-        """Return the object that updates the weights; with `rates`, encoders follow their decoders."""
+        """Return the object for updating the weights; with `rates`, encoders follow their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
         share = self.sae.traits.encoder_scale if asked == "auto" else asked
@@ -250,8 +250,8 @@ class Learner:
             output = self.forward(normalised, target)
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
-            # Divide by the expected number of tokens of all ranks and micro-batches; `update` corrects for the actual
-            # number. If the factor were passed to `backward`, torch would import sympy, which takes 0.6 s and 35 MB.
+            # Divide by the expected token count over all ranks and micro-batches; `update` corrects for the actual
+            # count. If the factor were passed to `backward`, torch would import sympy, which takes 0.6 s and 35 MB.
             self.loss_scale.mean(loss, self.tokens_per_step).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
@@ -295,7 +295,7 @@ class Learner:
         self.interval.observe(seen, terms)
 
     def tensors_to_exchange(self) -> StepSums:
-        """Return the tensors that must be summed over ranks between the last backward pass and `update`."""
+        """Return the tensors to be summed over ranks between the last backward pass and `update`."""
         dims, counts = self.sae.latent_dims(), self.sae.step_sums
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
@@ -388,8 +388,7 @@ class Learner:
     def sums(self) -> dict[str, Tensor]:
         """Return the sums of a log interval by name, for summing over ranks with the same latents, and reset them.
 
-        The result includes all device values that the host needs, so that the host does not have to wait for other
-        values.
+        The result includes every device value the host needs, so the host does not have to wait for others.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 

@@ -66,7 +66,7 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message that micro-batches were reduced to fit into memory, and on whether this changes the SAE."""
+    """Return a message saying that micro-batches were reduced to fit into memory, and whether this changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -106,7 +106,7 @@ class Trainer:
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
-        # The cool-down, if the run was requested to finish early.
+        # The cool-down, if the run was asked to finish early.
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
@@ -221,7 +221,7 @@ class Trainer:
         self._held_out = HeldOut(self.data, self.outliers, self._device)
 
     def _prepare_writes(self, checkpoints: Path, resumed: CheckpointState | None) -> None:
-        """Create the writers of checkpoints and SAEs, and the reserve of disk space for the final writes."""
+        """Create the checkpoint and SAE writers, and the disk space reserve for the final writes."""
         source, parallel = self._source, self._parallel
         origins = self._origins()
         own = Checkpoints(
@@ -294,12 +294,12 @@ class Trainer:
         return learners
 
     def _origins(self) -> dict[str, dict[str, Any]]:
-        """Return the metadata of each SAE's data, by label."""
+        """Return metadata about each SAE's data, by label."""
         hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
         return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
 
     def recipe_of(self, label: str) -> Recipe:
-        """Return the recipe of an SAE's training up to the current step."""
+        """Return an SAE's training recipe up to the current step."""
         return recipe_of(
             self._layout,
             self._layout.members[label],
@@ -311,7 +311,7 @@ class Trainer:
         )
 
     def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[RowSampler, dict[str, Learner]]]:
-        """Yield the sampler of each hook with the learners that train on this hook; skip hooks without learners."""
+        """Yield each hook's sampler with the learners training on this hook; skip hooks without learners."""
         for hook, sampler in enumerate(self._samplers):
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
@@ -418,7 +418,7 @@ class Trainer:
             self._reopen_batches()
 
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
-        """Record a log interval with the `paces` of all ranks, and balance the work of the ranks."""
+        """Record a log interval with the `paces` of all ranks, and balance the work across ranks."""
         self._recorder.record(ended, paces, self.total_steps)
         if ended.shares == self._parallel.shares:
             self._balance(paces)
@@ -439,7 +439,7 @@ class Trainer:
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:
-        """Redistribute the latents by loading the checkpoint that was just saved, which works for any distribution."""
+        """Redistribute the latents by loading the checkpoint just saved; this works for any distribution."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._heartbeat("rebalancing")
@@ -491,9 +491,9 @@ class Trainer:
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
-        """Return the training progress of the SAE `label`.
+        """Return the training progress for the SAE `label`.
 
-        Without a label, return the progress of the run, with means over its SAEs.
+        Without a label, return the run's progress, with means over its SAEs.
         """
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)
@@ -525,7 +525,7 @@ class Trainer:
         self.report.overfitting(words)
 
     def _report_held_out_once(self) -> None:
-        """Report, once per run, how many held-out rows of all ranks are left out."""
+        """Report, once per run, how many held-out rows are left out on all ranks."""
         if self._has_reported_held_out:
             return
         self._has_reported_held_out = True

@@ -26,7 +26,7 @@ from trainer.training.learner import Learner
 
 
 class RowSampler:
-    """Samples training rows of a hook with a given seed, identically on all ranks.
+    """Samples training rows for a hook with a given seed, identically on all ranks.
 
     For a stream, the sample is always the same.
     """

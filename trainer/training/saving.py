@@ -43,7 +43,7 @@ class _Whole(NamedTuple):
 class Saving:
     """Decides when to save, and saves; all ranks make the same calls, and rank 0 writes.
 
-    `saved` is the position of the checkpoint that the run was resumed from, or None.
+    `saved` is the position of the checkpoint from which the run was resumed, or None.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Saving:
         self._failures = 0
         self._wants_best, self._save_s = False, FIRST_SAVE_S
         self._timer = Timer(train.checkpoint_every_minutes)
-        # Whether the ranks have agreed to a save that rank 0 requested.
+        # Whether the ranks have agreed to a save requested by rank 0.
         self.granted = False
-        # Values that are stored in checkpoints with the weights, for resumed runs.
+        # Values stored in checkpoints with the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 

@@ -24,7 +24,7 @@ class ShardedState:
         self._sae, self._stepped, self._optimizer, self._loss_scale = sae, stepped, optimizer, loss_scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and value of every tensor that a checkpoint stores."""
+        """Yield the name and value of every tensor stored in a checkpoint."""
         yield from (("sae." + name, value) for name, value in self._sae.state_dict().items())
         for name, parameter in self._stepped.parameters.items():
             for kind, value in self._optimizer.state.get(parameter, {}).items():

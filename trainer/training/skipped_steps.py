@@ -59,6 +59,6 @@ class Skips:
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
     def end_where_none_learns(self) -> None:
-        """Raise `UserError` if all SAEs of all ranks were given up."""
+        """Raise `UserError` if all SAEs on all ranks were given up."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are no longer finite; choose a lower rate")

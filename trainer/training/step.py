@@ -26,7 +26,7 @@ def take_step(
     batches: Iterable[Batch],
     requests: Callable[[], Requests] = no_requests,
 ) -> Requests:
-    """Take step `number`, counted from 0, of all SAEs of this rank, each on the raw data of its hook.
+    """Take step `number`, counted from 0, for all SAEs on this rank, each on the raw data from its hook.
 
     All ranks must call this function together. `requests` is called before the exchange and returns this rank's
     requests. The result says, for each request, whether any rank made it.

@@ -1,7 +1,7 @@
 """Sets the thresholds of SAEs on held-out rows, so that L0 on these rows equals the configured k.
 
-A threshold that is learnt in training is fitted to the training rows: on a sample of 138 texts, L0 was 31.8 on training
-rows and 36.4 on held-out rows.
+A threshold learnt in training is fitted to the training rows: on a sample of 138 texts, L0 was 31.8 on training rows
+and 36.4 on held-out rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # The maximum number of pre-activations counted at once.
 _MOST_VALUES = 2**24
-# The metadata key of an exported SAE that states on which rows its threshold was set.
+# The metadata key stating on which rows an exported SAE's threshold was set.
 SET_ON = "threshold_set_on"
 # The metadata key for the thresholds of the two halves of the held-out rows, in the units of the activations. Each
 # threshold was set on the other half.
@@ -39,7 +39,7 @@ OF_HALVES = "thresholds_of_held_out_halves"
 def set_thresholds(
     learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> None:
-    """Set the thresholds of all SAEs that use thresholds; every rank counts the values of its held-out rows."""
+    """Set the thresholds of all SAEs that use thresholds; every rank counts the values in its held-out rows."""
     choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
     if not choosing:
         return

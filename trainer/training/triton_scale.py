@@ -23,7 +23,7 @@ def judge(
     """Return the fields of a `gradients.GradientCheck`, as `GradientChecks.of` does; update `norm` and `skipped`."""
     divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(factor):
         _judge[1,](
             norm, skipped, divisor, skips, bad, bad_gradient, taken, of_step,
@@ -33,7 +33,7 @@ def judge(
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run the kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     numbers = torch.tensor([9.0, 16.0, 2.0, 64.0, 0.0], dtype=torch.float64, device=device)
     norm, skipped = numbers[0].float(), torch.ones(3, device=device)
     given = numbers[0], numbers[1], numbers[2].float(), numbers[3].float(), numbers[4].bool()

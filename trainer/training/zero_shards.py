@@ -19,7 +19,7 @@ _READ_LATE = ("W_dec",)
 
 
 class _Sum(NamedTuple):
-    """A gradient [n_latents, n] that is being summed over the replicas, and the tensor that is sent."""
+    """A gradient [n_latents, n] being summed over the replicas, and the tensor being sent."""
 
     gradient: Tensor
     sent: Tensor
@@ -27,10 +27,10 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """The weights that this rank updates: in this base class, which does not shard them, all of its weights.
+    """The weights updated by this rank: in this base class, which does not shard them, all of its weights.
 
-    `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents that this rank updates,
-    and `others` is the group of replicas that divide the update.
+    `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents updated by this rank,
+    and `others` is the group of replicas dividing the update.
     """
 
     others, rows = Group(), slice(None)
@@ -38,7 +38,7 @@ class Stepped:
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
         self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
-        # The indices of the latents that this rank updates, int64 on the device.
+        # The indices of the latents updated by this rank, int64 on the device.
         self.ids = sae.ids
 
     def whole_sums(self) -> list[Tensor]:
@@ -46,7 +46,7 @@ class Stepped:
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def part_sums(self) -> list[Tensor]:
-        """Return the gradients, latents first, whose sums this rank needs only for the latents that it updates."""
+        """Return the gradients, latents first, whose sums this rank needs only for the latents it updates."""
         return []
 
     def begin(self) -> None:
@@ -59,7 +59,7 @@ class Stepped:
         """From now on, exchange updated matrices in the 16-bit type `dtype`, the only type that passes read."""
 
     def divide(self) -> None:
-        """Prepare for a training pass: free the fp32 weights that only other ranks update."""
+        """Prepare for a training pass: free the fp32 weights updated only by other ranks."""
 
     def restore(self, *, fill: bool = True) -> None:
         """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas must call this."""
@@ -71,7 +71,7 @@ class Stepped:
         """
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        """Return the part of a tensor, with latents along `dim`, for the latents that this rank updates."""
+        """Return the part of a tensor, with latents along `dim`, for the latents updated by this rank."""
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
@@ -85,7 +85,7 @@ class SteppedShare(Stepped):
     The optimizer's parameters are views of the SAE's weights. Summing gradient shards (reduce-scatter) costs half of an
     all-reduce; gathering the updated weights costs the other half.
 
-    If matrix products read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have
+    If matmuls read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have
     separate memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so any read
     of these matrices fails.
     """
@@ -107,7 +107,7 @@ class SteppedShare(Stepped):
         self._narrow: dict[str, tuple[NarrowCopy, NarrowCopy]] = {}
         self._dtype: torch.dtype | None = None
         self._is_divided = False
-        # The sums that were started during a backward pass, by parameter name.
+        # The sums started during a backward pass, by parameter name.
         self._sums: dict[str, _Sum] = {}
         self._may_send_early = False
         if sae.W_dec.is_cuda and sae.latents.group.size == 1:

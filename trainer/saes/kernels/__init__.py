@@ -1,1 +1,1 @@
-"""The matrix products of a training step; all except the encoder's dense product read only active latents."""
+"""The matmuls in a training step; all except the encoder's dense matmul read only active latents."""

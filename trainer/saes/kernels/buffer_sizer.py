@@ -4,19 +4,18 @@ Waiting for the count would leave the GPU idle, so the host predicts a buffer si
 many of the largest values. If fewer values are above the bound, some values below it are included; they affect neither
 the loss nor its gradients. If more values are above the bound, activations are lost. The host notices this overflow one
 step later. The selected values are set to NaN, so the step is skipped like any step with a non-finite gradient, and the
-weights do not change. The next steps use the dense product, which needs no predicted size and counts all values above
+weights do not change. The next steps use the dense matmul, which needs no predicted size and counts all values above
 the bound.
 
-The host reads the count of the previous step after it has queued the first product of the current step. At that time
-the GPU still has to compute a backward pass, an update and that product, so it is never idle, and the host is at most
-one step ahead. All micro-batches of a step use the counts of the same earlier steps, since waiting for the preceding
-micro-batch would leave the GPU idle. All micro-batches also use the same weights, so the count of a step is the largest
-count of its micro-batches.
+The host reads the previous step's count after queuing the current step's first matmul. At that time the GPU still has
+to compute a backward pass, an update and that matmul, so it is never idle, and the host is at most one step ahead. All
+micro-batches in a step use counts from the same earlier steps, since waiting for the preceding micro-batch would leave
+the GPU idle. All micro-batches also use the same weights, so a step's count is the largest count of its micro-batches.
 
-With CUDA graphs, the host must choose a size before it queues anything. The host then does not wait for the count of
-the last step, and decides while the GPU is still busy with that step. An overflow is therefore noticed two steps later.
+With CUDA graphs, the host must choose a size before it queues anything. The host then does not wait for the last step's
+count, and decides while the GPU is still busy with that step. An overflow is therefore noticed two steps later.
 
-Each rank decides from its own counts, since sparse and dense products require the same communication between ranks.
+Each rank decides from its own counts, since sparse and dense matmuls require the same communication between ranks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# The predicted count is the largest count of the last `MEMORY` steps. If the latest count is the largest, its growth is
-# extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense product is used: in the first steps
+# The predicted count is the largest count in the last `MEMORY` steps. If the latest count is the largest, its growth is
+# extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense matmul is used: in the first steps
 # of a run, the count may grow by half from one step to the next, and a step that overflows is wasted.
 MEMORY, MOST_GROWTH = 4, 1.25
 # With CUDA graphs, the buffer shrinks only after this many steps in which a smaller buffer sufficed, since L0
@@ -51,7 +50,7 @@ class _ObservedBatch(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """A decision made before a pass was queued: the buffer size, or None for the dense product."""
+    """A decision made before a pass was queued: the buffer size, or None for the dense matmul."""
 
     capacity: int | None
 
@@ -69,7 +68,7 @@ class BufferSizer:
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # The batches of the step that is being queued, and the batches of steps whose counts the host has not read yet.
+        # The batches in the step being queued, and the batches in steps whose counts the host has not read yet.
         self._of_step: list[_ObservedBatch] = []
         self._unread: deque[list[_ObservedBatch]] = deque()
         # With CUDA graphs: the predicted counts per token, and the last buffer size per token.
@@ -83,10 +82,10 @@ class BufferSizer:
     def above(self, pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
         """Select the values above a bound (a number or [d_sae]), every NaN, and possibly some values below the bound.
 
-        All selected values are NaN if the buffer is too small. Return None if a dense product is faster or the size
+        All selected values are NaN if the buffer is too small. Return None if a dense matmul is faster or the size
         cannot be predicted yet.
         """
-        # Launch the matrix product first, so that the GPU computes while the host waits for a count.
+        # Launch the matmul first, so that the GPU is computing while the host waits for a count.
         matrix = pre_acts.matrix
         n_tokens, d_sae = matrix.shape
         size = self._ahead.capacity if self._ahead else self._capacity(n_tokens, d_sae)
@@ -103,9 +102,9 @@ class BufferSizer:
         return chosen
 
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
-        """Decide the buffer size for the next batch and return it; None for the dense product.
+        """Decide the buffer size for the next batch and return it; None for the dense matmul.
 
-        No further batch may follow before `queued` is called. The count of the last step is not read.
+        No further batch may follow before `queued` is called. The last step's count is not read.
         """
         self._ahead = _Ahead(self._capacity(n_tokens, d_sae, n_unread=1))
         return self._ahead.capacity
@@ -123,10 +122,10 @@ class BufferSizer:
         self._of_step, self._ahead = [], None
 
     def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
-        """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense product.
+        """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense matmul.
 
-        Deterministic mode always uses dense products. Checkpoints do not store the counts of earlier steps, and sparse
-        products round differently, so a resumed run would otherwise not be bit-identical.
+        Deterministic mode always uses dense matmuls. Checkpoints do not store the counts of earlier steps, and sparse
+        matmuls round differently, so a resumed run would otherwise not be bit-identical.
         """
         while len(self._unread) > n_unread:
             self._learn(self._unread.popleft())
@@ -145,7 +144,7 @@ class BufferSizer:
         return per_token * n_tokens if per_token else None
 
     def _learn(self, step: list[_ObservedBatch]) -> None:
-        """Process the counts of a step's batches; if one of the batches overflowed, forget all earlier steps."""
+        """Process the counts for a step's batches; if any batch overflowed, forget all earlier steps."""
         numbers = [int(batch.n_above.read()) for batch in step]
         if any(n_above == batch.capacity for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()

@@ -56,10 +56,10 @@ class Packed(NamedTuple):
 def longest_since_fired(
     since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> DeadLatents | None:
-    """Return the n dead latents that have been silent the longest, sorted by index.
+    """Return the n longest-silent dead latents, sorted by index.
 
     Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer than n latents are dead, living
-    latents fill the remaining entries. The bias has the product dtype, `dtype`. Return None if no kernel applies.
+    latents fill the remaining entries. The bias has the matmul dtype, `dtype`. Return None if no kernel applies.
     """
     if (triton := DEAD_LATENTS.on(since_fired, dtype)) and triton.fits(since_fired, dead_after):
         return DeadLatents(*triton.longest_since_fired(since_fired, b_enc, variance, dead_after, n, dtype))
@@ -70,9 +70,8 @@ def longest_since_fired(
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
     """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
 
-    The rows have the dtype of the matrix products, `dtype`. If this dtype is narrower than the weights, the rows are
-    read from the narrow copy that these products use. A latent index of −1 yields rows of zeros. The caller fills in
-    the biases.
+    The rows have the matmul dtype, `dtype`. If this dtype is narrower than the weights, the rows are read from the
+    narrow copy used by these matmuls. A latent index of −1 yields rows of zeros. The caller fills in the biases.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)

@@ -1,6 +1,6 @@
-"""The encoder, which computes one dense product and keeps only the selected pre-activations.
+"""An encoder that computes one dense matmul and keeps only the selected pre-activations.
 
-For B tokens, a step with only dense products takes 10·B·d_in·d_sae operations; with this encoder, it takes
+For B tokens, a step with only dense matmuls takes 10·B·d_in·d_sae operations; with this encoder, it takes
 2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix and
 multiply by this matrix twice, and a third time for the gradient of x − input_bias.
 """
@@ -23,15 +23,15 @@ from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs, SparseIndices
 
 # A function that returns the positions and values of the pre-activations to keep, or None to keep the dense matrix. The
-# function must not keep a reference to the matrix, because the next product overwrites it unless the result is None.
+# function must not keep a reference to the matrix, because the next matmul overwrites it unless the result is None.
 Choose = Callable[[PreActs], Chosen | None]
 
 
 @torch.no_grad()
 def centre(x: Tensor, input_bias: Tensor) -> Tensor:
-    """Return x − input_bias for x [n_tokens, d_in] in the product dtype, without a gradient.
+    """Return x − input_bias for x [n_tokens, d_in] in the matmul dtype, without a gradient.
 
-    Under autocast the product dtype is bf16 or fp16. A GPU kernel subtracts and converts in one pass.
+    Under autocast the matmul dtype is bf16 or fp16. A GPU kernel subtracts and converts in one pass.
     """
     dtype = product_dtype(x)
     if dtype.itemsize == 2 and (triton := ENCODER_INPUTS.on(x, dtype)) and triton.fits(x, input_bias):
@@ -41,7 +41,7 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
 
 
 def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """Return the pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae] that `choose` selects, in b_enc's dtype.
+    """Return the pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae] selected by `choose`, in b_enc's dtype.
 
     `centred` is x − input_bias [n_tokens, d_in], from `centre`. The backward pass of this function also computes the
     gradient of `input_bias`.

@@ -30,7 +30,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the columns and float values of each row's k largest bf16 numbers, the smallest first: both [n_rows, k].
 
     Positive bf16 numbers are ordered like the integers with the same bits. For a row with fewer than k positive
-    numbers, the result contains its positive numbers and arbitrary others.
+    numbers, the result contains its positive numbers and arbitrary other numbers.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)

@@ -76,6 +76,6 @@ class Product(PreActs):
         return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
-        """Let the next product reuse the memory of the matrix; copy the needed values first."""
+        """Let the next matmul reuse the matrix's memory; copy the needed values first."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

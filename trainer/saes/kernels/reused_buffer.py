@@ -1,7 +1,7 @@
-"""Reuses the memory of a CPU product for the next product of the same shape.
+"""Reuses the output buffer of a CPU matmul for the next matmul of the same shape.
 
 The allocator would return such a large block to the operating system, which would have to fill it with zeros again. On
-one core, this took 15 ms of an 80 ms product for 3,072 latents, and 80 ms of a 430 ms product for 16,384 latents.
+one core, this took 15 ms of an 80 ms matmul for 3,072 latents, and 80 ms of a 430 ms matmul for 16,384 latents.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _fits(matrix: Tensor, bias: Tensor, x: Tensor, weight: Tensor) -> bool:
 
 
 def put_back(matrix: Tensor) -> None:
-    """Let the next product overwrite `matrix`; the caller must no longer use it."""
-    # A tensor that was created in inference mode cannot be written outside that mode.
+    """Let the next matmul overwrite `matrix`; the caller must no longer use it."""
+    # A tensor created in inference mode cannot be written outside that mode.
     if matrix.device.type == "cpu" and not matrix.is_inference():
         _kept.matrix = matrix

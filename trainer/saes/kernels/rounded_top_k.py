@@ -1,6 +1,6 @@
-"""Finds the largest pre-activations with a bf16 product, and then computes exact values for the candidates only.
+"""Finds the largest pre-activations with a bf16 matmul, and then computes exact values for the candidates only.
 
-A CPU with hardware support for bf16 computes bf16 products eight times as fast as fp32 products. The error of a rounded
+A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. The error of a rounded
 product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value that is below the k-th largest exact value by
 more than this bound is not among the k largest. If too few values can be ruled out, the exact product is computed, so
 the result never depends on the rounding.
@@ -37,7 +37,7 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the pre-activations of the given tokens, without using the buffer that full products reuse."""
+        """Return the pre-activations of the given tokens, without using the buffer reused by full matmuls."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Rough(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Large values of each token: columns and exact values [n_tokens, n], in no particular order.
+    """Large values for each token: columns and exact values [n_tokens, n], in no particular order.
 
     No other value of a token exceeds its `ceiling` [n_tokens]; if the ceiling is NaN, the other values are unknown.
     """
@@ -96,7 +96,7 @@ class Candidates(NamedTuple):
 
 
 class FirstLook(NamedTuple):
-    """Values of each token that are large in the rounded product.
+    """Values that are large in the rounded product, for each token.
 
     `columns` and the bounds of the exact values, `lower` and `upper`, are [n_tokens, n]. No other value exceeds
     `ceiling` [n_tokens].

@@ -33,7 +33,7 @@ def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
 def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
     """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, which must not become inactive.
 
-    Return None if a dense product is faster. On a GPU, the host waits for the number of values, so do not use this
+    Return None if a dense matmul is faster. On a GPU, the host waits for the number of values, so do not use this
     function in training.
     """
     matrix = pre_acts.matrix
@@ -58,9 +58,9 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def where(mask: Tensor) -> SparseIndices | None:
-    """Return the positions marked in a bool mask [n_tokens, d_sae], or None if a dense product is faster.
+    """Return the positions marked in a bool mask [n_tokens, d_sae], or None if a dense matmul is faster.
 
-    On CPU, a product takes about 16 times as long for a sparse entry as for a dense entry.
+    On CPU, a matmul takes about 16 times as long per sparse entry as per dense entry.
     """
     # numpy takes a third of torch's time to count and find the marked elements.
     n_marked = int(n_marked_in(mask)) if mask.is_cuda else np.count_nonzero(mask.numpy())

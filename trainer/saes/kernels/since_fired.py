@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import TOKENS_SINCE_FIRED
 from trainer.saes.sparse_acts import Acts, SparseActs
 
-# The lower bound of the variance, which would be 0 for a perfect SAE; AuxK divides by the variance.
+# A lower bound on the variance: AuxK divides by the variance, and a perfect SAE would have a variance of 0.
 LEAST_VARIANCE = 1e-12
 
 

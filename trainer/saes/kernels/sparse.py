@@ -2,9 +2,9 @@
 
 The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows.
 Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner
-product of its row of W_dec with the gradient of its token. The gradient of the weights is, for each latent, a sum over
-the rows of the tokens on which it is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these
-products take 5, 7 and 8 ms; a dense product takes 80 ms. A GPU computes both gradients of decoding in one pass.
+product of its row of W_dec with the gradient of its token. For each latent, the weight gradient is a sum over the rows
+of the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these
+matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CACHE_BYTES = 2**24
 def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int = 0) -> Tensor:
     """Return acts @ W_dec [n_tokens, d_out]: the weighted sum of each token's active rows of W_dec [d_sae, d_out].
 
-    Ranks of a `group` have the same tokens, and each rank gets its `local_shard` of the sum over ranks. With
+    Ranks in a `group` have the same tokens, and each rank gets its `local_shard` of the sum over ranks. With
     `n_levels`, every `n_levels` consecutive token indices of the sparse activations are the levels of one token; the
     result is then [n_tokens, n_levels, d_out].
     """
@@ -49,7 +49,7 @@ def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
     """Return the dtype in which ranks gather the gradient of the decoded values, or None to keep its dtype.
 
     If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype, so it must not
-    depend on the activations, although a rank with many active latents uses dense products.
+    depend on the activations, although a rank with many active latents uses dense matmuls.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -67,7 +67,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, indices: SparseIndices, group: Group, n_levels: int) -> Tensor:
-        # Under autocast, use 16-bit rows, which halve the bytes that a GPU gathers and fit better into its cache. Sums
+        # Under autocast, use 16-bit rows: they halve the bytes gathered by a GPU and fit better into its cache. Sums
         # are in fp32 in any case.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
@@ -103,7 +103,7 @@ def _gradients(
     needed: tuple[bool, bool],
     factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the activations and of W_dec; `rows` is the copy of W_dec that the forward pass used.
+    """Return the gradients of the activations and of W_dec; `rows` is the copy of W_dec used by the forward pass.
 
     The gradient of the decoded values is `grad`, times `factor` (0-dim) if given.
     """
@@ -139,7 +139,7 @@ class Gradients(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """The inputs of kernels that decode without autograd; `rows` is W_dec [d_sae, d_out] in the product dtype.
+    """Inputs for kernels that decode without autograd; `rows` is W_dec [d_sae, d_out] in the matmul dtype.
 
     After computing sums over the decoded values, pass them to `with_gradients`, which makes them differentiable.
     """
@@ -151,7 +151,7 @@ class Decoded(NamedTuple):
     def with_gradients(
         self, offset: Tensor, gradients: MakeGradients, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the precomputed 0-dim `sums`, with gradients for the activations, W_dec and `offset`.
+        """Return the precomputed 0-dim `sums`, differentiable with respect to the activations, W_dec and `offset`.
 
         The function `gradients` computes these gradients from `saved` and the gradients of the sums.
         """
@@ -170,7 +170,7 @@ def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
 
 
 class _KnownSums(torch.autograd.Function):
-    """Precomputed sums over decoded values; the gradient of x_hat is written directly in the product dtype.
+    """Precomputed sums over decoded values; the gradient of x_hat is written directly in the matmul dtype.
 
     Autograd would write this gradient in fp32, read it for the offset's gradient, and read it again for the conversion.
     """

@@ -1,4 +1,4 @@
-"""Finds the positions of the largest values of a matrix.
+"""Finds the positions of the largest values in a matrix.
 
 To save time, only values that can be among the largest are read; the result is exact. If columns are grouped, the k
 groups with the largest maxima contain the k largest values. On a GPU, all shapes are therefore known in advance, and

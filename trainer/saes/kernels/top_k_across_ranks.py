@@ -1,6 +1,6 @@
 """Finds the largest pre-activations over several ranks, exactly, by exchanging candidates.
 
-A rank sends only some of its largest values, plus a ceiling that none of its other values exceeds. If a ceiling is
+A rank sends only some of its largest values, plus a ceiling not exceeded by any of its other values. If a ceiling is
 above the smallest chosen value of a token, an unsent value might belong to the result; a second round then exchanges
 all possible candidates of such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
 values and decide identically. With only one rank, nothing is exchanged. If a rounded product finds the candidates,
@@ -32,7 +32,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, SparseIndices
 
-# Like `MARGIN_PER_TOKEN`, but for the largest values of an entire batch, whose number per rank varies less.
+# Like `MARGIN_PER_TOKEN`, but for the largest values in an entire batch; their number per rank varies less.
 MARGIN_PER_BATCH = 1.5
 
 
@@ -111,7 +111,7 @@ class _LocalChoice(NamedTuple):
 
 
 class _Entries(NamedTuple):
-    """Entries of activations: latents, ascending tokens, values, and a mask of the chosen entries, all [n]."""
+    """Activation entries: latents, ascending tokens, values, and a mask of the chosen entries, all [n]."""
 
     latents: Tensor
     tokens: Tensor

@@ -1,6 +1,6 @@
 """AuxK's candidates, their weights and their gradients on a GPU: one launch for each, while torch needs 3 to 18.
 
-In a step of 1 ms, each small launch costs 2.5 µs.
+In a 1 ms step, each small launch costs 2.5 µs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,7 +16,7 @@ from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 # The maximum number of latents whose counts a program holds in registers, and the number of latents per thread. With 32
 # latents per thread and twice as many threads, most GPUs spilled registers.
 MOST_LATENTS, PER_THREAD = 2**15, 64
-# The number of latents whose positions a program computes, and the number of columns of a row that it copies.
+# The number of latents whose positions a program computes, and the number of row columns it copies.
 PART, COLUMNS = 1024, 1024
 # Silence is capped at this number of tokens, since 32-bit counts take half the registers.
 LONGEST_SINCE_FIRED = tl.constexpr(2**31 - 1)
@@ -36,7 +36,7 @@ def longest_since_fired(
     weight = torch.empty_like(variance)
     held: int = triton.next_power_of_2(n_latents)
     warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(since_fired):
         _find_longest_since_fired[triton.cdiv(n_latents, part),](
             latents, bias, weight, since_fired, b_enc.detach(), variance, dead_after, n_latents, n,

@@ -22,14 +22,14 @@ def centre(x: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
     (n_rows, n_columns), out = x.shape, torch.empty_like(x, dtype=dtype)
     if x.numel():
         grid = triton.cdiv(n_rows, _ROWS), triton.cdiv(n_columns, _COLUMNS)
-        # Triton launches kernels on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, not necessarily on the tensors' device.
         with torch.cuda.device_of(x):
             _centre[grid](out, x, bias, n_rows, n_columns, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS)
     return out
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run the kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     x = torch.arange(20 * 36, device=device).view(20, 36).remainder(7).float()
     if not (centre(x, x[1], dtype) == x - x[1]).all():
         raise RuntimeError("the kernel gives wrong results")

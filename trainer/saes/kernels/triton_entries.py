@@ -1,4 +1,4 @@
-"""Moves chosen entries to the front on a GPU with one launch; torch needs eight launches."""
+"""Moves chosen entries to the front on a GPU in a single launch; torch needs eight launches."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TILE, _WARPS = 1024, 4
 
 
 class Ordered(NamedTuple):
-    """Entries [n] of activations: the first `n_chosen` (0-dim) entries are chosen; the other entries have a value of 0.
+    """Activation entries [n]: the first `n_chosen` (0-dim) entries are chosen; the other entries have a value of 0.
 
     `ascending` contains the tokens of the chosen entries, and n_tokens for the other entries.
     """
@@ -35,7 +35,7 @@ def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Ten
     so_far, n = is_chosen.cumsum(0), len(is_chosen)
     given = [one.contiguous() for one in (latents, tokens, values)]
     out_latents, out_tokens, out_values, ascending = (torch.empty_like(one) for one in (*given, given[1]))
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(values):
         _put_chosen_first[triton.cdiv(n, _TILE),](
             out_latents, out_tokens, out_values, ascending, *given, is_chosen, so_far, n, n_tokens,
@@ -45,7 +45,7 @@ def chosen_first(latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Ten
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run the kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     numbers = torch.arange(3000, device=device)
     is_chosen = numbers % 3 == 0
     found = chosen_first(numbers, numbers // 10, numbers + 1.0, is_chosen, 300)

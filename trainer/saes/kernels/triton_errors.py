@@ -1,7 +1,6 @@
 """Errors of reconstructions on a GPU: one pass computes the errors and all sums over errors and targets.
 
-The order of the additions is fixed: each program adds up a block of rows, and the sums of the programs are added
-afterwards.
+The order of the additions is fixed: each program adds up a block of rows, and the programs' sums are added afterwards.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,14 +17,14 @@ from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The number of rows per program, and the number of columns that it processes at a time. Each thread processes all rows
-# of its columns: 16 numbers per sum, or 8 if there are several levels, so that no registers are spilled.
+# The number of rows per program, and the number of columns it processes at a time. Each thread processes all rows of
+# its columns: 16 numbers per sum, or 8 if there are several levels, so that no registers are spilled.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 # The number of rows and columns per program that adds two matrices, so that each thread processes 16 numbers.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# The number of columns of a one-warp program, the number of bytes that it gathers of each column at a time, and the
-# number of such programs that fill a GPU. The tokens are divided among about that number of programs; more programs
-# would only write more partial sums.
+# The number of columns of a one-warp program, the number of bytes it gathers per column at a time, and the number of
+# such programs that fill a GPU. The tokens are divided among about that number of programs; more programs would only
+# write more partial sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
@@ -115,7 +114,7 @@ def _fill_of_bags(
     n_filled = None if indices.filled is None else indices.filled.n
     sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
     shape = {"ENTRIES": _AT_ONCE // rows.itemsize, "COLUMNS": _GATHERED, "num_warps": 1, "enable_fp_fusion": True}
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(y):
         _nest_bags[grid](*tensors, n_filled, *sizes, **shape)
     error, centred, inner = squares.sum(dim=(1, 2))
@@ -171,7 +170,7 @@ def _summed(
     stride = 0 if offset is None or offset.dim() == 1 else n_columns
     offset = None if offset is None else offset.contiguous()
     tensors = errors, sums, x_hat, y.contiguous(), parts.contiguous(), offset, y_mean
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(y):
         sizes = {"LEVELS": n_levels, "MOMENTS": n_moments, "ROWS": 4 if n_levels == 1 else 2}
         _sum_errors[grid](*tensors, stride, n_rows, n_columns, **sizes, **_TILE)
@@ -184,7 +183,7 @@ def _grid(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run each kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]

@@ -1,4 +1,4 @@
-"""The functions of `since_fired` with one kernel each; torch needs 4 to 6 operations, each as slow as a kernel."""
+"""The `since_fired` functions with one kernel each; torch needs 4 to 6 operations, each as slow as a kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.saes.kernels.since_fired import LEAST_VARIANCE
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The number of latents per program, and the maximum number of other sums, which the first program handles. Every SAE
+# The number of latents per program, and the maximum number of other sums, all handled by the first program. Every SAE
 # has fewer.
 _PART, _MOST_OTHERS = 1024, 16
 
@@ -38,7 +38,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     n = len(since_fired)
     others = torch.empty_like(sums[n:])
     assert len(others) <= _MOST_OTHERS, "the first program cannot return more sums"
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(since_fired):
         _add_tokens[max(1, triton.cdiv(n, _PART)),](
             since_fired, sums, others, n_tokens, n, len(others), PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4
@@ -53,7 +53,7 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run each kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     since_fired, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = add_tokens(since_fired, sums, sums[2].clone())
     are_right = (since_fired.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])

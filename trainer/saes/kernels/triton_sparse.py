@@ -1,8 +1,8 @@
-"""Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
+"""Sparse matmuls on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
-The host never waits, since grids depend only on shapes. A program handles one block of columns, and programs of the
-same block run one after the other, so that the gathered slice fits into the L2 cache: 128 columns of 65,536 bf16 rows
-take 16 MiB, and so do all 2,304 columns of 4,096 rows.
+The host never waits, since grids depend only on shapes. A program handles one block of columns, and programs for the
+same block run consecutively, so that the gathered slice fits into the L2 cache: 128 columns of 65,536 bf16 rows take 16
+MiB, and so do all 2,304 columns of 4,096 rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,19 +17,18 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The maximum number of entries of a latent that one program sums; more entries are split among several programs.
-# Without this limit, a latent that is active on all 4,096 tokens would keep one program busy long after the other
-# programs have finished.
+# The maximum number of a latent's entries summed by one program; more entries are split among several programs. Without
+# this limit, a latent that is active on all 4,096 tokens would keep one program busy long after the other programs have
+# finished.
 LONGEST = 256
-# The number of rows that a program sums, and the number of rows and columns that it holds at a time: 32 numbers per
-# thread. With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
-# 0.08 ms.
+# The number of rows summed by a program, and the number of rows and columns it holds at a time: 32 numbers per thread.
+# With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes 0.08 ms.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 # The number of latents per program that merges the measurements of column parts.
 JOINED = 256
 # The number of activations that are summed at a time.
 OF_TOTAL = tl.constexpr(32)
-# The number of values that a program holds at a time: 32 per thread.
+# The number of values held by a program at a time: 32 per thread.
 TILE = 4096
 # At least `MANY` programs fill a GPU even if each holds so few values that one warp suffices. For the sums of 4,096
 # bags of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took
@@ -40,10 +39,10 @@ MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
 SLAB_BYTES = 16 * 2**20
 # The size of a slice in bytes if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
-# The maximum number of columns of a latent that one program sums, and the approximate number of columns per thread;
-# this is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps
-# that read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took
-# 0.59 ms with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
+# The maximum number of columns per latent summed by one program, and the approximate number of columns per thread; this
+# is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps that
+# read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took 0.59 ms
+# with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
@@ -60,7 +59,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
         tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
-        # Triton launches kernels on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, not necessarily on the tensors' device.
         with torch.cuda.device_of(rows):
             _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
     return out
@@ -82,11 +81,11 @@ class SumBuffers(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """The sums of all latents, fp32 [d_sae, d].
+    """The sums for all latents, fp32 [d_sae, d].
 
     `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. Either
-    `products` or `totals` is None. `shared` [m] contains all latents that were summed by several programs, and possibly
-    other latents.
+    `products` or `totals` is None. `shared` [m] contains all latents summed by several programs, and possibly other
+    latents.
     """
 
     sums: Tensor
@@ -110,7 +109,7 @@ def sum_by_latent(
     product of each entry's row of `dense` and its latent's row, computed from the same gathered data. The order of the
     additions is fixed unless `splits`: then a latent's entries beyond its first `LONGEST` are added to its row
     atomically, in any order. Entries beyond the `filled` ones belong to no latent; their products are 0. The squared
-    length of each latent's sum is written to `measured`, except for latents whose entries are split among several
+    norm of each latent's sum is written to `measured`, except for latents whose entries are split among several
     programs.
     """
     indices, d_sae = acts.indices, acts.d_sae
@@ -240,7 +239,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int, width: int) -> bool:
-    """Return whether the sums, products and row norms of two latents are right.
+    """Return whether the sums, products and row norms of two latents are correct.
 
     The entries of the first latent, an odd number n, are split among programs. The last entry is padding.
     """
@@ -435,7 +434,7 @@ def _weigh_rows(
 
 @triton.jit
 def _once(indices, mask):
-    """Load values that no other program reads, as fp32."""
+    """Load values read by no other program, as fp32."""
     return tl.load(indices, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
 
 

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# The maximum number of group maxima and of values of chosen groups that a program holds for a row, and the number of
-# bytes that it reads at a time. Reading twice as many bytes saves no instructions and takes up to a third more
-# registers.
+# The maximum number of group maxima and of chosen groups' values held by a program for a row, and the number of bytes
+# it reads at a time. Reading twice as many bytes saves no instructions and takes up to a third more registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
-# The number of columns in the smallest group: 16 bytes of bf16, which a thread reads in one load.
+# The number of columns in the smallest group: 16 bytes of bf16, read by a thread in one load.
 LEAST_GROUP = 8
 # The widest row that a program can hold completely.
 WIDEST = 2**14
@@ -64,7 +63,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
     if n_rows:
-        # Triton launches kernels on the current device, which may differ from the tensors' device.
+        # Triton launches kernels on the current device, not necessarily on the tensors' device.
         with torch.cuda.device_of(values):
             (_look_in_groups if _keeps_few(n, k) else _look_at_whole)(
                 columns, _bits(largest), _bits(values), k, _of_type(values)
@@ -186,7 +185,7 @@ def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
     """
     bits = _bits(values.flatten())
     n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
-    # Triton launches kernels on the current device, which may differ from the tensors' device.
+    # Triton launches kernels on the current device, not necessarily on the tensors' device.
     with torch.cuda.device_of(values):
 
         def launch(kernel: Any, *tensors: Tensor | None, **sizes: int) -> None:
@@ -210,7 +209,7 @@ def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; let Triton's errors propagate, and raise `RuntimeError` if the results are wrong."""
+    """Run each kernel once, letting Triton errors propagate; raise `RuntimeError` if the results are wrong."""
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
     kept = strongest(values, 3)
@@ -283,7 +282,7 @@ def _largest_of_rows(
         maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
         largest = tl.maximum(largest, maxima)
-    # Wait until all threads have stored the maxima that other threads read.
+    # Wait until all threads have stored the maxima read by other threads.
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
