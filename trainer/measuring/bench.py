@@ -46,7 +46,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
     has_data = "source" in raw.get("data", {})
     if not has_data:
         raw["data"] = {"path": "random"}
-    # The default batch size depends on the length of the run, which is undefined for a benchmark.
+    # The default batch size depends on the run length, which a benchmark does not define.
     raw.setdefault("train", {}).setdefault("batch_size", USUAL_BATCH)
     parsed, problems = parse_job(raw)
     if parsed is None:

@@ -141,7 +141,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the mean duration of each phase over `n_steps` steps, in ms."""
     steps.take_plainly()
-    # Unlike `torch.profiler.profile`, this does not load torch's compiler, which takes two seconds.
+    # Unlike `torch.profiler.profile`, this avoids the two seconds needed to load torch's compiler.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)

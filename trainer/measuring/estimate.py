@@ -1,4 +1,4 @@
-"""Estimates the memory and time of a training run in advance, for the `estimate` command."""
+"""Estimates a training run's memory use and time in advance, for the `estimate` command."""
 
 from __future__ import annotations
 

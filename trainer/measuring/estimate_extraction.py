@@ -1,4 +1,4 @@
-"""Estimates the memory, disk space and time of an extraction, for the `estimate` command."""
+"""Estimates the memory, disk space and time needed for an extraction, for the `estimate` command."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class Inspection(msgspec.Struct, frozen=True):
     `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` is the number
     of rows with more than `data.max_norm` times the median norm. `duplicates` does not include zero rows.
     `heavy_dimensions` are a few dimensions that together account for more than half of the variance; `heavy_share` is
-    their fraction of the variance. `subnormal` is the fraction of fp16 values that are too small for full precision. By
-    default, a training run holds out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number
-    is known. `copies` is the fraction of the checked held-out rows that are also training rows.
+    their fraction of the variance. `subnormal` is the fraction of fp16 values too small for full precision. By default,
+    a training run holds out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number is
+    known. `copies` is the fraction of checked held-out rows that are also training rows.
     """
 
     n_tokens: int
@@ -212,7 +212,7 @@ def _duplicates(rows: Tensor) -> int:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return the norm of each row in float64, since squares of large values would overflow in fp32."""
+    """Return each row's norm in float64; squares of large values would overflow in fp32."""
     parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(_ROWS_AT_ONCE)]
     return torch.cat(parts)
 

@@ -19,7 +19,7 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Measure the speeds; rank 0 writes the results of all ranks to `found.json`.
+    """Measure the speeds; rank 0 writes the results from all ranks to `found.json`.
 
     `asked` is the job's precision setting, possibly "auto". Raise `UserError` if a rank has too little memory.
     """

@@ -79,7 +79,7 @@ class Metric(ABC):
 
     @abstractmethod
     def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
-        """Return the sums of one batch, as 0-dim tensors and vectors.
+        """Return the sums for one batch, as 0-dim tensors and vectors.
 
         The other methods receive the concatenation of these sums as `sums`.
         """

@@ -1,4 +1,4 @@
-"""Accumulates the metrics and loss terms of one SAE between two log rows."""
+"""Accumulates the metrics and loss terms for one SAE between two log rows."""
 
 from __future__ import annotations
 

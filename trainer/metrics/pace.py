@@ -86,7 +86,7 @@ class Pace:
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
         own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks that share latents or train different SAEs process the same tokens.
+        # Ranks sharing latents or training different SAEs process the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot

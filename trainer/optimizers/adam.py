@@ -55,7 +55,7 @@ class Adam(torch.optim.Adam, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter with a gradient."""
         if self._codec != "fp32":
             self._step_matrices()
         _FUSED_STEP(self, closure)

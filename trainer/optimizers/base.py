@@ -1,4 +1,4 @@
-"""The optimizer interface, which extends torch's."""
+"""The optimizer interface, an extension of torch's."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ class Optimizer(torch.optim.Optimizer):
                 yield group, parameter
 
     def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, Tensor]]:
-        """Yield the parameters that have a gradient, each with its group's settings and the gradient."""
+        """Yield the parameters with a gradient, each with its group's settings and the gradient."""
         for group, parameter in self.with_group():
             if parameter.grad is not None:
                 yield group, parameter, parameter.grad
 
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
-        """Return the learning rate, gradient scale and skip flag of this step, on the device of `like`."""
+        """Return the learning rate, gradient scale and skip flag for this step, on the device of `like`."""
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         return Now(rate_of(group, like), self.grad_scale, skips)

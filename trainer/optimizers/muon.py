@@ -15,7 +15,7 @@ from trainer.optimizers.tiled import Betas, adam_step
 class Muon(Optimizer):
     """Updates each matrix by the orthogonal matrix nearest to its momentum, and biases with Adam.
 
-    The matmuls of an update take 20·d_in / n_tokens times as long as the encoder's matmul. With d_in = 384 and batches
+    The matmuls in an update take 20·d_in / n_tokens times as long as the encoder's matmul. With d_in = 384 and batches
     of 4,096 tokens, a step on CPU takes 1.7 times as long as with Adam; with d_in = 2,304, the optimizer would take
     more than half of the step time. The state takes 4 bytes per parameter.
 
@@ -29,7 +29,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter with a gradient."""
         for group, parameter, gradient in self.with_gradient():
             state, now = self.state[parameter], self.now(group, parameter)
             if parameter.dim() < 2:

@@ -32,7 +32,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
+        """Update every parameter with a gradient."""
         for group, y, grad in self.with_gradient():
             state, now = self.state[y], self.now(group, y)
             if not state:

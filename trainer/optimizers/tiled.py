@@ -17,9 +17,9 @@ from trainer.optimizers.compiled import Compiled
 # count not divisible by four, and if Triton fails. Without Triton, the step is not compiled either, and needs 200 MB of
 # memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
-# Multiples of these numbers are evenly distributed modulo 2^16, so the dithers of a weight cover their range evenly.
-# The numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the
-# golden ratio.
+# Multiples of these numbers are evenly distributed modulo 2^16, so a weight's dithers cover their range evenly. The
+# numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the golden
+# ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 
@@ -32,7 +32,7 @@ class Betas(NamedTuple):
 
 
 def betas_of(group: dict[str, Any]) -> Betas:
-    """Return the constants of a parameter group of torch's Adam."""
+    """Return the constants from a torch Adam parameter group."""
     beta1, beta2 = group["betas"]
     return Betas(beta1, beta2, group["eps"])
 

@@ -25,7 +25,7 @@ LONGEST_SINCE_FIRED = 2**31 - 1
 class DeadCandidates(NamedTuple):
     """Candidates for reconstructing the error; for each token, the `n_chosen` largest activations are used.
 
-    `latents` [n] contains distinct indices on this rank, and −1 for latents of other ranks. `rows` are the latents'
+    `latents` [n] contains distinct indices on this rank, and −1 for latents on other ranks. `rows` are the latents'
     weights in the matmul dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
     after the `transfers` have finished. `weight` (0-dim) is the factor for the loss: 1 / (variance of the residual), or
     0 if no latent is dead.
@@ -39,14 +39,14 @@ class DeadCandidates(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the weight of the AuxK loss."""
+    """The dead latents' reconstruction of this rank's y − x_hat [n_tokens, d_out], and the AuxK loss weight."""
 
     reconstruction: Tensor
     weight: Tensor
 
 
 class AuxK(nn.Module):
-    """The auxiliary loss of one SAE, weighted by `alpha`; `k_aux` defaults to half of d_in."""
+    """The auxiliary loss for one SAE, weighted by `alpha`; `k_aux` defaults to half of d_in."""
 
     residual_variance: Tensor
 
@@ -79,7 +79,7 @@ class AuxK(nn.Module):
     def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
         """Reconstruct the error on this rank's tokens from the candidates.
 
-        `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
+        `centred` [n_tokens, d_in] is the encoder's input. Ranks sharing the latents have the same `centred`.
         """
         if candidates is None:
             return None
@@ -120,7 +120,7 @@ def _longest_silent(sae: Sae, n: int, variance: Tensor, dtype: torch.dtype) -> D
 
 
 def _order(sae: Sae) -> Tensor:
-    """Return a sort key for each latent of this rank, comparable across ranks; longer silence means a smaller key.
+    """Return a sort key for each latent on this rank, comparable across ranks; longer silence means a smaller key.
 
     Ties are broken by latent index. Silence is capped at 2^31 − 1 tokens.
     """

@@ -51,7 +51,7 @@ class Output(NamedTuple):
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
     tokens. `losses` are sums over the tokens and latents of this rank; the caller sums them over ranks. The loss "mse"
     is Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics do not have to recompute them. In
-    training, `own_sums` are the 0-dim sums that the architecture's `learn_from` needs.
+    training, `own_sums` are the 0-dim sums needed by the architecture's `learn_from`.
     """
 
     acts: Acts
@@ -123,7 +123,7 @@ class Sae(nn.Module, ABC):
     whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for these
-    latents. Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions,
+    latents. Ranks sharing latents encode the same tokens. After these ranks have summed their decoded contributions,
     each continues with a part of the tokens: x_hat and everything computed from it, such as the squared error, cover
     only the `local_shard` of the tokens.
     """
@@ -304,7 +304,7 @@ class Sae(nn.Module, ABC):
         """Set the parameters that depend on the initial pre-activations of normalised x [n, d_in], if there are any."""
 
     def begin_step(self, progress: float) -> Hashable:
-        """Update the values that change during a run, and return any values that are kept on the host.
+        """Update the values that change during a run, and return any values kept on the host.
 
         `progress` is the completed fraction of the run, 0 to 1.
 
@@ -398,8 +398,8 @@ class Sae(nn.Module, ABC):
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
         """Set the encoder directions `reads` [n, d_in] and decoder directions `writes` [n, d_out] of n latents.
 
-        The mask `latents`, bool [d_sae], marks these latents. The biases of these latents become a fraction of the
-        living latents' mean bias, and their other parameters become 0.
+        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the living latents'
+        mean bias, and their other parameters become 0.
         """
         living = ~self.latents.whole(latents)
         share = self.traits.revived_share
@@ -452,7 +452,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def end_step(self, n_tokens: Tensor) -> None:
-        """Process and clear `step_sums`, which must be summed over all micro-batches and ranks of the step.
+        """Process and clear `step_sums`, already summed over all micro-batches and ranks in the step.
 
         `n_tokens` (0-dim) is the number of tokens in the step. If the step is skipped, `n_tokens` is 0, and the sums
         are ignored.

@@ -59,7 +59,7 @@ class BatchTopK(TopK):
 
     @property
     def cut(self) -> Tensor:
-        """The threshold that is used outside training, 0-dim."""
+        """The threshold used outside training, 0-dim."""
         chosen = self.set_thresholds[0 if self.held_out_half is None else 1 + self.held_out_half]
         return torch.where(chosen >= 0, chosen, self.threshold)
 

@@ -75,7 +75,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _parts(self, acts: Acts) -> Tensor:
-        """Return the output of each level for this rank's tokens, [n_tokens, n_levels, d_out], decoded in one pass."""
+        """Return each level's output for this rank's tokens, [n_tokens, n_levels, d_out], decoded in one pass."""
         group = self.latents.group
         if isinstance(acts, SparseActs):
             return decode(self._by_level(acts), self.W_dec, group, len(self.widths))
@@ -84,7 +84,7 @@ class MatryoshkaBatchTopK(BatchTopK):
     def _by_level(self, acts: SparseActs) -> SparseActs:
         """Regroup the activations so that each (token, level) pair has its own token index.
 
-        The entries of a token are ordered by latent, and therefore by level.
+        A token's entries are ordered by latent, and therefore by level.
         """
         n_levels, n_tokens = len(self.widths), len(acts.indices.starts)
         bags = torch.add(acts.at(self.level_of), acts.indices.tokens, alpha=n_levels)

@@ -128,7 +128,7 @@ class Penalised(Sae):
         most of a short run.
         """
         self.penalty.start(self.y_variance)
-        # For a latent that is active on 1 % of the tokens, 2,048 rows determine the bound to within 1 %.
+        # For a latent active on 1 % of the tokens, 2,048 rows determine the bound to within 1 %.
         rows = x[:START_ROWS] - self.input_bias
         at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
         pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)

@@ -18,9 +18,9 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
     """Set dead latents to the directions of badly reconstructed tokens; return a mask of these latents, bool [d_sae].
 
     The tokens are sampled from normalised x [n_tokens, d_in] and y [n_tokens, d_out], with probability proportional to
-    the square of their loss. The encoder and decoder directions of a latent then become the direction from the centre
-    to its token; the encoder direction is scaled by `Traits.revived_share`. The biases are scaled too, which the paper
-    does not need because its biases start at 0.
+    the square of their loss. A latent's encoder and decoder directions then become the direction from the centre to its
+    token; the encoder direction is scaled by `Traits.revived_share`. The biases are scaled too; the paper does not need
+    this, because its biases start at 0.
     """
     dead = sae.dead()
     all_dead = sae.latents.whole(dead)
@@ -29,7 +29,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
         return torch.zeros_like(dead)
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
-    # The tokens are sampled for the dead latents of all ranks, in order. Select the tokens of this rank's latents.
+    # The tokens are sampled for the dead latents on all ranks, in order. Select the tokens of this rank's latents.
     drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
     reads = F.normalize(x[drawn] - sae.input_bias, dim=1)
     writes = F.normalize(y[drawn] - sae.offset(x[drawn]), dim=1)

@@ -20,7 +20,7 @@ from trainer.saes.kernels.dead_latents import Weights
 class RowGradient(NamedTuple):
     """The weight gradients of n latents.
 
-    `latents` [n] contains distinct indices, and −1 for latents of other ranks. `parameters` are W_enc [d_in, d_sae],
+    `latents` [n] contains distinct indices, and −1 for latents on other ranks. `parameters` are W_enc [d_in, d_sae],
     b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are their gradients for the n latents. `centred` [d_in] is the
     gradient of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this gradient. If the
     rows are summed over ranks, the sums are complete once `arrive` returns.
@@ -34,7 +34,7 @@ class RowGradient(NamedTuple):
     arrive: Callable[[], object] = lambda: None
 
     def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
-        """Add these gradients to the full gradients, which have the shapes of the parameters."""
+        """Add these gradients to the full gradients, which are shaped like the parameters."""
         self.arrive()
         by_latent = wholes._replace(W_enc=wholes.W_enc.T)
         dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)

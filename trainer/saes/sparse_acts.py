@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The number of mask rows that are counted at once.
+# The number of mask rows counted at once.
 COUNTED_AT_ONCE = 512
 
 
@@ -68,7 +68,7 @@ class SparseIndices:
         return self._tokens_by_latent
 
     def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
-        """Return the latent of the first entry in each window of `longest` entries that are sorted by latent."""
+        """Return the latent of the first entry in each window of `longest` entries sorted by latent."""
         return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> SparseIndices:

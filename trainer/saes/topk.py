@@ -53,10 +53,9 @@ class TopK(Sae):
     def _encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
         """Return the activations of x − input_bias [n_tokens, d_in], and the dead latents' reconstruction of the error.
 
-        Ranks that share latents exchange the weights of dead latents while they encode. Autograd runs in the reverse
-        order, so the ranks exchange the gradients of these weights during the encoder's backward pass. A replica that
-        holds all latents may still be receiving W_dec while it encodes, so it reads the rows of dead latents
-        afterwards.
+        Ranks sharing latents exchange the weights of dead latents while encoding. Autograd runs in the reverse order,
+        so the ranks exchange these weights' gradients during the encoder's backward pass. A replica holding all latents
+        may still be receiving W_dec while it encodes, so it reads the rows of dead latents afterwards.
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None

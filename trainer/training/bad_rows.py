@@ -1,4 +1,4 @@
-"""Reports rows with NaN or infinite values, which are left out of training, and stops the run if there are too many."""
+"""Reports rows left out of training because of NaN or infinite values, and stops the run if there are too many."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ def fits_everywhere(
 ) -> bool:
     """Return whether every rank has enough memory to pass its `token_slice` of rows through every SAE.
 
-    The gradients from the pass are discarded. Every SAE gets rows of the same `sample`, even if the SAE trains on
+    The gradients from the pass are discarded. Every SAE gets rows from the same `sample`, even if the SAE trains on
     another of the `n_hooks` hooks. An additional `kept_bytes`, for the rows kept for evaluations, must fit as well.
-    Ranks synchronise only after the pass, so that no rank waits in the middle of a pass for a rank that has failed.
+    Ranks synchronise only after the pass, so that no rank is left waiting mid-pass for a failed rank.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, token_slice, n_hooks, kept_bytes))

@@ -216,9 +216,9 @@ def _device_of(run_dir: Path) -> str:
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
-    """Remove the files of an earlier export in another format, so that the folder does not contain two SAEs.
+    """Remove the files left by an earlier export in another format, so that the folder does not contain two SAEs.
 
-    Keep files whose names match a pattern of a format, since they may belong to other SAEs of a set.
+    Keep files whose names match a format's pattern, since they may belong to other SAEs of a set.
     """
     names = {name for other in catalog.FORMATS.values() for name in other.load().files if "*" not in name}
     for name in names - {*chosen.files}:

@@ -1,4 +1,4 @@
-"""Writes the last checkpoint and the SAEs of a run, and waits for space if the disk is full."""
+"""Writes a run's last checkpoint and SAEs, and waits for space if the disk is full."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Write(NamedTuple):
 
 
 class FinalWrites:
-    """Performs the final writes of each rank; all ranks call `write` together and wait for each other.
+    """Performs each rank's final writes; all ranks call `write` together and wait for each other.
 
     While an SAE's disk is full, a copy of the SAE is kept on another disk.
     """

@@ -68,7 +68,7 @@ class CudaTape:
 def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
     """Stop allocating from the graph's memory pool after a capture has failed.
 
-    Otherwise, torch would return all memory that is freed later to the graph's pool, and batches would fill the GPU.
+    Otherwise, torch would return all memory freed later to the graph's pool, and batches would fill the GPU.
     """
     # PyTorch versions before 2.8 use the second name.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
@@ -104,7 +104,7 @@ class _CapturedStep(NamedTuple):
 
 
 class GraphReplay:
-    """Takes the steps of a learner with one micro-batch per step, either eagerly or by replaying a captured step.
+    """Takes steps for a learner with one micro-batch per step, either eagerly or by replaying a captured step.
 
     Outliers in the raw data are replaced within the step.
     """

@@ -59,7 +59,7 @@ def local_paths(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def is_on_the_hub(model: str) -> bool:
-    """Return whether `model` has the form of a hub name and is not a local folder or file."""
+    """Return whether `model` looks like a hub name and is not a local folder or file."""
     is_name = len(model) <= 96 and _ON_THE_HUB.fullmatch(model) is not None and not model.endswith(".gguf")
     return is_name and not Path(model).exists()
 
@@ -85,7 +85,7 @@ def _sections(
 
 
 def _card_text(card: Path) -> str:
-    """Return the text of a model card with all HTML escaped, or "" if the file is too large or cannot be read.
+    """Return a model card's text with all HTML escaped, or "" if the file is too large or cannot be read.
 
     The run may come from another person, so the text is not trusted.
     """

@@ -1,4 +1,4 @@
-"""Imports an SAE from another tool as a run, which can be evaluated, compared, exported and trained further."""
+"""Imports an SAE from another tool as a run that can be evaluated, compared, exported and trained further."""
 
 from __future__ import annotations
 

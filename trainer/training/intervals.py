@@ -64,7 +64,7 @@ class IntervalRecorder:
         return self._skips.given_up
 
     def begin_step(self, at: Position, waited_for_data_s: float) -> None:
-        """If the step after `at` is the first of an interval, start the clocks."""
+        """If the step after `at` is the first in an interval, start the clocks."""
         if at == self._since:
             # Start the clocks here, so that the pace excludes set-up and saves.
             self._pace.begin(waited_for_data_s)
@@ -91,7 +91,7 @@ class IntervalRecorder:
         )
 
     def sum_paces(self, ended: EndedInterval) -> Totals:
-        """Start summing the speeds and waiting times of an interval over ranks."""
+        """Start summing an interval's speeds and waiting times over ranks."""
         return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
 
     def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:

@@ -61,7 +61,7 @@ class StepState(NamedTuple):
 
 
 class WholeSteps(Protocol):
-    """Takes complete steps of a learner whose steps have a single micro-batch and no communication between ranks."""
+    """Takes complete steps for a learner whose steps have a single micro-batch and no communication between ranks."""
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; the batch has `of_all` tokens."""
@@ -98,7 +98,7 @@ class Update:
 
 
 class RowUpdate(Update):
-    """Updates matrices and vectors one latent at a time, so that each weight is read and written only once.
+    """Updates matrices and vectors one latent at a time, so each weight is read and written only once.
 
     The optimizer's `step` updates the remaining parameters, such as a skip connection.
     """
@@ -122,7 +122,7 @@ class RowUpdate(Update):
 
 
 class Learner:
-    """An SAE with its optimizer and metrics; `state` gives access to everything that a checkpoint stores.
+    """An SAE with its optimizer and metrics; `state` provides access to everything stored in a checkpoint.
 
     The SAE is trained on the rows for hook number `hook` in each batch.
     """
@@ -238,8 +238,8 @@ class Learner:
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None, *, is_last: bool = False) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
 
-        If ranks share the micro-batch, `of_all` is its number of tokens over all ranks. In the last micro-batch of a
-        step (`is_last`), gradients may be exchanged during the backward pass.
+        If ranks share the micro-batch, `of_all` is its token count over all ranks. In the last micro-batch of a step
+        (`is_last`), gradients may be exchanged during the backward pass.
         """
         self.sae.batch_tokens = of_all or len(x)
         self.stepped.divide()
@@ -271,7 +271,7 @@ class Learner:
         self.interval = Interval(("loss", *self.sae.traits.losses))
 
     def drop_gradients(self) -> None:
-        """Discard the gradients of a backward pass."""
+        """Discard the gradients from a backward pass."""
         self.sae.zero_grad()
         self.sae.row_gradients.take()
 
@@ -386,9 +386,9 @@ class Learner:
             narrow_copy.forget(parameter)
 
     def sums(self) -> dict[str, Tensor]:
-        """Return the sums of a log interval by name, for summing over ranks with the same latents, and reset them.
+        """Return a log interval's sums by name, for summing over ranks with the same latents, and reset them.
 
-        The result includes every device value the host needs, so the host does not have to wait for others.
+        The result includes every device value the host needs, so the host does not wait for any other values.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 
@@ -402,7 +402,7 @@ class Learner:
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
-        """Return the metrics of a log interval by name, from sums over ranks and the state at its end.
+        """Return a log interval's metrics by name, from sums over ranks and the state at its end.
 
         If `state` is None, the current state is used.
         """

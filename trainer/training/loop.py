@@ -1,4 +1,4 @@
-"""The training loop of one rank: it reads data, takes steps, logs, evaluates and saves."""
+"""The training loop for one rank: it reads data, takes steps, logs, evaluates and saves."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Trainer:
                 learner, self._job, parallel, self.outliers[learner.hook],
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip
-        # Ranks that train different SAEs cannot share work.
+        # Ranks training different SAEs cannot share work.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, capacity=parallel.capacity)
         self._wanted_shares: Shares | None = None
@@ -136,7 +136,7 @@ class Trainer:
             self._job, source, parallel, self.learners, self.outliers, self.report, bad_rows, self.position
         )
         is_alone = parallel.world_size == 1
-        # Ranks that train different SAEs exchange the results of an interval, so all of them wait anyway.
+        # Ranks training different SAEs exchange interval results, so all of them wait anyway.
         reads_late = self._device.type == "cuda" and (is_alone or not parallel.learns_alone)
         self._pending = PendingIntervals(
             self._recorder.sum_paces, self._record, reads_late=reads_late, is_alone=is_alone

@@ -44,7 +44,7 @@ class RowSampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return the job's detector of rows to leave out; later calls to `sample` omit such rows."""
+        """Return the job's detector for rows to leave out; later calls to `sample` omit such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)

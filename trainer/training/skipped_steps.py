@@ -1,4 +1,4 @@
-"""Reports steps that are skipped because a gradient is not finite, and stops a run that skips too many steps.
+"""Reports steps skipped because a gradient is not finite, and stops a run that skips too many steps.
 
 Non-finite rows are replaced before a step, so a non-finite gradient means that training is diverging.
 """

@@ -22,8 +22,8 @@ from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
 # The bit patterns of positive fp32 numbers have the same order as the numbers. Without their last 13 bits, the patterns
-# are indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
-# does not depend on how the rows are distributed over ranks.
+# are indices of bins 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result does not
+# depend on how the rows are distributed over ranks.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # The maximum number of pre-activations counted at once.

@@ -27,7 +27,7 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """The weights updated by this rank: in this base class, which does not shard them, all of its weights.
+    """The weights updated by this rank; this base class does not shard them, so the rank updates all of its weights.
 
     `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents updated by this rank,
     and `others` is the group of replicas dividing the update.

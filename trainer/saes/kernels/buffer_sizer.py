@@ -42,7 +42,7 @@ SHRINKS_AFTER = 100
 
 
 class _ObservedBatch(NamedTuple):
-    """A batch: its number of tokens, its buffer size (None if dense), and the count of values at or above the bound."""
+    """A batch: its token count, its buffer size (None if dense), and the count of values at or above the bound."""
 
     n_tokens: int
     capacity: int | None
@@ -64,7 +64,7 @@ class _Pass(NamedTuple):
 
 
 class BufferSizer:
-    """Predicts, from the counts of earlier steps, the buffer size for a batch's values above a bound."""
+    """Predicts, from counts in earlier steps, the buffer size for a batch's values above a bound."""
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
@@ -124,7 +124,7 @@ class BufferSizer:
     def _capacity(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
         """Predict the buffer size for a batch from all but the last `n_unread` steps; None for the dense matmul.
 
-        Deterministic mode always uses dense matmuls. Checkpoints do not store the counts of earlier steps, and sparse
+        Deterministic mode always uses dense matmuls. Checkpoints do not store counts from earlier steps, and sparse
         matmuls round differently, so a resumed run would otherwise not be bit-identical.
         """
         while len(self._unread) > n_unread:

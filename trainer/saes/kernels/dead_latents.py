@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, like: Tensor, n: int, d_in: int, d_out: int, dtype: torch.dtype) -> Packed:
-        """Allocate weights of n latents on the device of `like`."""
+        """Allocate weights for n latents on the device of `like`."""
         sizes = n * d_in, n * d_out, n
         flat = like.new_empty(sum(sizes), dtype=dtype, requires_grad=False)
         W_enc, W_dec, b_enc = flat.split(sizes)

@@ -22,7 +22,7 @@ AT_ONCE = 512
 # If the chosen groups have more than `AT_ONCE` columns, the largest group size as a fraction of the size that minimises
 # the number of maxima plus columns. This fraction is below 1 because the columns of the chosen groups must be gathered.
 SHARE_OF_BEST = 0.6
-# The size in bytes of the rows that are searched at once.
+# The size, in bytes, of the rows searched at once.
 PART_BYTES = 2**22
 
 

@@ -13,7 +13,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 class PreActs:
     """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest values."""
 
-    # Whether a rounded product may be used first; all ranks of a host must agree on this.
+    # Whether a rounded product may be used first; all ranks on a host must agree on this.
     may_be_rounded = False
 
     def __init__(self, matrix: Tensor) -> None:
@@ -24,7 +24,7 @@ class PreActs:
         return top_k.largest_of_each(self.matrix, k)
 
     def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
-        """Return the n largest values of each token, or the `n_seen` largest values in a rounded product."""
+        """Return the n largest values for each token, or the `n_seen` largest values in a rounded product."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)

@@ -1,9 +1,9 @@
 """Finds the largest pre-activations with a bf16 matmul, and then computes exact values for the candidates only.
 
 A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. The error of a rounded
-product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value that is below the k-th largest exact value by
-more than this bound is not among the k largest. If too few values can be ruled out, the exact product is computed, so
-the result never depends on the rounding.
+product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value below the k-th largest exact value by more
+than this bound is not among the k largest. If too few values can be ruled out, the exact product is computed, so the
+result never depends on the rounding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rough(NamedTuple):
 
     @property
     def largest_errors(self) -> Tensor:
-        """The largest error bound of each token, [n_tokens]."""
+        """The largest error bound for each token, [n_tokens]."""
         return self.per_norm * self.norms.amax() + self.offset
 
 
@@ -131,14 +131,13 @@ def may_be_used(factors: Factors) -> bool:
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    With `of_batch`, the search is for the largest values over all tokens, otherwise for the largest values of each
-    token.
+    With `of_batch`, the search is for the largest values over all tokens, otherwise for the largest values per token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
 
 def look(factors: Factors, n: int) -> FirstLook:
-    """Find the n largest values of each token in the rounded product."""
+    """Find the n largest values for each token in the rounded product."""
     rough = _rough(factors)
     columns, values = packed_top_k.largest_of_each(rough.values, n)
     reused_buffer.put_back(rough.values)
@@ -211,8 +210,8 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
     """Return ascending flat indices of the values [n_tokens, d_sae] that are at or above their token's floor.
 
-    Positive bf16 numbers are ordered like the integers with the same bits. If the floor of a token is not positive, all
-    values of the token are returned.
+    Positive bf16 numbers are ordered like the integers with the same bits. If a token's floor is not positive, all of
+    its values are returned.
     """
     # Subtract 1 because the floor may have been rounded up.
     bits = floors.bfloat16().view(torch.int16) - 1

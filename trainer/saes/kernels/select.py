@@ -1,4 +1,4 @@
-"""Selects the pre-activations that are decoded."""
+"""Selects the pre-activations to decode."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Chosen = tuple[SparseIndices, Tensor]
 
 
 def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
-    """Choose the k largest pre-activations of each token."""
+    """Choose the k largest pre-activations for each token."""
     columns, values = pre_acts.largest(k)
     starts = torch.arange(0, columns.numel(), k, device=columns.device)
     return SparseIndices(columns.flatten(), None, starts), values.flatten()
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
-    """Choose the k · n_tokens largest pre-activations of a batch, ordered by token and latent.
+    """Choose the k · n_tokens largest pre-activations in a batch, ordered by token and latent.
 
     Some tokens may have no chosen pre-activation.
     """
@@ -46,7 +46,7 @@ def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
 
 
 def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest numbers of a 16-bit dtype that do not exceed `bound`.
+    """Return the largest numbers in a 16-bit dtype that do not exceed `bound`.
 
     A value of that dtype exceeds `bound` if and only if it exceeds the rounded bound.
     """
@@ -70,7 +70,7 @@ def where(mask: Tensor) -> SparseIndices | None:
 
 
 def n_marked_in(mask: Tensor) -> Tensor:
-    """Return the number of marked elements of a bool mask [n_tokens, d_sae], float64, 0-dim."""
+    """Return the number of marked elements in a bool mask [n_tokens, d_sae], float64, 0-dim."""
     return marked_in_columns(mask).sum(dtype=torch.float64)
 
 

@@ -16,7 +16,7 @@ LEAST_VARIANCE = 1e-12
 def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
     """Add each latent's firing count, the number of tokens, and m scalars (0-dim) to `sums` [n + 1 + m].
 
-    Return the firing counts [n] of this pass, which fp32 stores exactly up to 16 million.
+    Return the firing counts [n] for this pass; fp32 stores counts up to 16 million exactly.
     """
     if isinstance(acts, SparseActs) and (triton := TOKENS_SINCE_FIRED.on(sums)):
         by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
@@ -31,11 +31,11 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add the `n_tokens` (0-dim) tokens of a step to the number of tokens since each latent fired [n]; clear `sums`.
+    """Add a step's `n_tokens` (0-dim) tokens to the number of tokens since each latent fired [n]; clear `sums`.
 
-    The number is reset to 0 for latents that fired in the step. `sums` [n + m] starts with the firing count of each
-    latent; its other elements [m] are returned. If there are no tokens, the contents of `sums` are ignored. `n_tokens`
-    must not be a view of `sums`.
+    The number is reset to 0 for latents that fired in the step. `sums` [n + m] starts with each latent's firing count;
+    its other elements [m] are returned. If there are no tokens, the contents of `sums` are ignored. `n_tokens` must not
+    be a view of `sums`.
     """
     if triton := TOKENS_SINCE_FIRED.on(since_fired):
         by_kernel: Tensor = triton.add_tokens(since_fired, sums, n_tokens)
@@ -50,7 +50,7 @@ def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def take_variance(variance: Tensor, sums: Tensor) -> None:
-    """Set a variance (0-dim) to the mean squared error of a step, with `sums` = [n_tokens, Σ‖error‖², ...].
+    """Set a variance (0-dim) to a step's mean squared error, with `sums` = [n_tokens, Σ‖error‖², ...].
 
     The variance stays above 0, and does not change if the step has no tokens.
     """

@@ -1,4 +1,4 @@
-"""Products with sparse activations, which read only the rows of active latents.
+"""Products with sparse activations that read only the rows of active latents.
 
 The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows.
 Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner

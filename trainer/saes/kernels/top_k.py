@@ -98,7 +98,7 @@ def strongest(values: Tensor, k: int) -> Tensor:
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
-    """Return a bool mask [n_rows, n] that marks the given columns [n_rows, k] of each row."""
+    """Return a bool mask [n_rows, n] marking the given columns [n_rows, k] in each row."""
     return torch.zeros_like(values, dtype=torch.bool).scatter_(1, columns, True)
 
 
@@ -110,7 +110,7 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
 
 
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
-    """Call `work` on chunks of rows of the arrays [n, ...] and return the concatenated results.
+    """Call `work` on row chunks of the arrays [n, ...] and return the concatenated results.
 
     Use the same number of threads as torch, since numpy would use only one.
     """

@@ -1,11 +1,11 @@
 """Finds the largest pre-activations over several ranks, exactly, by exchanging candidates.
 
 A rank sends only some of its largest values, plus a ceiling not exceeded by any of its other values. If a ceiling is
-above the smallest chosen value of a token, an unsent value might belong to the result; a second round then exchanges
-all possible candidates of such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
+above a token's smallest chosen value, an unsent value might belong to the result; a second round then exchanges all
+possible candidates for such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
 values and decide identically. With only one rank, nothing is exchanged. If a rounded product finds the candidates,
 ranks first exchange bounds on their values, so that each rank computes exact values only for candidates that can be
-among the largest of all ranks.
+among the largest over all ranks.
 
 Both the need for a second round and the number of values chosen from a rank depend on the data. With a GPU, the host
 would have to wait for both results. Therefore, a rank with a GPU sends all possible candidates in one round, and keeps
@@ -37,7 +37,7 @@ MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
-    """Choose the k largest pre-activations of each token over all ranks; return this rank's share of them.
+    """Choose the k largest pre-activations for each token over all ranks; return this rank's share of them.
 
     If `may_wait` is False, the host does not wait for the GPU, and the result ends with padding.
     """
@@ -58,7 +58,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest values of each token, and how many candidates a rank sends.
+    """Return this rank's candidates for the k largest values per token, and the number of candidates sent by a rank.
 
     Ranks on the same host exchange the bounds from a rounded product before they compute exact values. All of these
     ranks take part in the exchange, even a rank with too few latents for a rounded product.
@@ -179,7 +179,7 @@ def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) 
 
 
 def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
-    """Return the n-th largest value of all ranks, 0-dim; only one chunk of the values is in memory at a time."""
+    """Return the n-th largest value over all ranks, 0-dim; only one chunk of the values is in memory at a time."""
     own: Tensor | None = None
     for part in parts:
         values = part.flatten()

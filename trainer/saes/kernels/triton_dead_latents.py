@@ -79,9 +79,9 @@ def _grid(n: int, *widths: int) -> tuple[tuple[int, int], int]:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run every kernel once with rows of this dtype.
+    """Run each kernel once with rows of this dtype.
 
-    Let Triton's errors propagate, and raise `RuntimeError` if the results are wrong.
+    Triton errors propagate; raise `RuntimeError` if the results are wrong.
     """
     since_fired = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
@@ -153,7 +153,7 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the number of tokens since each latent of a block fired, int32; -1 for living latents and padding."""
+    """Return the number of tokens since each latent in a block fired, int32; -1 for living latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
@@ -180,8 +180,8 @@ def _add_rows(
 ):  # fmt: skip
     """Add one block of columns of a latent's gradients; skip latent index -1.
 
-    The program of the first column block also adds the gradient of the bias. The program of the first latent also
-    updates the gradient of the input bias.
+    The first column block's program also adds the bias gradient. The first latent's program also updates the input bias
+    gradient.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)

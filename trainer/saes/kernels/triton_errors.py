@@ -22,7 +22,7 @@ from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 # The number of rows and columns per program that adds two matrices, so that each thread processes 16 numbers.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# The number of columns of a one-warp program, the number of bytes it gathers per column at a time, and the number of
+# The number of columns in a one-warp program, the number of bytes it gathers per column at a time, and the number of
 # such programs that fill a GPU. The tokens are divided among about that number of programs; more programs would only
 # write more partial sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
@@ -193,7 +193,7 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
-    # Use fp16, which every GPU supports; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
+    # Use fp16, supported by every GPU; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
     square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
@@ -320,7 +320,7 @@ def _sum_gradients(
 ):  # fmt: skip
     """Write the gradients of all levels, from the last to the first; sum the first level's gradients over the rows.
 
-    The gradient of a level is the gradient of the next level plus the contribution of the prefix that ends with this
+    The gradient of a level is the gradient of the next level plus the contribution from the prefix ending with this
     level.
     """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -17,7 +17,7 @@ _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add the counts of a pass to `sums`, as `since_fired.count` does.
+    """Add the counts from a pass to `sums`, as `since_fired.count` does.
 
     The counts are integers, so their sums are exact in any order.
     """

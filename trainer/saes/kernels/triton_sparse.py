@@ -26,7 +26,7 @@ LONGEST = 256
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 # The number of latents per program that merges the measurements of column parts.
 JOINED = 256
-# The number of activations that are summed at a time.
+# The number of activations summed at a time.
 OF_TOTAL = tl.constexpr(32)
 # The number of values held by a program at a time: 32 per thread.
 TILE = 4096
@@ -34,10 +34,10 @@ TILE = 4096
 # bags of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took
 # 0.50 ms and 0.16 ms.
 MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
-# The size of a slice in bytes. A slice and the streamed data fit into half of the smallest L2 cache of current
-# data-centre GPUs (A100: 40 MB).
+# The slice size in bytes. A slice and the streamed data fit into half of the smallest L2 cache of current data-centre
+# GPUs (A100: 40 MB).
 SLAB_BYTES = 16 * 2**20
-# The size of a slice in bytes if all streamed data is used only once and is marked for early eviction.
+# The slice size in bytes if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
 # The maximum number of columns per latent summed by one program, and the approximate number of columns per thread; this
 # is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps that
@@ -177,7 +177,7 @@ def _parts(dense: Tensor) -> tuple[int, int]:
 def _pieces(dense: Tensor) -> dict[str, int]:
     """Return the launch options for column parts; a program splits its part into two blocks of columns.
 
-    The size of a block must be a power of two: 2,304 columns become 2,048 and 256; a single block would need 4,096.
+    The block size must be a power of two: 2,304 columns become 2,048 and 256; a single block would need 4,096.
     """
     _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
@@ -221,9 +221,9 @@ def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
 
 
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
-    """Run every kernel once with rows of this dtype.
+    """Run each kernel once with rows of this dtype.
 
-    Let Triton's errors propagate, and raise `RuntimeError` if the results are wrong.
+    Triton errors propagate; raise `RuntimeError` if the results are wrong.
     """
     n = LONGEST + 1
     values, rows = torch.ones(n, device=device), torch.ones(1, 16, device=device, dtype=dtype)
@@ -307,7 +307,7 @@ def _sum_by_latent(
 
     Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
     the entries of the window that are not among the first `longest` of their latent. All of these entries belong to the
-    first latent of the window, since every other latent starts within the window.
+    first latent in the window, since every other latent starts within the window.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:

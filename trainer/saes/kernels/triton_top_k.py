@@ -1,4 +1,4 @@
-"""Finds the largest values of each row or of a whole matrix on a GPU by their bits, so that the result is exact.
+"""Finds the largest values in each row or in a whole matrix on a GPU by their bits, so the result is exact.
 
 A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
 and only these groups are read again. The exact bound is found by counting. If each program processes one row, a search
@@ -138,7 +138,7 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _program_of_row(n: int) -> tuple[int, int]:
-    """Return the number of columns and warps of a program that holds a complete row of n values."""
+    """Return the number of columns and warps for a program holding a complete row of n values."""
     columns: int = triton.next_power_of_2(n)
     return columns, min(max(columns // 1024, 1), 16)
 
@@ -315,7 +315,7 @@ def _largest_of_rows(
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
     tl.debug_barrier()
-    # Reload the values, since keeping the bits of all candidates made sm_80 spill registers.
+    # Reload the values, since keeping all candidates' bits made sm_80 spill registers.
     columns = tl.load(out_columns + kept, mask=kept < k, other=0)
     tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
@@ -378,7 +378,7 @@ def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: t
 def _write_maxima(
     out_maxima, bits, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Write the bits of the maximum of each group in one block."""
+    """Write the bits of each group's maximum in one block."""
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # `fits_all` ensures that indices are below 2^31.
     indices = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -483,7 +483,7 @@ def _digit_of(counts, n):
     """Return the digit of the n-th largest value from the counts of digits, and its position among equal digits."""
     digits = tl.arange(0, 256)
     of_each = tl.load(counts + digits)
-    # The number of values that have this digit or a higher one.
+    # The number of values with this digit or a higher one.
     from_here = tl.sum(of_each, axis=0) - tl.cumsum(of_each, axis=0) + of_each
     digit = tl.max(tl.where(from_here >= n, digits, 0), axis=0)
     return digit, n - tl.sum(tl.where(digits > digit, of_each, 0), axis=0)
