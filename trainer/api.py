@@ -47,7 +47,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Fitted:
-    """A trained SAE. `values` contains the metrics of the last log interval."""
+    """A trained SAE. `values` contains the metrics for the last log interval."""
 
     def __init__(self, learner: Learner, values: Mapping[str, float]) -> None:
         self.sae, self.values = learner.sae, dict(values)
@@ -180,7 +180,7 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
 
 
 class _UnseenRows:
-    """Held-out rows, which are not used for training."""
+    """Held-out rows, not used for training."""
 
     def __init__(self, rows: Rows, first: tuple[Tensor, Tensor]) -> None:
         x, y = self._pair = (rows, rows) if isinstance(rows, Tensor) else _pair(rows)
@@ -215,7 +215,7 @@ def _refuse_bad_rows(found: LeftOut) -> None:
 
 
 def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> tuple[Learner, Outliers]:
-    """Return an initialised learner, and the detector of rows whose values are too large for fp32."""
+    """Return an initialised learner, and the detector for rows with values too large for fp32."""
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
     finite = are_finite(x, y)
     if not finite.any():
@@ -266,7 +266,7 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 
 
 def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches until they contain at least `n_tokens` tokens in total, or until the data is exhausted."""
+    """Yield batches until they contain at least `n_tokens` tokens in total or the data is exhausted."""
     n_so_far = 0
     while n_so_far < n_tokens and (pair := next(batches, None)) is not None:
         n_so_far += len(pair[0])

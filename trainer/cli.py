@@ -121,7 +121,7 @@ def _warn(text: str) -> None:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """Return a dict that maps each path argument to its `Path`; for `run` without `--out`, add the default folder."""
+    """Return a dict mapping each path argument to its `Path`; for `run` without `--out`, add the default folder."""
     values = [*vars(flags).values(), *getattr(flags, "paths", ())]
     paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
@@ -151,7 +151,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
     """Return the job; raise `JobFileError` if the job would run a model's own code and no flag allows that."""
-    # The job's Python interpreter and sbatch options need no check here, since only `sae-tui` uses them.
+    # The job's Python interpreter and sbatch options need no check here: only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job
 
@@ -320,7 +320,7 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _push_of(flags: argparse.Namespace) -> Push | None:
-    """Return the uploader for `--push`, or None without that flag, so that the hub is not contacted."""
+    """Return the uploader for `--push`, or None without that flag, to avoid contacting the hub."""
     if flags.push is None:
         for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
             if is_given:
@@ -391,7 +391,7 @@ def _bench(flags: argparse.Namespace) -> int:
     job, shape = bench_job(flags.job, flags.overrides)
     job = here(job)
     gpus = [] if job.on_cpu else visible_gpus()
-    # Without a job file there is no data to check.
+    # Without a job file, there is no data to check.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     with Progress(f"measuring {flags.steps} steps"):
@@ -419,7 +419,7 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: this machine has no GPU; cpu checks its CPU")
-    # Set the same environment variables as a run, so that memory use and matrix products are the same.
+    # Set the same environment variables as a run, so that memory use and matmuls are the same.
     cuda_variables.set_here()
     from trainer.self_test.base import Check
     from trainer.self_test.run import run

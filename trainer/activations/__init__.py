@@ -1,1 +1,1 @@
-"""Activation sources, and the order in which their rows are used for training."""
+"""Activation sources, and the order in which training uses their rows."""

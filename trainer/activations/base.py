@@ -1,4 +1,4 @@
-"""Interfaces of activation sources: stored rows with random access, and streams."""
+"""Interfaces for activation sources: stored rows with random access, and streams."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trainer.parallel.group import Group
 
 # Inputs [n, d_in] and their targets [n, d_out]; for an SAE, both are the same tensor.
 Pair = tuple[Tensor, Tensor]
-# Allocates memory for rows; the arguments are the number of rows, their width and their dtype.
+# Allocates memory for rows, given the row count, the width and the dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
 
 
 def empty_rows(n: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor for rows, [n, width]."""
+    """Return an uninitialised [n, width] tensor for rows."""
     return torch.empty(n, width, dtype=dtype)
 
 
 def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
-    """Split rows [n, n_hooks * d_in], concatenated over hooks, into the inputs and targets of each hook."""
+    """Split rows [n, n_hooks * d_in], concatenated over hooks, into inputs and targets for each hook."""
     x, y = pair
     if n_hooks == 1:
         return [pair]
@@ -101,11 +101,11 @@ class IndexedSource(Source):
     """Stored activations with random access to rows."""
 
     n_tokens: int
-    # For a mixture of several sets of shards, the number of rows and the weight of each set. Without weights, sets are
-    # mixed in proportion to their rows.
+    # For a mixture of several sets of shards, the row count and weight of each set. Without weights, sets are mixed in
+    # proportion to their rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
-    # The texts of each set of shards; empty if a shard does not record its texts.
+    # The texts in each set of shards; empty if a shard does not record its texts.
     texts: Sequence[Texts] = ()
     # The default of `data.hold_out` for this source.
     usual_hold_out: HoldOut = "rows"
@@ -122,7 +122,7 @@ class IndexedSource(Source):
         """Keep the row numbers of a run that was trained on `before`; rows added since then get higher numbers."""
 
     def read_by_all_threads(self) -> None:
-        """From now on, read with all threads of this process, which would otherwise be idle on a rank with a GPU."""
+        """From now on, read with all threads of this process; on a rank with a GPU, they would otherwise be idle."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
@@ -151,13 +151,13 @@ class IndexedSource(Source):
 
 
 class StreamSource(Source):
-    """Activations that are read once, in a fixed order, such as activations streamed from a language model.
+    """Activations that are read once, in a fixed order, for example streamed from a language model.
 
     A stream is split into parts. Ranks with different tokens read different parts, and ranks with the same tokens read
     the same part. A part must return the same rows in the same order every time, so that runs can be resumed.
     """
 
-    # The number of rows in the shuffle buffer of a rank.
+    # The number of rows in each rank's shuffle buffer.
     shuffle_tokens: int
     # Whether rows are expensive to compute. If rows are expensive, ranks that read the same part each compute a share
     # of its rows; see `divide`.
@@ -176,7 +176,7 @@ class StreamSource(Source):
 
     @abstractmethod
     def next_rows(self) -> Pair | None:
-        """Return the next rows of the part, or None at its end; the stream chooses their number and device.
+        """Return the next rows of the part, or None at its end; the stream chooses the row count and the device.
 
         Neither the caller nor the stream may modify the returned rows.
         """
@@ -184,7 +184,7 @@ class StreamSource(Source):
     def documents(self) -> Tensor:
         """Return the text numbers, int64 [n] on the CPU, of the rows returned by the last call to `next_rows`.
 
-        A text has the same number in all parts. Text numbers mostly increase with the position in the stream.
+        A text has the same number in all parts. Text numbers mostly increase along the stream.
         """
         raise NotImplementedError
 

@@ -24,8 +24,7 @@ from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 class Batch(NamedTuple):
     """A rank's inputs and targets [n_tokens, d] for each hook, on its device.
 
-    `of_all` is the total number of tokens over all ranks. Rows are in fp32 on a CPU, and in their stored dtype on a
-    GPU.
+    `of_all` is the total number of tokens over all ranks. Rows are in fp32 on a CPU and in their stored dtype on a GPU.
     """
 
     hooks: Sequence[Pair]
@@ -48,13 +47,13 @@ class Arriving(NamedTuple):
 
 
 class Batches:
-    """Yields this rank's rows of each micro-batch, from position `start` on, with outliers replaced.
+    """Yields this rank's rows for each micro-batch, starting at position `start` on, with outliers replaced.
 
     `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the other hooks. If
     `replaces` is False, outliers are only counted here, and the training step replaces them.
 
-    The tokens of a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, the tokens
-    of a step change if the shares change.
+    The tokens in a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, the tokens
+    in a step change if the shares change.
     """
 
     def __init__(
@@ -75,16 +74,16 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which the threads of all ranks stop. The number is set
+        # If ranks read together, the number of batches after which the threads on all ranks stop. The number is set
         # before any thread has read more batches than that.
         self._last: int | None = None
         self._n_taken = 0
-        # Ranks that each read a part of a batch start exchanging their parts before they train on the previous batch,
-        # so that the exchange overlaps with the training step. All of them start the exchange between the same two
-        # steps, because all ranks must issue collectives in the same order.
+        # Ranks each reading a part of a batch start exchanging their parts before they train on the previous batch, so
+        # that the exchange overlaps with the training step. All of them start the exchange between the same two steps,
+        # because all ranks must issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
-        # The time in seconds that `next` has spent waiting for batches.
+        # The time `next` has spent waiting for batches, in seconds.
         self.waited_s = 0.0
         data.rewind()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
@@ -120,7 +119,7 @@ class Batches:
         return Arriving(item, Exchange(pair, item.token_slice.length, self._data.readers))
 
     def close(self) -> None:
-        """Stop the thread; this is necessary before another reader of the same files starts in this process.
+        """Stop the thread; this is required before another reader opens the same files in this process.
 
         If ranks read together, or each read a part of a batch, all ranks must call this after the same batch.
         """
@@ -159,7 +158,7 @@ class Batches:
                 yield step_start, token_slice
 
     def _has_place(self) -> bool:
-        """Wait for a free slot in the queue, and return True; return False if `close` or `abandon` was called."""
+        """Wait for a free slot in the queue and return True; return False if `close` or `abandon` was called."""
         while not self._closed.is_set():
             if self._places.acquire(timeout=0.1):
                 return True

@@ -1,4 +1,4 @@
-"""Finds held-out rows that are copies of training rows, since their FVU says nothing about new rows."""
+"""Finds held-out rows that duplicate training rows, because their FVU says nothing about new rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BATCH = 4096
 def copies_in(rows: HookRows, seed: int) -> float | None:
     """Return the share of a rank's held-out rows that are bitwise equal to a row in a sample of the training rows.
 
-    Zero rows are ignored. Return None if no row is held out. The rows are not kept in memory but read again: reading
-    and hashing 32,768 rows of 2,304 16-bit numbers for each of the two sets takes only 0.3 s.
+    Zero rows are ignored. Return None if no row is held out. The rows are reread instead of being kept in memory:
+    reading and hashing 32,768 rows of 2,304 16-bit numbers for each of the two sets takes only 0.3 s.
     """
     if not rows.n_held_out:
         return None

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     import pyarrow
     from torch import Tensor
 
-# The maximum size of a pickle in bytes. Each tensor takes about 300 bytes, so a larger pickle must contain
-# numbers or strings as Python objects.
+# The maximum pickle size in bytes. Each tensor takes about 300 bytes, so a larger pickle must contain numbers or
+# strings as Python objects.
 _LARGEST_PICKLE = 10_000_000
-# The first bytes of a file in the format of torch before 1.6, which later versions can also write.
+# The first bytes of a file in the pre-1.6 torch format, which later versions can also write.
 _OLD_FORMAT = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _SAVE_AGAIN = 'save it again with torch.save({"activations": x.contiguous()}, file)'
-# Matches the name of the class or function that torch refuses to call, in torch's error message.
+# Matches, in a torch error message, the name of the class or function that torch refuses to call.
 _REFUSED = re.compile(r"GLOBAL (\S*\w)\s")
 _ARROW_FILE = b"ARROW1"
 _DTYPES = {"halffloat": "F16", "float": "F32", "double": "F64"}
@@ -82,14 +82,14 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
 
 
 def refuse_old_format(file: Path) -> None:
-    """Raise `NotRowsError` if a file is in the format of torch.save before 1.6."""
+    """Raise `NotRowsError` if a file is in the pre-1.6 torch.save format."""
     with open_plain(file) as stream:
         if stream.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
             raise NotRowsError("it is in the format of torch.save before 1.6; load it with torch and save it again")
 
 
 def _members(stream: BinaryIO) -> list[tuple[int, int]]:
-    """Return the header offset and the size, in bytes, of each member of a zip file that torch.save wrote.
+    """Return the header offset and size, in bytes, of each member of a zip file written by torch.save.
 
     Raise `NotRowsError` if a member is compressed or big-endian, or if torch.save did not write the zip file.
     """
@@ -147,7 +147,7 @@ def _rows_of_arrow(file: str) -> list[RowRange]:
 def _batches(whole: pyarrow.Buffer) -> Iterator[RowRange]:
     """Yield the location of the rows in each record batch; every innermost list is one row.
 
-    For example, lists of the shape [n_contexts, n_tokens, d_in] contain n_contexts * n_tokens rows.
+    For example, lists of shape [n_contexts, n_tokens, d_in] contain n_contexts * n_tokens rows.
     """
     from pyarrow import ipc
 
@@ -192,7 +192,7 @@ def _plain(column: Any) -> Any:
 
 
 def _dtype_of_lists(kind: Any, deepest: int = _DEEPEST) -> str:
-    """Return the dtype of the numbers in lists nested at most `deepest` levels deep, or "" for any other type."""
+    """Return the dtype of numbers in lists nested at most `deepest` levels deep, or "" for any other type."""
     depth, kind = 0, getattr(kind, "storage_type", kind)
     while _is_list(kind):
         depth, kind = depth + 1, getattr(kind.value_type, "storage_type", kind.value_type)
@@ -206,8 +206,8 @@ def _is_list(kind: Any) -> bool:
 def _rows_of_parquet(file: str) -> RowRange:
     """Count the rows of a Parquet file and decode the first one; the offset is 0, since encoded rows cannot be mapped.
 
-    The lengths of the other rows are checked when these rows are decoded. Reading the number of values from a damaged
-    footer instead would make pyarrow abort the process.
+    The lengths of the other rows are checked during decoding. Reading the number of values from a damaged footer
+    instead would make pyarrow abort the process.
     """
     import pyarrow as pa
     from pyarrow import parquet

@@ -1,7 +1,7 @@
 """Finds heavy dimensions: a few dimensions that account for most of the variance.
 
 An SAE that learns only the heavy dimensions already has a low FVU. Therefore, a job can multiply each dimension by a
-factor, which is below 1 to scale the dimension down, or 0 to leave it out.
+factor: below 1 to scale the dimension down, or 0 to leave it out.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:
-    """Return a dict that maps dimensions to factors that are not 1; the keys are strings, as JSON requires."""
+    """Return a dict mapping dimensions to factors other than 1; the keys are strings, as JSON requires."""
     return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
 
 
 def scales_sentence(changed: Mapping[str, float], d: int) -> str:
-    """Return a phrase about the dimensions, out of `d`, that are left out or scaled down, or "" if none are."""
+    """Return a phrase about which of the `d` dimensions are left out or scaled down, or "" if none are."""
     dropped = [int(number) for number, factor in changed.items() if factor == 0]
     scaled = {int(number): factor for number, factor in changed.items() if factor}
     parts = [f"{named(dropped, d)} left out"] if dropped else []
@@ -100,7 +100,7 @@ def scales_sentence(changed: Mapping[str, float], d: int) -> str:
 
 
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance of each dimension, as float64 [d_in]; both are 0 if there are no rows."""
+    """Return the mean and variance of each dimension, float64 [d_in]; both are 0 if there are no rows."""
     n = max(1, len(rows))
     mean, spread = (torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device) for _ in range(2))
     for part in rows.split(_ROWS_AT_ONCE):

@@ -28,7 +28,7 @@ class Cut:
 
     @property
     def own_tokens(self) -> int:
-        """This rank's number of tokens in a step."""
+        """The number of tokens this rank has in a step."""
         return sum(token_slice.length for token_slice in self.token_slices)
 
     @property

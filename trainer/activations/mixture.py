@@ -53,12 +53,12 @@ class MixedSplit:
         self._begins: Indices = np.cumsum([0, *sizes[:-1]])
         self._sizes = [split.n_train for split in self.splits]
         self.n_train = sum(self._sizes)
-        # The number of rows of each source in an epoch.
+        # The number of rows from each source in an epoch.
         self.draws = self._sizes if weights is None else apportion(self.n_train, weights)
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 
     def rows(self, source: int, numbers: Indices) -> Indices:
-        """Convert training row numbers within a source, counted from 0, to row numbers over all sources."""
+        """Convert zero-based training row numbers within a source to row numbers over all sources."""
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
@@ -77,7 +77,7 @@ class MixedOrder:
 
     Each source's share of an epoch is its relative weight, rounded to whole rows. A row is repeated only after all
     other rows of its source have been used equally often. To ensure this, a pass over a source can span several epochs,
-    and each pass has a different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint
+    and each pass uses a different order. Without weights, an epoch contains every row once. As in `Order`, a checkpoint
     stores only a position, and `run` neighbouring rows mostly stay together.
     """
 
@@ -116,7 +116,7 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their upper limits.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` contains the upper limits.
 
     Any excess over a limit is distributed among the other integers.
     """

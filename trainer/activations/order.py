@@ -1,4 +1,4 @@
-"""Determines the order in which stored rows are used for training."""
+"""Determines the order in which training uses stored rows."""
 
 from __future__ import annotations
 

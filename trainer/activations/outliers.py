@@ -21,7 +21,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LeftOut(NamedTuple):
-    """The number of rows that were left out for each reason, among `n_seen` rows."""
+    """The number of rows left out for each reason, among `n_seen` rows."""
 
     outliers: int
     not_finite: int
@@ -50,7 +50,7 @@ class Outliers:
 
     @property
     def counts(self) -> Tensor:
-        """The fields of `LeftOut`, float64 [4], for all rows that have been passed to `note` and `replace`."""
+        """The fields of `LeftOut`, float64 [4], for all rows passed to `note` and `replace`."""
         # Create the tensor on the device, because a copy from the host would synchronise.
         n_seen = self._n_marked.new_full((), self._n_seen)
         n_within, n_finite, *n_not_zero = self._n_marked
@@ -78,7 +78,7 @@ class Outliers:
         return replaced, replaced if y is x else y.index_select(0, rows)
 
     def note(self, n_rows: int) -> None:
-        """Count the rows passed to `replace`; this is a separate method, since a CUDA graph replays no host code."""
+        """Count the rows passed to `replace`; this is a separate method because a CUDA graph replays no host code."""
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:

@@ -13,8 +13,8 @@ Words = NDArray[np.uint64]
 
 # The smallest number of rounds that is secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# With fewer runs, rows would not be mixed well. With so few rows, runs are unnecessary, because the rows fit in the
-# page cache.
+# With fewer runs, rows would be poorly mixed. With so few rows, runs are unnecessary, because the rows fit in the page
+# cache.
 _FEWEST_RUNS = 1024
 
 

@@ -1,4 +1,4 @@
-"""Divides the reading of a batch among ranks that use the same tokens, and assembles the batch on each rank."""
+"""Splits the reading of a batch across ranks that use the same tokens, and assembles the batch on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.parallel.group import Group
 
 
 def own_rows(indices: Indices, readers: Group) -> Indices:
-    """Return the row numbers of the part of a batch that this rank reads, in ascending order.
+    """Return the row numbers, in ascending order, of this rank's part of a batch.
 
     All ranks read the same number of rows: the last row of the batch is repeated until the parts are equal in size.
     """

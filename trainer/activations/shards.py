@@ -28,8 +28,8 @@ from trainer.contract.settings.sources import Paths, ShardSettings, each, inspec
 from trainer.contract.wording import gibibytes, join_words
 
 Bytes = NDArray[np.uint8]
-# The numpy and torch dtype of each stored dtype. Two-byte values are read as integers and reinterpreted by torch, since
-# numpy has no bfloat16.
+# The numpy and torch dtype for each stored dtype. Two-byte values are read as integers and reinterpreted by torch,
+# because numpy has no bfloat16.
 _DTYPES = {
     "F16": (np.int16, torch.float16),
     "BF16": (np.int16, torch.bfloat16),
@@ -43,7 +43,7 @@ _OF_EXTRACTION = "documents_share_contexts"
 # The number of neighbouring rows that are read together from shuffled shards. A disk reads such runs as fast as
 # sequential data, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
-# The number of Parquet rows decoded at a time; these rows take 40 MB at d_in 2304.
+# The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
 
 
@@ -120,7 +120,7 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """The rows of several sets of shards, numbered consecutively; with `alone`, rows are not read in runs."""
+    """The consecutively numbered rows of several sets of shards; with `alone`, rows are not read in runs."""
 
     def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
         self._shards = [shard for one in sets for shard in one.shards]
@@ -134,7 +134,7 @@ class _Mapped:
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
         self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
-        # The rows of `_mapped` as tensors, for reading with all threads.
+        # The rows in `_mapped` as tensors, for reading with all threads.
         self._tensors: list[Tensor] = []
 
     def read_by_all_threads(self) -> None:
@@ -144,7 +144,7 @@ class _Mapped:
             self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
     def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
-        """Read rows [n, d] in ascending order of index, since reading in file order is several times faster."""
+        """Read rows [n, d] in ascending index order, because reading in file order is several times faster."""
         rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
@@ -161,7 +161,7 @@ class _Mapped:
         """Read rows of a shard into `into`, a slice of the batch.
 
         Only the calling thread reads, unless `read_by_all_threads` was called. Raise `ShardCutError` if the file was
-        truncated, because reading beyond its end would kill the process with SIGBUS.
+        truncated, because reading past its end would kill the process with SIGBUS.
         """
         mapped = self._maps[number]
         if mapped is not None and (size := mapped.size()) < len(mapped):
@@ -194,7 +194,7 @@ def _content(shard: Shard, field: str) -> Bytes:
 
 
 def _map_of(content: Bytes) -> mmap.mmap | None:
-    """Return the mapping of a file's content, or None if it is not memory-mapped."""
+    """Return the memory map of a file's content, or None if the file is not memory-mapped."""
     return content.base if isinstance(content.base, mmap.mmap) else None
 
 
@@ -244,12 +244,12 @@ def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Text
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
-    """Return the metadata that the extraction wrote next to the shards, or {} without metadata."""
+    """Return the metadata written next to the shards by the extraction, or {} if there is none."""
     return read_json(file, dict[str, Any]) or {}
 
 
 def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
-    """Return the metadata that all sets of shards have in common."""
+    """Return the metadata common to all sets of shards."""
     metas = [_read_meta(one.shards[0].file.parent / "meta.json") for one in sets]
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
 

@@ -1,4 +1,4 @@
-"""Shuffles the rows of a stream, since neighbouring rows come from one text and a batch should contain many texts."""
+"""Shuffles the rows of a stream: neighbouring rows come from one text, but a batch should contain many texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     documents: Tensor | None = None
 
     def where(self, chosen: Tensor) -> Chunk:
-        """Return the rows that the mask `chosen` [n] selects."""
+        """Return the rows selected by the mask `chosen` [n]."""
         if chosen.all():
             return self
         x = self.x[chosen]
@@ -42,7 +42,7 @@ class StreamRows:
     """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
 
     Chunks that are read before the first `go_to` are cached until that call. Training starts with the rows of the
-    sample; thanks to the cache, a language model need not compute them twice.
+    sample; thanks to the cache, a language model does not have to compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -86,14 +86,14 @@ class StreamRows:
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Go back to the first row, and skip rows that `leave_out` selects; call this only before any `go_to`."""
+        """Go back to the first row, and skip rows selected by `leave_out`; call this only before any `go_to`."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position that `place` returned earlier; the rows to skip must be read."""
+        """Go to a position returned earlier by `place`; the rows to skip must be read."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -118,7 +118,7 @@ class StreamRows:
         self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
 
     def _has_rows(self) -> bool:
-        """Return whether there is another row; read the next chunk if the current one is used up."""
+        """Return whether there is another row; read the next chunk once the current chunk is exhausted."""
         while self._n_used == len(self._chunk.x):
             chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:

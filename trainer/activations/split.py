@@ -12,26 +12,26 @@ from trainer.contract.settings.sources import HoldOut
 # The number of neighbouring rows that are held out together. If texts are unknown, each such block is treated as one
 # text.
 BLOCK = 128
-# The minimum number of blocks that held-out rows are chosen from.
+# The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
-# The maximum share of all rows that may be in held-out texts; twice the requested number of rows is always allowed.
+# The maximum share of all rows in held-out texts; twice the requested number of rows is always allowed.
 MOST_IN_TEXTS = 0.25
-# The minimum share of the held-out rows that each half must have.
+# The minimum share of the held-out rows in each half.
 LEAST_OF_HALF = 0.25
 # The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept complete.
 N_RANGES = 16
 
 
 class TooFewTexts(ValueError):
-    """Raised if complete texts cannot be held out, since the texts are too few or too long."""
+    """Raised if complete texts cannot be held out because there are too few texts or the texts are too long."""
 
 
 class Split:
-    """Training rows, which are numbered consecutively from 0, and held-out rows.
+    """Training rows, numbered consecutively from 0, and held-out rows.
 
     The split depends only on `hold_out`, the seed, the requested number of rows, and the number or the texts of the
     first `n_first` rows (by default, of all rows). Therefore, `held_out` does not change if rows are added at the end.
-    Added rows become training rows, except rows of a held-out text, which are in `left_out` but not in `held_out`.
+    Added rows become training rows, except rows of a held-out text: these are in `left_out` but not in `held_out`.
 
     "texts" holds out about the requested number of rows, and "rows" and "blocks" hold out exactly this number. The
     constructor raises `TooFewTexts` if complete texts cannot be held out.

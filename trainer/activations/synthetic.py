@@ -32,7 +32,7 @@ class Synthetic(IndexedSource):
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = n_rows
         self.place, self.meta = settings.place, dict[str, Any]()
-        # Do not use the seed directly, since an SAE with the same seed would start with the same random directions.
+        # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
         self._noise, self._key = noise, key
         generator = torch.Generator().manual_seed(int(features_key >> 1))
@@ -52,7 +52,7 @@ class Synthetic(IndexedSource):
         return f"row {index}"
 
     def _sums(self, words: Words) -> Tensor:
-        """Return, for each row, the sum of a Poisson-distributed number of features.
+        """Return the sum of a Poisson-distributed number of features for each row.
 
         Features are sampled in proportion to their rates. The number of times that a feature is sampled is then an
         independent Poisson variable. A feature that is sampled twice is added twice.

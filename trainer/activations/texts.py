@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# The maximum number of table entries per row. If the table would be larger, text numbers are counted by sorting
-# instead.
+# The maximum number of table entries per row. If the table would be larger, text numbers are instead counted by
+# sorting.
 _PLACES_PER_ROW = 4
 
 
@@ -40,7 +40,7 @@ class Texts:
         self._numbered_through = numbered_through
 
     def counts(self, n_rows: int) -> Counts:
-        """Return the texts of the first `n_rows` rows, with the number of rows of each; later rows have no effect."""
+        """Return the texts in the first `n_rows` rows, with a row count for each; later rows have no effect."""
         found: dict[int, list[tuple[Indices, Indices]]] = {}
         for part, start, numbering in zip(self._parts, self._starts, self._numberings(n_rows), strict=False):
             if start < n_rows:
@@ -104,7 +104,7 @@ def _numberings(parts: Sequence[Numbers]) -> Indices:
     # Use a strict comparison, since a text that continues in the next shard does not start a new numbering.
     falls = lowest[1:] < highest[:-1]
     is_sure = bool((lowest[1:][falls] == lowest[0]).all())
-    # If numbers do not ascend, the rows may be shuffled across shards, so that each shard has rows of every text.
+    # If numbers do not ascend, the rows may be shuffled across shards, so each shard has rows from every text.
     if not is_sure or (falls.any() and not all(_is_ascending(part) for part in parts)):
         return np.zeros(len(parts), np.int64)
     return np.concatenate([[0], falls.cumsum()])
@@ -115,7 +115,7 @@ def _is_ascending(part: Numbers) -> bool:
 
 
 def _counted(part: Numbers) -> tuple[Indices, Indices]:
-    """Return the text numbers in a shard, ascending, with their counts."""
+    """Return the text numbers in a shard, in ascending order, with their counts."""
     low, high = int(part.min()), int(part.max())
     if high - low < _PLACES_PER_ROW * len(part) + 2**16:
         counts = np.bincount(part.astype(np.int64) - low)

@@ -1,4 +1,4 @@
-"""Provides batches, held-out rows and a sample of rows from a stored or streamed activation source."""
+"""Provides batches, held-out rows and a sample of the rows in a stored or streamed activation source."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample; these rows take 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of
+# The number of rows in a sample, which takes 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of
 # rows.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo the change, or start a new run"
 )
-# The share of texts that is held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be
-# read. The shuffle buffer needs that many rows anyway, so the model computes no extra rows.
+# The share of texts held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be read. The
+# shuffle buffer needs that many rows anyway, so the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
 # The maximum number of rows to read per held-out row, and the minimum share of the requested rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
@@ -55,7 +55,7 @@ HALVES = (0, 1)
 
 
 class ReadRows(NamedTuple):
-    """The rows of a batch in their stored dtype, and a stream's position after them."""
+    """A batch's rows in their stored dtype, and the stream's position after the batch."""
 
     x: Tensor
     y: Tensor
@@ -97,18 +97,18 @@ class HookRows(ABC):
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows of that half.
+        """Yield this rank's share of the held-out rows in batches; with `half`, yield only the rows in that half.
 
         `half` is 0 or 1. The halves do not depend on the number of ranks.
         """
 
     @abstractmethod
     def of_half(self, half: int) -> Indices:
-        """Return the positions of one half's rows among the rows that `held_out` yields."""
+        """Return the positions of one half's rows among the rows yielded by `held_out`."""
 
     @abstractmethod
     def clusters(self) -> Clusters:
-        """Return the clusters of dependent rows among the rows that `held_out` yields."""
+        """Return the clusters of dependent rows among the rows yielded by `held_out`."""
 
     @abstractmethod
     def clusters_of_sample(self, seed: int) -> Clusters:
@@ -122,7 +122,7 @@ class TrainingData(ABC):
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
-    # The number of stored training rows, or None for a stream, whose length is unknown.
+    # The number of stored training rows, or None for a stream of unknown length.
     n_train: int | None = None
     # Whether `read` waits for other ranks. If `read` waits, all ranks must call it the same number of times.
     reads_together: bool = False
@@ -134,7 +134,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def of_hook(self, hook: int) -> HookRows:
-        """Return the sample and the held-out rows of a hook, given its index."""
+        """Return the sample and held-out rows for the hook at a given index."""
 
     @abstractmethod
     def rewind(self) -> None:
@@ -171,7 +171,7 @@ class TrainingData(ABC):
 def open_data(
     source: Source, job: JobConfig, parallel: Parallel, resumed: CheckpointState | None = None
 ) -> TrainingData:
-    """Return the training data of one rank; `resumed` is the state of the checkpoint that the run is resumed from.
+    """Return the training data of one rank; `resumed` is the checkpoint state that the run resumes from.
 
     Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job requests.
     """
@@ -181,7 +181,8 @@ def open_data(
         how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
-    # `usual_hold_out` depends only on the shards that the run started with, since added shards may not record texts.
+    # `usual_hold_out` depends only on the shards present when the run started, because added shards may not record
+    # texts.
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
@@ -193,7 +194,7 @@ def open_data(
 
 
 def _choice(key: str) -> str:
-    """Return the part of a `held_out_key` that depends only on the rows that the run started with."""
+    """Return the part of a `held_out_key` that depends only on the rows present when the run started."""
     return key.partition("-")[0]
 
 
@@ -235,7 +236,7 @@ class IndexedData(TrainingData):
         return self._of_hooks[hook]
 
     def held_out_key(self) -> str:
-        """Return a hash of the held-out row numbers, followed by their count."""
+        """Return a hash of the held-out row numbers, followed by the row count."""
         splits = self.split.splits if isinstance(self.split, MixedSplit) else [self.split]
         digest = hashlib.sha256(b"".join(split.held_out.tobytes() for split in splits))
         return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
@@ -313,7 +314,7 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 
 
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
-    """Label ascending rows by their text or, if texts are unknown, by blocks of `BLOCK` neighbours.
+    """Label ascending rows by text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
     If `first_sizes` is given, all the rows are among the first rows of each set, and later rows do not affect the
     labels.
@@ -337,10 +338,10 @@ def _n_split(source: Source) -> int | None:
 
 
 class StreamData(TrainingData):
-    """The rows of a stream, each used once for training, shuffled by a `ShuffleBuffer`.
+    """The rows of a stream, shuffled by a `ShuffleBuffer`; each row is used once for training.
 
     Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
-    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows of a step
+    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows in a step
     change too, but no row is used twice.
 
     If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers. If
@@ -433,8 +434,8 @@ class StreamData(TrainingData):
         """Hold out texts near the start of the stream, chosen by a hash; return [] if they have too few rows.
 
         All ranks choose the same texts, and each rank holds out the rows of these texts in its part. Training leaves
-        out chosen texts with numbers up to twice the highest number read, because a run with fewer parts reads slightly
-        further to find enough rows.
+        out chosen texts with numbers up to twice the highest number read, because a run with fewer parts has to read
+        slightly further to find enough rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
@@ -453,7 +454,7 @@ class StreamData(TrainingData):
         return _first(held, n_own)
 
     def _halves_and_texts(self) -> tuple[Indices, int]:
-        """Return the half that each of this rank's held-out rows belongs to, and the total number of held-out texts.
+        """Return the half that each of this rank's held-out rows is in, and the total number of held-out texts.
 
         A text can have contexts in several parts. All ranks compute the halves from the labels of all ranks, so that
         each text is in the same half everywhere.
@@ -502,7 +503,7 @@ class StreamData(TrainingData):
 
 
 class _StreamHook(HookRows):
-    """The sample and the held-out rows of one hook of a stream, in memory."""
+    """The sample and held-out rows for one hook of a stream, in memory."""
 
     def __init__(
         self,
@@ -545,7 +546,7 @@ class _StreamHook(HookRows):
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
     """Return a mask [n] of the rows whose text is held out, given the text number, int64 [n], of each row."""
-    # Rows of one text are neighbours, so hash each text only once instead of hashing each row.
+    # Rows from one text are adjacent, so hash each text once instead of hashing every row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
 
@@ -561,7 +562,7 @@ def _first(chunks: list[Chunk], n: int) -> list[Chunk]:
 
 
 def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
-    """Label the rows of chunks by their text or, if texts are unknown, by blocks of `BLOCK` neighbours."""
+    """Label the rows of chunks by text or, if texts are unknown, by blocks of `BLOCK` neighbours."""
     documents = [chunk.documents for chunk in chunks if chunk.documents is not None]
     if not documents:
         return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")

@@ -1,4 +1,4 @@
-"""Transfers batches to the training device while it runs the previous step."""
+"""Transfers batches to the training device while the device is running the previous step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AHEAD = 2
 
 
 class DeviceEvent(Protocol):
-    """A point in a device's work queue."""
+    """A point in the work queue of a device."""
 
     def synchronize(self) -> None:
         """Block the host until the device has passed this point."""
@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 
 
 class Transfer:
-    """A transfer without overlap: rows are read into new memory, and the training thread moves them to the device."""
+    """A non-overlapping transfer: rows are read into new memory, and the training thread moves them to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,13 +55,13 @@ class Lane(Protocol):
     """A queue of copies from the host to the device, separate from the training queue; see `CudaLane`."""
 
     def pinned(self, n_bytes: int) -> Tensor:
-        """Return memory, uint8 [n_bytes], that allows asynchronous copies."""
+        """Return memory, uint8 [n_bytes], suitable for asynchronous copies."""
 
     def copy(self, rows: Tensor) -> Tensor:
         """Queue a copy of the rows to the device, and return the copy; copies run in order."""
 
     def mark(self) -> DeviceEvent:
-        """Return an event that marks the point after the last queued copy."""
+        """Return an event marking the point after the last queued copy."""
 
     def meet(self, arrival: DeviceEvent, rows: tuple[Tensor, ...]) -> None:
         """Make the training queue wait for `arrival`, and keep the memory of `rows` until training has used them."""
@@ -102,7 +102,7 @@ class CudaLane:
 
 
 class Overlapped(Transfer):
-    """A transfer that overlaps with training: rows are read into pinned memory and copied to the GPU by a `Lane`.
+    """A transfer overlapping with training: rows are read into pinned memory and copied to the GPU by a `Lane`.
 
     Two pinned buffers alternate: one is filled while the other is copied. A buffer is only refilled after its copy has
     finished.
@@ -134,7 +134,7 @@ class Overlapped(Transfer):
 
 
 class _PinnedBuffer:
-    """A pinned buffer that contains the rows of one batch and grows to the size of the largest batch."""
+    """A pinned buffer for the rows of one batch; it grows to the size of the largest batch."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -167,5 +167,5 @@ class _PinnedBuffer:
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return an overlapped transfer to a GPU, or a transfer without overlap to a CPU."""
+    """Return an overlapping transfer for a GPU, or a non-overlapping transfer for a CPU."""
     return Overlapped(device, CudaLane(device)) if device.type == "cuda" else Transfer(device)

@@ -41,7 +41,7 @@ def fill_folder(folder: Path, last: str) -> Iterator[Path]:
         refuse_link(folder)
         private_folder(folder.parent)
         clear_cut_off_folders(folder.parent, re.escape(folder.name))
-        # Other users must not be able to add files while the folder is written.
+        # Other users must not be able to add files while the folder is being written.
         temporary = temporary_name(folder)
         temporary.mkdir(mode=0o700)
     except OSError as error:
@@ -66,7 +66,7 @@ def temporary_name(folder: Path) -> Path:
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Remove temporary folders left behind by killed processes; `names` is a regular expression for the final names."""
+    """Remove temporary folders left behind by killed processes; `names` is a regex for the final names."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for entry in parent.glob(".*.new"):
         if temporary.fullmatch(entry.name):
@@ -115,7 +115,7 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes the user can still write to the file system of `folder`, which need not exist yet.
+    """Return how many bytes the user can still write to the file system of `folder`; `folder` need not exist yet.
 
     Return `sys.maxsize` if the file system does not report its free space.
     """

@@ -48,7 +48,7 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.wording import distinct_sizes
 
-# Bytes on disk per byte of tensors; the excess is for tensor names, JSON and file system metadata.
+# Bytes on disk per byte of tensor data; the excess is for tensor names, JSON and file system metadata.
 BESIDE_TENSORS = 1.05
 
 
@@ -76,7 +76,7 @@ class Checkpoints:
         self._n_train_rows = n_train_rows
 
     def folder(self, position: Position) -> Path:
-        """Return the folder for a checkpoint at a position; the folder need not exist."""
+        """Return the folder for the checkpoint at a position; the folder need not exist."""
         return self._folder / f"step-{position.step:08d}"
 
     def best(self) -> CheckpointState | None:
@@ -99,7 +99,7 @@ class Checkpoints:
         target = self.folder(position)
         # JSON cannot represent NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
-        # Remove the temporary folders of killed saves, which would otherwise occupy gibibytes forever.
+        # Remove temporary folders left by killed saves; otherwise, they would occupy gibibytes forever.
         clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with fill_folder(target, last=MANIFEST) as temporary:
@@ -141,7 +141,7 @@ class Checkpoints:
                 return
 
     def _spare(self, target: Path) -> list[Path]:
-        """Return the checkpoints that `target` makes obsolete, oldest first.
+        """Return the checkpoints made obsolete by `target`, oldest first.
 
         The latest undamaged checkpoint is never included, since the save may still fail.
         """
@@ -153,7 +153,7 @@ class Checkpoints:
     def _forget_all_but(self, newest: Path) -> None:
         """Remove all checkpoints except `newest`, the `keep` − 1 before it, and the best one up to `newest`.
 
-        Checkpoints of later steps were written by an earlier attempt and could not be used to resume the run.
+        Checkpoints at later steps were written by an earlier attempt and could not be used to resume the run.
         """
         checkpoints = newest_first(self._folder)
         upto = checkpoints[checkpoints.index(newest) :]
@@ -190,7 +190,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Convert errors from a checkpoint with intact files but wrong content to `UserError`.
+    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
 
     Exceptions of the types in `also` are converted too; the message ends with `remedy`.
     """

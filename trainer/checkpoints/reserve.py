@@ -1,4 +1,4 @@
-"""Reserves disk space for the last checkpoint of a run."""
+"""Reserves disk space for a run's last checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_FOLDER = 2**16
 
 
 def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
-    """Return how many bytes to reserve for `tensor_bytes` bytes of tensors in `n_folders` folders."""
+    """Return how many bytes to reserve for `tensor_bytes` bytes of tensor data in `n_folders` folders."""
     return int(BESIDE_TENSORS * tensor_bytes) + _OF_FOLDER * n_folders
 
 
@@ -52,7 +52,7 @@ class Reserve:
 def _allocate(descriptor: int, n_bytes: int) -> None:
     """Reserve space for a file; raise `OSError` if the disk is too full or the file system cannot reserve space.
 
-    `os.posix_fallocate` is not used, since it writes to every block if the file system cannot reserve space. Over a
+    `os.posix_fallocate` is not used, because it writes to every block if the file system cannot reserve space. Over a
     network, these writes take minutes per GiB.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)

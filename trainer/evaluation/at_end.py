@@ -31,12 +31,11 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The maximum number of rows that an SAE is measured on: the default maximum number of held-out rows.
+# The maximum number of rows to measure an SAE on; this is also the default maximum number of held-out rows.
 MOST_ROWS = 32_768
-# The minimum number of training tokens for each row that an SAE is measured on. Measuring a row takes a third as long
-# as training on it.
+# The minimum number of training tokens per measured row. Measuring a row takes a third as long as training on it.
 SHARE_OF_TOKENS = 20
-# The number of texts to keep for each latent. This is half as many as `eval` keeps, since fewer rows are read.
+# The number of texts to keep for each latent. This is half as many as `eval` keeps, because fewer rows are read.
 N_CONTEXTS = 10
 
 
@@ -64,7 +63,7 @@ class Cards:
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
         self._progress.heartbeat(JUDGING, self._at.step, self._at.tokens)
-        # Store all metrics first, since from now on, the run counts as finished even if it is killed.
+        # Store all metrics first: from now on, the run counts as finished even if it is killed.
         self._progress.settle()
         try:
             results = self._parallel.all_gather(self._own())
@@ -121,8 +120,8 @@ class Cards:
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.
 
-        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time,
-        since comparing each latent with all others takes as long as reading `d_sae` rows.
+        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
+        comparing each latent with all others takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
         if not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
@@ -144,14 +143,15 @@ class Cards:
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return the number of rows to measure on, so that measuring takes only a small share of the run's time."""
+    """Return how many rows to measure on, such that measuring takes only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 
 def error_of_all(card: Card) -> float | None:
     """Return the standard error of the FVU, or None if it is unknown.
 
-    With all held-out rows, the standard error would be only slightly smaller, since they come from the same texts.
+    With all held-out rows, the standard error would be only slightly smaller, because these rows come from the same
+    texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

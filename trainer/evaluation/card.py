@@ -38,12 +38,12 @@ from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, has_own_mode
 def write_card(
     folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None, replaces: Card | None = None
 ) -> Card:
-    """Merge new measurements into the report card next to an SAE's weights, and return the result.
+    """Merge new measurements into the report card next to an SAE's weights, and return the merged report card.
 
-    Earlier measurements of the same weights are kept unless they were repeated. `tensors` contains the texts that
+    Earlier measurements for the same weights are kept unless they were repeated. `tensors` contains the texts that
     latents fire on and the tokens that they promote; they are merged in the same way. The previous report card is
-    archived as an older version, unless it equals `replaces`, a card that the same evaluation wrote. Only one process
-    writes at a time, and each file is written atomically. A README.md that `eval` did not write is kept. Raise
+    archived as an older version, unless it equals `replaces`, a report card written by the same evaluation. Only one
+    process writes at a time, and each file is written atomically. A README.md not written by `eval` is kept. Raise
     `UserError` if the disk fails or the weights have changed.
     """
     try:
@@ -138,7 +138,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: EvaluationData) -> str:
-    """Return a clause that lists the rows that are left out of all metrics."""
+    """Return a clause listing the rows left out of all metrics."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
@@ -149,7 +149,7 @@ def _left_out(data: EvaluationData) -> str:
 
 
 def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with the latents and their texts."""
+    """Yield the lines of a Markdown table of latents and their texts."""
     if not latents:
         return
     yield f"\n{len(latents)} random latents that fire, and where each fires most:\n\n"
@@ -165,5 +165,5 @@ def _with_bold(text: str) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Escape a value for a table cell, since an untrusted name in it must not end the cell or inject HTML."""
+    """Escape a value for a table cell, because an untrusted name in it must not end the cell or inject HTML."""
     return re.sub(r"([\\|<`])", r"\\\1", printable(text))

@@ -34,8 +34,8 @@ from trainer.training.learner import Learner
 # The number of tokens in a context before and after the token on which a latent fires most strongly.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools. The number is a multiple of 32 and 64, since these tools show 32 or
-# 64 tokens at a time.
+# The number of tokens in a context for other tools. The number is a multiple of 32 and 64 because these tools show 32
+# or 64 tokens at a time.
 CACHE_CONTEXT = 256
 # The maximum number of rows to read, from the first shards.
 MOST_ROWS = 2**18
@@ -88,7 +88,7 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
 
 
 class Contexts:
-    """Collects, text by text, the contexts in which each latent fires most strongly, at most one per document.
+    """Collects the contexts in which each latent fires most strongly, text by text and at most one per document.
 
     `n_contexts` is the number of contexts to keep for each latent.
     """
@@ -100,7 +100,7 @@ class Contexts:
         self.n_rows = 0
 
     def add(self, text: TokenRows, entries: ActivationEntries) -> None:
-        """Add a text and the latent activations on its rows."""
+        """Add a text and the latent activations for its rows."""
         self.n_rows += entries.n_rows
         if not len(entries.values):
             return
@@ -118,7 +118,7 @@ class Contexts:
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return the tensors that `trainer.contract.runs.features` reads.
+        """Return the tensors read by `trainer.contract.runs.features`.
 
         `tokens` contains the bytes of each token, in order of token id. `moved` is the result of
         `spliced.moved_tokens`, if known.
@@ -172,7 +172,7 @@ def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> ActivationEntries:
-    """Return the nonzero activations on rows [n, d_in] of one text, without outliers and non-finite rows."""
+    """Return the nonzero activations for rows [n, d_in] of one text, without outliers and non-finite rows."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
@@ -200,7 +200,7 @@ def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
-    """Find each latent's strongest entry in each document, and keep the best `n` entries of each latent.
+    """Find each latent's strongest entry in each document, and keep each latent's best `n` entries.
 
     Return the indices of these entries, and each entry's rank within its latent.
     """
@@ -235,7 +235,7 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
 
 
 def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
-    """Write the features file next to an SAE's weights, atomically; `weights` is the hash of these weights.
+    """Atomically write the features file next to an SAE's weights; `weights` is the hash of these weights.
 
     Raise `UserError` if the disk fails.
     """
@@ -248,9 +248,9 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 
 
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
-    """Complete `tensors` for `write_features` from an older file of the same weights.
+    """Complete `tensors` for `write_features` from an older file for the same weights.
 
-    The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if neither contains the
+    Either the tensors or the file may lack the latents' texts or the promoted tokens. Return {} if neither contains the
     latents' texts. A damaged older file is treated as missing.
     """
     before: dict[str, Tensor] = {}
@@ -314,7 +314,7 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return an index that maps each token in the ascending `text_ids` to the latents that have it in a context."""
+    """Return an index mapping each token in the ascending `text_ids` to the latents that have it in a context."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
@@ -325,7 +325,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return a function that finds where a learner's latents fire in the data, or None if the data has no tokens."""
+    """Return a function to find where a learner's latents fire in the data, or None if the data has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
@@ -340,7 +340,7 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 
 
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
-    """Find where latents fire in the first texts of a folder, which are split into contexts.
+    """Split the first texts of a folder into contexts, and find where latents fire in these texts.
 
     An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the scale
     of the raw data.

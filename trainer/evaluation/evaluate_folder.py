@@ -1,4 +1,4 @@
-"""Creates the report card of an SAE from files that a run or another tool has written."""
+"""Creates the report card for an SAE from files written by a run or another tool."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def cards_in(
 
 
 def saes_in(path: Path) -> list[Path]:
-    """Return the folder itself if it contains an SAE, otherwise its subfolders that do, as in a sweep."""
+    """Return the folder itself if it contains an SAE, otherwise the subfolders containing one, as in a sweep."""
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
 def _job_on(data: str, targets: str | None) -> JobConfig:
-    """Return a job whose data consists of all rows in a folder."""
+    """Return a job with all rows in a folder as its data."""
     stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:

@@ -1,4 +1,4 @@
-"""Creates the report cards of the SAEs in a run or in one of its checkpoints."""
+"""Creates report cards for the SAEs in a run or one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, le
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
-# The number of rows that a language model recomputes from the text, for each type of device. On a CPU, this takes 1 to
+# For each type of device, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to
 # 2 minutes.
 ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
-    """The lazy evaluation of an SAE, and the `folder` of its report card.
+    """The lazy evaluation of an SAE, and the `folder` for its report card.
 
     `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured by then.
-    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts that were measured for
-    these tensors. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are
-    empty if the tokens of the data are unknown.
+    `features(n)` returns the tensors read by `trainer.contract.runs.features`, and the parts measured to get these
+    tensors. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if
+    the tokens of the data are unknown.
     """
 
     folder: Path
@@ -92,12 +92,12 @@ def evaluations_of(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> Iterator[Evaluation]:
-    """Evaluate each SAE of a run's latest or best checkpoint, or of the checkpoint `path`, one after the other.
+    """Evaluate the SAEs in a run's latest or best checkpoint, or in the checkpoint `path`, one at a time.
 
-    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
+    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model streaming
     it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
-    probed on `n_sets` data sets that the model reads. With `keeps_rows`, rows are not measured again if the report card
-    in the folder has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
+    probed on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the
+    folder has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -132,9 +132,9 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides what all SAEs of a hook share: the language model, dense probes, and rows with their tokens.
+    """Provides what all SAEs for a hook share: the language model, dense probes, and rows with their tokens.
 
-    These objects are created on first use. The SAEs of a hook are evaluated one after another, so only the latest model
+    These objects are created on first use. The SAEs for a hook are evaluated consecutively, so only the latest model
     and probes stay in memory.
     """
 
@@ -157,7 +157,7 @@ class _Hooks:
         return self._source.of_hook(hook)
 
     def _load_model(self, hook: int) -> SplicedModel | None:
-        """Return the language model that produced a hook's data, with its text, or None without --model."""
+        """Return the language model behind a hook's data, with its text, or None without --model."""
         if self._model is None:
             return None
         stage(LOADING)
@@ -262,7 +262,7 @@ def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int
 
 
 def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
-    """Return the activations and the reconstruction [n, d_out] of raw rows x [n, d_in] with targets y [n, d_out]."""
+    """Return the activations and the reconstruction [n, d_out] for raw rows x [n, d_in] with targets y [n, d_out]."""
     sae = learner.sae
     output = learner.forward(x * sae.x_scale, y * sae.y_scale)
     return output.acts, sae.raw(output.x_hat)
@@ -277,7 +277,7 @@ def _probe(dense: DenseProbes, learner: Learner) -> Probing:
 def _folder_with_tokens(settings: SourceSettings, device: torch.device) -> Iterator[Path | None]:
     """Yield the data folder, or None if there is no folder or more than one.
 
-    For a stream from a language model, read the beginning of its text again, store the rows in a temporary folder, and
+    For a stream from a language model, reread the beginning of its text, store the rows in a temporary folder, and
     delete this folder afterwards. Raise `UserError` if this fails.
     """
     if not isinstance(settings, ModelSettings):

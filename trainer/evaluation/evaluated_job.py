@@ -1,4 +1,4 @@
-"""Reads the job file of the run to evaluate. Another user may own the file, so it cannot allow code to run."""
+"""Reads the job file for the run to evaluate. Another user may own the file, so it cannot allow code to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads an exported SAE of any supported format, and runs it on rows."""
+"""Loads an exported SAE in any supported format, and runs it on rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
-    """An SAE that runs on raw rows in fp32; `tokens` is the number of tokens that it was trained on."""
+    """An SAE that runs on raw rows in fp32; `tokens` is its number of training tokens."""
 
     def __init__(self, shared: SharedSae, device: torch.device) -> None:
         self.metadata = shared.metadata
@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """In the `with` block, use the threshold for one half of the held-out rows, which was set on the other half."""
+        """In the `with` block, use the threshold for one half of the held-out rows; it was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])

@@ -1,4 +1,4 @@
-"""Measures an SAE on rows with the metrics that SAELens and SAEBench define; all sums are in float64."""
+"""Measures an SAE on rows with the metrics defined by SAELens and SAEBench; all sums are in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.saes.sparse_acts import Acts
 # Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstruction of the targets.
 Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-# The maximum number of decoder directions that are compared with all others.
+# The maximum number of decoder directions to compare with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
 
@@ -48,7 +48,7 @@ class RowFigures(msgspec.Struct, frozen=True):
 
 
 class Rebuilt:
-    """Sums over rows of targets and reconstructions, all in float64."""
+    """Sums over rows of targets and reconstructions, in float64."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -177,7 +177,7 @@ def by_label(labels: Indices, values: Tensor) -> Tensor:
 
 
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
-    """Return the standard error of Σ numerators / Σ denominators, for [n] independent clusters (delta method)."""
+    """Return the standard error of Σ numerators / Σ denominators for [n] independent clusters (delta method)."""
     n, total = len(numerators), float(denominators.sum())
     if n < 2 or not total:
         return math.nan
@@ -197,7 +197,7 @@ def histogram(density: Tensor) -> list[int]:
 
 
 def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
-    """Return the mean largest decoder cosine between a latent and any other, over at most `MOST_COMPARED` latents."""
+    """Return the mean over latents, at most `MOST_COMPARED`, of the largest decoder cosine with any other latent."""
     directions = normalize(w_dec.float(), dim=1)
     if len(directions) < 2:
         return math.nan

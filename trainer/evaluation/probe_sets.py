@@ -1,6 +1,6 @@
 """Reads labelled texts for training probes from the `sae-probes` package's files.
 
-The package is not imported, since doing so would also import SAELens, TransformerLens and XGBoost. Only the package's
+The package is not imported, because that would also import SAELens, TransformerLens and XGBoost. Only the package's
 tables are needed.
 """
 
@@ -25,7 +25,7 @@ _ENDING = ".csv.zst"
 PER_CLASS = 192
 # With fewer texts, the validation set that selects the penalty would have only a dozen texts.
 _FEWEST_PER_CLASS = 64
-# Data sets of short texts on a wide range of subjects, with labels that a human reader would also assign.
+# Data sets of short texts on a wide range of subjects, with labels that a human reader would agree with.
 DEFAULTS = (
     "5_hist_fig_ismale",
     "7_hist_fig_ispolitician",
@@ -43,7 +43,7 @@ DEFAULTS = (
 
 
 class TextSet(NamedTuple):
-    """Texts from two classes, the same number from each; `labels` are 0 or 1."""
+    """An equal number of texts from each of two classes; `labels` are 0 or 1."""
 
     name: str
     texts: list[str]

@@ -2,7 +2,7 @@
 
 The definitions follow sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
 probing"), including its choice of latents and of the logistic regression penalty. Unlike in sae-probes, columns are
-standardised, since the raw rows of some models have a few columns that are far larger than all others.
+standardised, because the raw rows of some models have a few columns far larger than all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Encode = Callable[[Tensor], Tensor]
 KS = (1, 16)
 SEEDS = (0, 1, 2)
 TEST_SHARE = 1 / 3
-# Candidates for the inverse L2 penalty. The candidate with the best AUC on the last part of the training texts is used.
+# Candidates for the inverse L2 penalty. The one with the best AUC on the last part of the training texts is used.
 _STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
@@ -41,7 +41,7 @@ TOKENS_AT_ONCE = 4096
 
 
 class LabelledRows(NamedTuple):
-    """A model's rows [n, d_in] at a hook for the last token of each text in a data set, with labels 0 or 1."""
+    """A model's rows [n, d_in] at a hook for the last token of each text in a data set, labelled 0 or 1."""
 
     name: str
     rows: Tensor
@@ -80,7 +80,7 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
 
 
 def _one_thread() -> Any:
-    """Limit BLAS to one thread, since fitting so few rows takes five times as long with two threads."""
+    """Limit BLAS to one thread: fitting so few rows takes five times as long with two threads."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "blas")
@@ -98,7 +98,7 @@ def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
 
 
 def _sparse(rows: Tensor, encode: Encode) -> Any:
-    """Return activations as a sparse matrix [n, d_sae], since a dense matrix could take too much memory."""
+    """Return activations as a sparse matrix [n, d_sae], because a dense matrix could take too much memory."""
     from scipy import sparse
 
     parts = [sparse.csr_matrix(encode(some).double().cpu().numpy()) for some in rows.split(_ROWS_AT_ONCE)]
@@ -108,8 +108,8 @@ def _sparse(rows: Tensor, encode: Encode) -> Any:
 def by_difference(acts: Any, labels: Ints) -> Ints:
     """Return the latents ordered by the absolute difference between their class means, largest first.
 
-    `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations, since
-    the scale of a latent has no meaning.
+    `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations,
+    because the scale of a latent has no meaning.
     """
     size = np.asarray(abs(acts).sum(0)).ravel() / (acts.getnnz(axis=0) + 1e-6)
     means = [np.asarray(acts[labels == label].mean(0)).ravel() for label in (0, 1)]
@@ -118,7 +118,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
 
 
 class ProbeSplit(NamedTuple):
-    """The indices and labels of a probe's training rows (in random order) and test rows."""
+    """Indices and labels for a probe's training rows (in random order) and test rows."""
 
     train: Ints
     test: Ints
@@ -173,13 +173,13 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
 
 
 def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
-    """Return the rows [n, d] of the texts' last tokens at the model's first hook, fp32 on the CPU.
+    """Return the rows [n, d] for the texts' last tokens at the model's first hook, in fp32 on the CPU.
 
     The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. A text
-    of more than `context` tokens is truncated at its beginning.
+    with more than `context` tokens is truncated at its beginning.
     """
     pieces, indices = _pieces(model.tokenizer, texts, context)
-    # Batches of texts with equal length need no padding, which would change the rows of some models.
+    # Batches of equally long texts need no padding, which would change the rows of some models.
     groups = list(_of_one_length(pieces))
     rows: dict[int, Tensor] = {}
     for numbers in groups:

@@ -1,4 +1,4 @@
-"""The rows that an SAE is measured on; every pass yields the same rows."""
+"""The rows used to measure an SAE; every pass yields the same rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.training.row_sample import RowSampler
 
 # The number of rows in one forward pass of an SAE.
 BATCH = 1024
-# The number of values per row that are hashed, enough to identify the row. Hashing all values would take seconds.
+# The number of values to hash per row, enough to identify the row. Hashing all values would take seconds.
 _HASHED = 32
 
 
@@ -60,8 +60,7 @@ class EvaluationRows:
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
-        # Take every n-th row, because held-out rows are in text order, and the beginning of a text differs from its
-        # end.
+        # Take every nth row, because held-out rows are in text order, and the beginning of a text differs from its end.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         # From the last pass over the rows: the label of each row's text or block, and a hash of the rows and labels.
@@ -86,7 +85,7 @@ class EvaluationRows:
     ) -> Iterator[Pair]:
         """Yield inputs and targets in fp32 on the device; every call yields the same rows.
 
-        The context manager `measuring_half(half)` is active while the held-out rows of that half are yielded.
+        The context manager `measuring_half(half)` is active while the held-out rows in that half are yielded.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
@@ -123,12 +122,12 @@ class EvaluationRows:
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """Sum the errors and spreads [n] of the last pass over each text or each block of neighbouring rows.
+        """Sum the errors and spreads [n] from the last pass over each text or each block of neighbouring rows.
 
-        Store the sums as `sums`, to compare SAEs that were measured on the same rows.
+        Store the sums as `sums`, to compare SAEs measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
-        # Hash the labels after renumbering them from 0, so that the hash does not depend on text numbers.
+        # Renumber the labels from 0 before hashing, so that the hash does not depend on text numbers.
         self._digest.update(labels.astype(np.int64).tobytes())
         of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
         indices = np.arange(len(of_texts.error))
@@ -140,7 +139,7 @@ class EvaluationRows:
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
     ) -> EvaluationData:
-        """Describe the rows; `scales` [d_out] are the dimension scales that the SAE was trained with."""
+        """Describe the rows; `scales` [d_out] are the dimension scales used to train the SAE."""
         inputs, targets = _RunningMoments(), _RunningMoments()
         for x, y in self.batches():
             inputs.add(x)
@@ -195,7 +194,7 @@ class EvaluationRows:
 
 
 class _RunningMoments:
-    """Accumulates the mean and variance of each dimension over rows that arrive in batches."""
+    """Accumulates the mean and variance of each dimension over batches of rows."""
 
     def __init__(self) -> None:
         self.n_rows = 0

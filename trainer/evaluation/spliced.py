@@ -1,8 +1,8 @@
 """Measures how much a language model degrades when an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
-spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the loss increase under zero
-ablation that the SAE avoids. The main metrics replace and include only rows that training could use; for example, they
+spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the zero-ablation loss
+increase that the SAE avoids. The main metrics replace and include only rows that training could use; for example, they
 may leave out first tokens. `all_tokens` replaces and includes every row, as SAELens does.
 """
 
@@ -39,13 +39,13 @@ from trainer.extraction.state import ExtractionState
 
 # The number of tokens in one forward pass. Two fp32 copies of the logits for these tokens are kept in memory.
 TOKENS_AT_ONCE = 1024
-# Sites whose rows are in the residual stream or are added to it. The input of an MLP is excluded, since it is
+# Sites with rows that are in the residual stream or are added to it. The input of an MLP is excluded because it is
 # normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 # The number of promoted and of suppressed tokens to keep.
 N_MOVED = 10
-# The maximum number of logits of decoder directions, in fp32, that are in memory at the same time.
+# The maximum number of fp32 logits for decoder directions in memory at the same time.
 _LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -104,10 +104,10 @@ def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class ReadContexts(NamedTuple):
-    """A batch of contexts after a pass of the unchanged model; tensors are [n_contexts, n_tokens].
+    """A batch of contexts after a forward pass of the unchanged model; tensors are [n_contexts, n_tokens].
 
     `counts` is a mask of the rows that an extraction would keep. `predicts` [n_contexts, n_tokens - 1] is a mask of the
-    kept rows whose next token belongs to the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
+    kept rows followed by a token from the same document. `log_probabilities` is [n_contexts, n_tokens, n_ids].
     """
 
     ids: Tensor
@@ -120,8 +120,7 @@ class ReadContexts(NamedTuple):
 class PatchedSums:
     """Sums over one selection of rows: for the unchanged model, for each change, and for the rows themselves.
 
-    `known` contains sums for changes that were measured with another SAE on the same text; these are not measured
-    again.
+    `known` contains sums for changes measured with another SAE on the same text; these are not remeasured.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class PatchedSums:
 
     @property
     def without_sae(self) -> dict[str, LossSums]:
-        """The sums that are the same for every SAE."""
+        """The sums common to all SAEs."""
         return {name: sums for name, sums in self.of_each.items() if name != "sae"}
 
     def losses(self) -> dict[str, Any]:
@@ -181,7 +180,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # Maps a number of tokens to the text, and to the sums of the ablations for both selections of rows.
+        # Maps a token count to the text, and to the ablation sums for both selections of rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
@@ -249,7 +248,7 @@ class SplicedModel:
         )
 
     def _left_out(self) -> str:
-        """Return a phrase that names the tokens that are not extracted, or "" if all tokens are extracted."""
+        """Return a phrase naming the tokens that are not extracted, or "" if all tokens are extracted."""
         settings = self._job.extract
         first = "first tokens" if settings.skip_first == 1 else f"the first {settings.skip_first} tokens"
         names = [*([first] if settings.skip_first else []), *([] if settings.keep_special else ["special tokens"])]
@@ -263,12 +262,12 @@ class SplicedModel:
             advance()
 
     def _everything(self, reading: ReadContexts, batch: ContextBatch) -> ReadContexts:
-        """Return a copy of `reading` in which every token is counted."""
+        """Return a copy of `reading` with every token counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
     def last_rows(self, texts: Sequence[str]) -> Tensor:
-        """Return the rows [n, d_in] of the texts' last tokens at the hook that is read, in fp32 on the CPU."""
+        """Return the rows [n, d_in] for the texts' last tokens at the hook that is read, in fp32 on the CPU."""
         return last_rows(self._model, texts, self._job.text.context)
 
     def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
@@ -308,7 +307,7 @@ class SplicedModel:
 
 
 def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
-    """Return a mask [n_contexts, n_tokens − 1] of counted rows whose next token belongs to the same document."""
+    """Return a mask [n_contexts, n_tokens − 1] of counted rows followed by a token from the same document."""
     return counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
 
 

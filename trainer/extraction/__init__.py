@@ -1,1 +1,1 @@
-"""Extracts a language model's activations on a text corpus, and stores them as shards."""
+"""Extracts a language model's activations on a text corpus and stores them as shards."""

@@ -1,4 +1,4 @@
-"""Runs models' chat templates, which are untrusted code, with limits on run time and on the size of values."""
+"""Runs a model's chat template, which is untrusted code, with limits on run time and value size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.contract.errors import UserError, first_line
 
-# The time limit in seconds. A template normally takes milliseconds, but a faulty template may loop forever.
+# The time limit, in seconds. A template normally takes milliseconds, but a faulty template may loop forever.
 _LIMIT_S = 3.0
 # Operators in a template may return integers of at most `_MOST_BITS` bits, and strings or lists of at most
 # `_MOST_ENTRIES` entries. Integer arguments of filters and methods, such as a width, may be at most
@@ -57,7 +57,7 @@ def _bound_templates() -> None:
 
         @staticmethod
         def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-            # Skip the filtered value, and the context argument that Jinja passes to some filters.
+            # Skip the filtered value and the context argument passed to some filters by Jinja.
             n_before = 1 + hasattr(function, "jinja_pass_arg")
 
             @functools.wraps(function)
@@ -111,7 +111,7 @@ def ended_after(seconds: float) -> Iterator[None]:
     """Raise `TookTooLong` in the body of the `with` statement if the body runs for longer than `seconds`.
 
     The exception is raised before the next Python instruction, so a call to C code is not interrupted. Signals are not
-    an option, since Python handles them only in the main thread.
+    an option, because Python handles them only in the main thread.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 

@@ -62,7 +62,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of those rows."""
+    """A batch to read, its number, the indices of the tokens with kept rows, and the origins of those rows."""
 
     number: int
     batch: ContextBatch
@@ -71,7 +71,7 @@ class BatchToRead(NamedTuple):
 
 
 class RowsInTransfer(NamedTuple):
-    """A batch whose rows [n, d_in] and norms [n] at each hook are being copied from the device to the host."""
+    """A batch; its rows [n, d_in] and norms [n] at each hook are being copied from the device to the host."""
 
     asked: BatchToRead
     rows: list[HostCopy]
@@ -142,7 +142,7 @@ def contexts_at_once(job: ExtractJob) -> int:
 
 
 class Extraction:
-    """An extraction job on one device: the full job, or the share of one of several processes.
+    """An extraction job on one device: the full job, or one process's share of it.
 
     Process r of n reads contexts r, r + n, r + 2n and so on, like a rank that reads a stream. Each process keeps an
     equal share of the rows.
@@ -165,7 +165,7 @@ class Extraction:
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
-        # The number of extra rows that this process keeps for processes that have run out of text; None until known.
+        # The number of extra rows to keep for processes that have run out of text; None until known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
 
@@ -219,7 +219,7 @@ class Extraction:
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
-                # Check only after a batch, since a resumed extraction must first add its first batch to `left_out`.
+                # Check only after a batch, because a resumed extraction must first add its first batch to `left_out`.
                 if self._n_missing <= 0:
                     return True
         self._note_written()
@@ -231,7 +231,7 @@ class Extraction:
         return True
 
     def _coming(self, batches: Iterator[BatchToRead]) -> Iterator[RowsInTransfer]:
-        """Yield the rows of each batch while the model reads the next batches; return early if a stop is requested."""
+        """Yield the rows of each batch while the model is reading the next batches; return early on a stop request."""
         ahead: deque[RowsInTransfer] = deque()
         for asked in batches:
             if self._peers.is_stopped:
@@ -247,7 +247,7 @@ class Extraction:
         return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
-        """Keep the rows of a batch that this process needs for its own share, then rows that other processes lack."""
+        """Keep the rows of a batch needed for this process's own share, then rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -292,7 +292,7 @@ class Extraction:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, indices)]
 
     def _within_limits(self, norms: list[Tensor]) -> Tensor:
-        """Return a mask [n] of the rows whose norms are finite and within the limit at every hook.
+        """Return a mask [n] of the rows with finite norms within the limit at every hook.
 
         `norms` has one tensor [n] for each hook. The first call sets the limits if the state has none.
         """
@@ -306,7 +306,7 @@ class Extraction:
         return fits
 
     def _first_norms(self) -> list[Tensor]:
-        """Return the norms in the first batch of the entire text, so that all processes set the same limits."""
+        """Return the norms in the first batch of the entire text; all processes then set the same limits."""
         for batch in self._all_batches():
             indices = kept_positions(batch, self.model.tokenizer.special, self._job.extract).indices
             if len(indices):
@@ -314,7 +314,7 @@ class Extraction:
         raise AssertionError("a process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
-        """Return the norm limit of each hook, computed from the norms [n] of the first batch.
+        """Return the norm limit for each hook, computed from the norms [n] in the first batch.
 
         Raise `UserError` if all norms of a hook are infinite or NaN.
         """
@@ -367,14 +367,14 @@ class Extraction:
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
     def _refuse_full_disk(self, rows: list[Tensor]) -> None:
-        """Raise `UserError` if the disk has too little free space for all rows of this process."""
+        """Raise `UserError` if the disk has too little free space for all rows from this process."""
         needed = self._share * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:
             raise not_written(self._output, "it needs {}, but only {} are free".format(*distinct_sizes(needed, free)))
 
     def _complete(self) -> None:
-        """Write the last shard of this process.
+        """Write this process's last shard.
 
         The state file records this shard only when the extraction is marked as finished. If the shard were recorded
         earlier, a resumed extraction would read the shard's last batch again.
@@ -393,7 +393,7 @@ class Extraction:
         """Wait for the other processes; rank 0 also writes the metadata."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # Measure the rate before the steps below, such as hashing the model, since they do not read any tokens.
+        # Measure the rate before the steps below, such as hashing the model, because they read no tokens.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)

@@ -40,9 +40,9 @@ class BlockList(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> BlockList:
-    """Return a model's list of blocks: the longest `ModuleList` whose modules all have the same class.
+    """Return a model's list of blocks: the longest `ModuleList` with modules of a single class.
 
-    Lists inside a block are ignored, since a block may have more experts than the model has blocks. Raise `UserError`
+    Lists inside a block are ignored, because a block may have more experts than the model has blocks. Raise `UserError`
     if the model has no such list.
     """
     lists = [
@@ -80,7 +80,7 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
-    """Return the path, relative to a block, of the module whose input or output is the site, or None if none exists.
+    """Return the block-relative path of the module whose input or output is the site, or None if none exists.
 
     `attn_out` and `mlp_out` are the tensors that are added to the residual stream. If the block applies a norm before
     this addition, they are the outputs of the norm.
@@ -100,7 +100,7 @@ def _is_berts(block: nn.Module) -> bool:
 
 
 def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
-    """Return TransformerLens's name for a hook in this model, or our own name if TransformerLens has none."""
+    """Return the TransformerLens name for a hook in this model, or our own name if TransformerLens has none."""
     if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
         return f"blocks.{hook.layer}.{POST_NORM}"
     return hook.transformer_lens or hook.name

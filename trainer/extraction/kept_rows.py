@@ -1,4 +1,4 @@
-"""Selects the tokens whose rows are kept; excludes special tokens and the first tokens of each document."""
+"""Selects the tokens with rows to keep; excludes special tokens and the first tokens of each document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.extraction.packing import PADDING, ContextBatch
 
 
 class KeptPositions(NamedTuple):
-    """The indices, int64 [n], of the kept tokens in the flattened batch, and the numbers of excluded tokens."""
+    """The indices, int64 [n], of the kept tokens in the flattened batch, and the excluded token counts."""
 
     indices: Tensor
     n_special: int

@@ -45,16 +45,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # document in its own context. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015
 # after 30 blocks.
 _ROUNDING = 0.05
-# The largest allowed relative change of a document's rows if only the tokens of the other document in its context
-# change. Both forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens
-# determine which rows share a matrix multiplication.
+# The largest allowed relative change in a document's rows if only the other document in its context changes. Both
+# forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens determine which
+# rows share a matrix multiplication.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
 # two contexts because some kernels separate documents only if the batch has a single context.
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# Exceptions that models raise if they need inputs other than token ids, or do not accept positions that restart.
+# Exceptions raised by models that need inputs other than token ids or do not accept restarting positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
@@ -81,7 +81,7 @@ class LanguageModel:
         self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
-        # TransformerLens's names for the hooks.
+        # The TransformerLens names of the hooks.
         self.names = [name_of(model, self._blocks, hook) for hook in job.hooks]
         self._is_whole = whole
         if whole:
@@ -110,7 +110,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """The path, within an `AutoModelForCausalLM`, of the module that outputs each hook's rows, or None."""
+        """The path, within an `AutoModelForCausalLM`, of the module outputting each hook's rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -120,7 +120,7 @@ class LanguageModel:
         self._forward(self._little(), packed=False)
 
     def _little(self) -> ContextBatch:
-        """Return a batch of one document with twelve tokens."""
+        """Return a batch containing one document of twelve tokens."""
         ids = (np.arange(12) * 7 + 11) % self._n_ids
         return ContextBatch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
 
@@ -133,11 +133,11 @@ class LanguageModel:
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
-        # Copy the indices to the device once, rather than once for each hook.
+        # Copy the indices to the device once, rather than once per hook.
         indices = queued_copy(indices, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
-            # `rows_of` copies the rows, since the model may overwrite the tensor.
+            # `rows_of` copies the rows, because the model may overwrite the tensor.
             try:
                 taken[number] = rows_of(tensor, indices, batch.ids.shape)
             except ValueError as error:
@@ -159,7 +159,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def unembedding(self) -> Tensor | None:
-        """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
+        """Return the matrix [d_model, n_ids] mapping a direction at the last block's output to logits.
 
         Return None if there is more than one norm between the last block and the unembedding. Only a `whole` model has
         an unembedding; see `unembedding.folded`.
@@ -178,7 +178,7 @@ class LanguageModel:
         taken: dict[int, Tensor] = {}
 
         def take(number: int, tensor: Tensor) -> None:
-            # Clone the tensor, since the model may overwrite it.
+            # Clone the tensor, because the model may overwrite it.
             taken[number] = tensor.clone()
 
         def changed(written: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class LanguageModel:
         given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
         if packed:
             # If positions restart, transformers masks all tokens before the restart. Without packing, let the model
-            # choose the positions, since RoBERTa's positions start at 2.
+            # choose the positions, because RoBERTa's positions start at 2.
             given["position_ids"] = self._tensor(batch.positions)
         elif not is_token.all():
             given["attention_mask"] = self._tensor(is_token.astype(np.int64))
@@ -252,7 +252,7 @@ def _change(rows: Tensor, others: Tensor) -> float:
 
 
 def _prefix_of(model: Any) -> str:
-    """Return the name of the attribute that contains the base model in a model with an unembedding."""
+    """Return the name of the attribute containing the base model in a model with an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
@@ -279,7 +279,7 @@ def _window_before(config: Any, context: int) -> int | None:
 
 
 def _require_weights(model: Any, blocks: BlockList, missing: set[str]) -> None:
-    """Raise `UserError` if the files lack parameters of the blocks, since these would be initialised randomly."""
+    """Raise `UserError` if the files lack block parameters, which would then be randomly initialised."""
     present = {name for name, _ in model.named_parameters()}
     lacking = sorted(name for name in missing & present if blocks.number(name) is not None)
     if lacking:
@@ -297,7 +297,7 @@ def _require_unembedding(model: Any, missing: set[str]) -> None:
 
 
 def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:
-    """Return a model, its tokenizer, and the names of the parameters that its files lack.
+    """Return a model, its tokenizer, and the names of parameters missing from its files.
 
     Only a `whole` model includes the unembedding. Raise `UserError` with a remedy if loading fails.
     """
@@ -355,7 +355,7 @@ def _dtype(settings: Model, device: torch.device, config: Any) -> torch.dtype:
 
 
 def _reason(settings: Model, error: Exception) -> str:
-    """Return a message that explains why a model cannot be loaded, and what to do."""
+    """Return a message explaining why a model cannot be loaded and what to do."""
     shown, text = show(settings.path), str(error)
     causes = list(_causes(error))
     kinds = {type(cause).__name__ for cause in causes}
@@ -383,7 +383,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def spread(model: Any) -> Any:
-    """Distribute a model's blocks in order over this process's GPUs, with about the same number of bytes on each.
+    """Distribute a model's blocks in order over this process's GPUs, with about the same number of bytes per GPU.
 
     Raise `UserError` if the GPUs have too little free memory.
     """
@@ -395,7 +395,7 @@ def spread(model: Any) -> Any:
 
 
 def indices(model: Any, capacity: Mapping[int | str, int]) -> dict[str, int]:
-    """Return a dict that maps each module to its GPU; `capacity` maps each device to its free bytes."""
+    """Return a dict mapping each module to its GPU; `capacity` maps each device to its free memory in bytes."""
     from accelerate import infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 

@@ -1,4 +1,4 @@
-"""Builds the `meta.json` of stored activations, including hashes that identify the model and the tokenizer."""
+"""Builds the `meta.json` for stored activations, including hashes identifying the model and the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.extraction.packing import Tokenizer
 from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
-# The largest total size in bytes of a model whose files are hashed completely, which takes a second or two. For larger
-# models, only pieces of each file are hashed.
+# The maximum model size, in bytes, for hashing files completely, which takes a second or two. For larger models, only
+# pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
 # Patterns for weight files; the first pattern that matches any file is used, as in transformers.
@@ -64,7 +64,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
 def facts_of_hook(
     job: ExtractJob, number: int, model: LanguageModel, sums: DimensionSums, shards: list[ShardFile], limit: float
 ) -> dict[str, Any]:
-    """Return the metadata of the rows of hook `number`; `limit` is the largest norm allowed for a kept row.
+    """Return the metadata for the rows at hook `number`; `limit` is the largest norm allowed for a kept row.
 
     `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the spread of the rows. `scale` is ‖std‖.
     """
@@ -91,7 +91,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def weights_facts(path: str) -> dict[str, Any]:
-    """Return the hash of each file of a local model, or {} for a model on the hub, since its revision identifies it.
+    """Return a hash for each file of a local model, or {} for a hub model, which is identified by its revision.
 
     `weights_sha256` contains the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256`
     instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.
@@ -108,7 +108,7 @@ def weights_facts(path: str) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return a folder's configuration and weight files, or the single file that contains both."""
+    """Return a folder's configuration and weight files, or the single file containing both."""
     if path.is_file():
         return [path]
     weights = next((found for pattern in _WEIGHTS if (found := sorted(path.glob(pattern)))), [])

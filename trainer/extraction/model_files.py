@@ -1,4 +1,4 @@
-"""Checks the files of a language model before it is loaded, since they may come from an untrusted source."""
+"""Checks a language model's files before loading, because they may come from an untrusted source."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.declare import show
 
-# The maximum file sizes in bytes. The largest known configuration is 30 kB, and the largest tokenizer.json is 35 MB.
-# A tokenizer_config.json has 180 bytes per added token, or 12 MB for the 65,000 tokens of some speech models.
+# The maximum file sizes, in bytes. The largest known configuration is 30 kB, and the largest tokenizer.json is 35 MB. A
+# tokenizer_config.json has 180 bytes per added token, or 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "generation_config.json")
 # The maximum numbers of blocks and experts. Blocks and most experts are separate modules. Building millions of modules
@@ -22,7 +22,7 @@ _CONFIGS = ("config.json", "generation_config.json")
 # experts, but each expert is only a row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
-# Matches the names of settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and
+# Matches the names of settings counting blocks or experts, such as n_layer, num_hidden_layers, depths and
 # num_local_experts, but not block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""Streams the activations of a language model while it reads a text, without storing them."""
+"""Streams a language model's activations on a text, without storing them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 
 
 class ModelStream(StreamSource):
-    """A stream of rows from a language model; part r of n reads the contexts r, r + n, r + 2n and so on of the text.
+    """A stream of rows from a language model; part r of n reads contexts r, r + n, r + 2n and so on of the text.
 
     Each rank has one model on its training device, or one model on each of its `own_devices`. Models on `own_devices`
     read ahead. If several ranks need the same part, they take turns reading its batches and exchange the rows. The rows
-    and their order do not depend on the devices. A resumed run tokenizes the text again from the start, but its model
-    does not read the contexts of earlier batches again.
+    and their order do not depend on the devices. A resumed run retokenizes the text from the start, but its model does
+    not reread the contexts of earlier batches.
     """
 
     is_divided = True
@@ -77,7 +77,7 @@ class ModelStream(StreamSource):
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._settings, self._hooks)
-        # Load models one after the other, so that host memory holds only one model's weights at a time.
+        # Load the models sequentially, so that host memory holds only one model's weights at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
         # The number of batches queued on a GPU before the host waits for the rows of the oldest batch. A CPU runs each
@@ -91,7 +91,7 @@ class ModelStream(StreamSource):
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
-        """Return the metadata of a hook that depends on the loaded model, with the same keys as in a `meta.json`."""
+        """Return the model-dependent metadata for a hook, with the same keys as in a `meta.json`."""
         model, target = self._model, self.n_hooks + number
         facts = {
             "hook_name": model.names[number],
@@ -145,7 +145,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """The hooks of all inputs, followed by the hooks of all targets for transcoders."""
+        """The hooks for all inputs, followed by the hooks for all targets of transcoders."""
         ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -182,7 +182,7 @@ def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
 
 
 class _StreamRows(NamedTuple):
-    """Rows that are being copied to the CPU; `y` is None if the targets are the inputs."""
+    """Rows being copied to the CPU; `y` is None if the targets are the inputs."""
 
     x: HostCopy
     y: HostCopy | None
@@ -194,7 +194,7 @@ class _StreamRows(NamedTuple):
 
 
 class _BatchReader(NamedTuple):
-    """Runs a language model on batches, and returns the rows of all inputs and, for transcoders, of all targets."""
+    """Runs a language model on batches, and returns the rows for all inputs and, for transcoders, for all targets."""
 
     model: LanguageModel
     job: ExtractJob

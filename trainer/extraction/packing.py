@@ -15,7 +15,7 @@ from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
-# The value of padding in `positions` and `documents`.
+# The padding value in `positions` and `documents`.
 PADDING = -1
 # The number of documents in one tokenizer call. The tokenizer distributes them over the CPU cores.
 _AT_ONCE = 64
@@ -47,7 +47,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Prevent warnings about documents that are longer than the model's maximum, since they are split later.
+        # Prevent warnings about documents longer than the model's maximum, which are split later.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
@@ -55,7 +55,7 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer in its folder cannot tokenize text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # The number of documents whose unpaired surrogates were replaced.
+        # The number of documents with replaced unpaired surrogates.
         self.n_mended = 0
 
     def require_context(self, context: int) -> None:
@@ -87,11 +87,11 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token in order of token id, including the leading space of a word."""
+        """Return the bytes of each token, in token id order, including the leading space of a word."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
-        """Return everything that determines token ids, as JSON-compatible values."""
+        """Return everything determining token ids, as JSON-compatible values."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]
@@ -136,7 +136,7 @@ def separate(documents: Iterable[Tokens], length: int) -> Iterator[ContextBatch]
 def batches(contexts: Iterable[ContextBatch], n: int, *, fills: bool) -> Iterator[ContextBatch]:
     """Yield batches of up to `n` contexts, in order.
 
-    With `fills`, shorter contexts are padded at the end; without it, all contexts of a batch have the same length.
+    With `fills`, shorter contexts are padded at the end; without it, all contexts in a batch have the same length.
     """
     groups: Iterable[Iterable[ContextBatch]] = [contexts]
     if not fills:

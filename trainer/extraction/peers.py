@@ -17,12 +17,12 @@ from trainer.contract.json_file import read_json
 from trainer.contract.paths import private_folder
 
 POLL_S = 0.1
-# The minimum time in seconds between two reports of a process's row count.
+# The minimum time between two reports of a process's row count, in seconds.
 TELL_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """Raised when a stop is requested while this process is waiting for other processes."""
+    """Raised on a stop request while this process is waiting for other processes."""
 
 
 class Alone:
@@ -43,7 +43,7 @@ class Alone:
         prepare()
 
     def kept(self, n: int) -> None:
-        """Report the number of rows that this rank has kept."""
+        """Report the number of rows kept by this rank."""
         self._advance(n)
 
     def extra(self, lacking: int) -> int:
@@ -57,8 +57,8 @@ class Alone:
     def end(self, given: int, n_read: int) -> int:
         """Report how many rows this rank has beyond its share, and how many tokens it has read.
 
-        Rank 0 waits for all ranks and returns the total number of tokens that they have read. The other ranks return
-        their own number of tokens.
+        Rank 0 waits for all ranks and returns the total number of tokens read. The other ranks return their own token
+        counts.
         """
         return n_read
 

@@ -1,4 +1,4 @@
-"""Runs language models on separate devices, each in a thread that reads ahead while the SAE trains."""
+"""Runs language models on separate devices, each in a thread that reads ahead while the SAE is training."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class Readers:
 
     Each function runs in its own thread and reads at most `AHEAD` batches in advance. The rows do not depend on which
     function reads a batch. Batches are created in the caller's thread. The threads exit at the end of the text, on an
-    error, on `close`, or when this object is deleted. Daemon threads are used, so that they do not keep the process
-    alive.
+    error, on `close`, or when this object is deleted. The threads are daemons, so they do not keep the process alive.
     """
 
     def __init__(self, reads: Sequence[Read], batches: Iterator[ContextBatch]) -> None:

@@ -27,16 +27,16 @@ from trainer.checkpoints.atomic_folder import not_written, sync
 from trainer.contract.paths import file_mode, private_folder
 from trainer.contract.settings.shards import TENSOR
 
-# The bytes of rows of any dtype, as uint8 [n, n_bytes].
+# The raw bytes of rows of any dtype, as uint8 [n, n_bytes].
 Raw = NDArray[np.uint8]
-# The number of bytes of a shard that are shuffled, hashed, summed and written at a time.
+# The number of shard bytes to shuffle, hash, sum and write at a time.
 _PIECE_BYTES = 2**22
-# The number of rows that are summed at a time, small enough to fit into a core's cache as float64. With 4096 rows,
-# which do not fit, summing took half of the time that the extraction spent outside the model.
+# The number of rows to sum at a time, small enough to fit into a core's cache as float64. With 4096 rows, which do not
+# fit, summing took half of the time that the extraction spent outside the model.
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1
-# The number of bytes of a row's token id, position and document number.
+# The size of a row's token id, position and document number, in bytes.
 _BYTES_BESIDE = 12
 _MOST_THREADS = 16
 
@@ -50,7 +50,7 @@ class RowOrigin(NamedTuple):
 
 
 class DimensionSums(msgspec.Struct):
-    """The sum and the sum of squares of each dimension over all rows of a hook, in float64."""
+    """The sum and sum of squares of each dimension over all rows at a hook, in float64."""
 
     n: int
     total: list[float]
@@ -75,7 +75,7 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class Block:
-    """Rows of each hook for one shard, in the order of their arrival."""
+    """Rows from each hook for one shard, in order of arrival."""
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
@@ -93,7 +93,7 @@ class Block:
 
 
 class ShardsBegun:
-    """The shards, one per hook, that are being written."""
+    """The shards being written, one per hook."""
 
     def __init__(self, writing: list[Future[tuple[ShardFile, DimensionSums]]], free: Callable[[], object]) -> None:
         self._writing, self._free = writing, free
@@ -114,20 +114,20 @@ class ShardsBegun:
 
 
 class ShardBuffer:
-    """Collects rows until there are enough for a shard of each hook, then shuffles and writes them."""
+    """Collects rows until there are enough for one shard per hook, then shuffles and writes the rows."""
 
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: deque[Block] = deque()
-        # The memory of blocks that have been written, for reuse by new blocks.
+        # The memory of written blocks, for reuse by new blocks.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
-        # Use two pools, since in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
+        # Use two pools: in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
     def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
-        """Add the rows [n, d_in] of the same tokens for each hook; the caller must not modify the tensors afterwards.
+        """Add the rows [n, d_in] for the same tokens at each hook; the caller must not modify the tensors afterwards.
 
         If indices `chosen` [n] are given, add only the rows at these indices. `origin` has one entry per added row.
         """
@@ -149,7 +149,7 @@ class ShardBuffer:
         return self.n_waiting >= self.shard_rows
 
     def row_bytes(self, rows: list[Tensor]) -> int:
-        """Return the total size on disk, in bytes, of one row of every hook."""
+        """Return the total size on disk of one row from every hook, in bytes."""
         return sum(of_hook.shape[1] * of_hook.element_size() + _BYTES_BESIDE for of_hook in rows)
 
     def write(self, number: int) -> list[tuple[ShardFile, DimensionSums]]:
@@ -202,7 +202,7 @@ def _raw(rows: Tensor) -> Raw:
 
 
 def _copy(raw: Raw, at: Any, memory: Raw) -> None:
-    """Copy the rows at `at`, which is a slice or indices, to `memory`."""
+    """Copy the rows at `at`, a slice or indices, to `memory`."""
     if isinstance(at, slice):
         np.copyto(memory, raw[at])
     else:
@@ -266,7 +266,7 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    The names and the header are derived from the file that safetensors writes for one row.
+    The names and the header are derived from the file written by safetensors for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
@@ -290,7 +290,7 @@ def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
 
 
 class RunningSums:
-    """Sums in float64 over rows that arrive in pieces."""
+    """Float64 sums over rows arriving in pieces."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype
@@ -314,7 +314,7 @@ class RunningSums:
 
 
 def add_sums(first: DimensionSums | None, second: DimensionSums) -> DimensionSums:
-    """Return the sums over the rows of both arguments."""
+    """Return the sums over the rows in both arguments."""
     if first is None:
         return second
     pairs = zip((first.total, first.squares), (second.total, second.squares), strict=True)

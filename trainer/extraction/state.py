@@ -25,8 +25,8 @@ class ExtractionState(msgspec.Struct):
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
     of rows before this batch that were excluded for each reason. `limits` contains the largest allowed norm at each
-    hook, and `dtype` is the dtype of the rows. `lacking` is the number of rows that are missing from a process's share
-    because its text has ended.
+    hook, and `dtype` is the dtype of the rows. `lacking` is the number of rows missing from a process's share because
+    its text has ended.
     """
 
     job: dict[str, Any]
@@ -137,7 +137,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
 
 
 def _refuse_other_users(job: ExtractJob) -> None:
-    """Raise `UsageError` if a hook's folder contains unknown shards, since readers would mix them with the new ones."""
+    """Raise `UsageError` if a hook's folder contains unknown shards: readers would mix them with the new shards."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} contains other shards; choose another folder or delete them"

@@ -17,23 +17,23 @@ from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack
 
 # A text, the messages of a chat, or token ids.
 Document = str | list[dict[str, Any]] | list[int]
-# The columns that the setting "auto" tries, in this order.
+# The columns tried by the setting "auto", in this order.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
-# The column with the attention mask of token ids, which is 0 for padding.
+# The column with the attention mask for token ids; the mask is 0 for padding.
 MASK = "attention_mask"
 # Maps ShareGPT's speaker names to the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant"}
-# The size in bytes after which a text file is split at the next end of a line. Each piece is a separate document, so
-# the file need not fit into memory.
+# The size, in bytes, after which a text file is split at the next line end. Each piece is a separate document, so the
+# file need not fit into memory.
 _LONGEST = 2**20
-# The maximum row size in bytes or characters. Longer rows are rejected, since a tokenizer needs memory for several
+# The maximum row size, in bytes or characters. Longer rows are rejected, because a tokenizer needs memory for several
 # copies of a row.
 _LONGEST_ROW = 16 * 2**20
-# The maximum size of a JSON file in bytes. JSON files are loaded into memory completely.
+# The maximum JSON file size, in bytes. JSON files are loaded into memory completely.
 _LARGEST_JSON = 256 * 2**20
-# The number of Parquet or Arrow rows that are read at a time. Rows of at most `_BYTES_AT_ONCE` bytes in total are
-# converted to Python objects in one call. Larger rows are converted one at a time, since decoding a dictionary column
-# can multiply its size by the number of rows.
+# The number of Parquet or Arrow rows to read at a time. Rows of at most `_BYTES_AT_ONCE` bytes in total are converted
+# to Python objects in one call. Larger rows are converted one at a time, because decoding a dictionary column can
+# multiply its size by the row count.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
 # The maximum size in memory of one column of a row group, in bytes and as a multiple of the stored bytes. The larger
 # limit applies. Without a limit, a few stored bytes could expand to billions of equal numbers.
@@ -42,7 +42,7 @@ _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lin
 
 
 def documents(text: TextSettings) -> Iterator[Document]:
-    """Yield the documents that the settings select; raise `UserError` if they cannot be read."""
+    """Yield the documents selected by the settings; raise `UserError` if they cannot be read."""
     if text.path is None:
         yield from _of_rows(_hub_rows(text), text, str(text.dataset))
         return
@@ -67,7 +67,7 @@ def mended(value: Any) -> Any:
 
 
 def is_data_set(path: str) -> bool:
-    """Return whether a folder was written by `save_to_disk` of the datasets library."""
+    """Return whether a folder was written by `save_to_disk` from the datasets library."""
     return any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
@@ -105,7 +105,7 @@ def _of_file(file: Path, text: TextSettings) -> Iterator[Document]:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    # Decode incrementally, since a long line may be split within a character.
+    # Decode incrementally, because a long line may be split within a character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_plain(file) as stream:
         while lines := stream.read(_LONGEST) + stream.readline(_LONGEST_ROW):
@@ -160,7 +160,7 @@ def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
-    # Compare with the stored bytes of all columns, since an attention mask of all ones takes almost no bytes on disk.
+    # Compare with the stored bytes of all columns, because an all-ones attention mask takes almost no disk space.
     stored = max(1, sum(one.total_uncompressed_size for one in columns))
     for column in columns:
         taken = 8 * column.num_values
@@ -228,7 +228,7 @@ def _hub_rows(text: TextSettings) -> Iterator[Any]:
 
 
 def _saved_rows(root: Path, text: TextSettings) -> Iterator[Any]:
-    """Yield the rows of a data set that was written by `save_to_disk` of the datasets library."""
+    """Yield the rows of a data set written by `save_to_disk` from the datasets library."""
     datasets = _load_datasets()
     try:
         stored = datasets.load_from_disk(str(root))

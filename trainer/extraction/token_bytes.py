@@ -1,4 +1,4 @@
-"""Finds the bytes of each token, since a token may be only part of a character, which is not valid text."""
+"""Finds the bytes of each token; a token may be only part of a character, which is not valid text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json, write_json
 
-# The name of the file that contains the bytes of each token, in order of token id.
+# The name of the file containing the bytes of each token, in token id order.
 TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -30,7 +30,7 @@ def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return the bytes of each token in order of token id, or an empty list if the file is missing or invalid."""
+    """Return the bytes of each token, in token id order, or an empty list if the file is missing or invalid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,7 +43,7 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token in order of token id, including the leading space of a word.
+    """Return the bytes of each token, in token id order, including the leading space of a word.
 
     The tokenizer's decoder defines how to convert a vocabulary entry to bytes. If the decoder has unsupported steps,
     each token is decoded separately.
@@ -98,7 +98,7 @@ def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return a dict that maps each character in byte-level vocabulary entries, as in GPT-2, to its byte."""
+    """Return a dict mapping each character in byte-level vocabulary entries, as in GPT-2, to its byte."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Decode each token separately, and yield its text with the leading space that the decoder drops."""
+    """Decode each token separately, and yield its text with the leading space dropped by the decoder."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

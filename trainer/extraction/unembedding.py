@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.extraction.hook_points import BlockList
 
-# The magnitude of the values in the rows that probe a norm, and a relative tolerance. If adding a constant to a row
+# The magnitude of the values in the rows used to probe a norm, and a relative tolerance. If adding a constant to a row
 # changes the norm's output by less than this tolerance, the norm subtracts the mean.
 _SIZE, _ROUNDING = 64.0, 1e-2
 
@@ -57,7 +57,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Record the input and the output of each module whenever the model runs in the `with` block."""
+    """Record the input and output of each module whenever the model runs in the `with` block."""
     flows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def take(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -92,15 +92,15 @@ def folded(ending: Unembedding) -> Tensor:
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     """Return the weight [d] of a norm, and whether the norm subtracts the mean.
 
-    The norm is probed, since norm classes name their parameters differently. A norm scales a row of mean 0, multiplies
-    it by the weight and adds the bias. The bias cancels in the difference between the outputs for a row and its
-    negative.
+    The norm is probed, because norm classes name their parameters differently. A norm scales a row of mean 0,
+    multiplies it by the weight and adds the bias. The bias cancels in the difference between the outputs for a row and
+    its negative.
     """
     row = torch.ones(d, dtype=like.dtype, device=like.device)
     row[1::2] = -1
     if d % 2:
         row[-3:] = torch.tensor([1, 1, -2]).to(row)
-    # The row is so large that the norm's epsilon, which prevents division by zero, has no effect.
+    # The row is so large that the norm's epsilon against division by zero has no effect.
     row *= _SIZE
     up, down, moved = (norm(one[None])[0].float() for one in (row, -row, row + 3 * _SIZE))
     weight = (up - down) / 2 * row.float().square().mean().sqrt() / row.float()
