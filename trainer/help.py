@@ -1,4 +1,4 @@
-"""The examples and exit codes that `--help` shows."""
+"""The examples and exit codes shown by `--help`."""
 
 from __future__ import annotations
 

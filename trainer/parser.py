@@ -142,7 +142,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 
 def _add_given(command: argparse.ArgumentParser) -> None:
-    """Add options for settings that may be missing in an SAE's files."""
+    """Add options for settings that may be missing from an SAE's files."""
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
 

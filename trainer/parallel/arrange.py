@@ -30,7 +30,7 @@ from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 class Arranged(NamedTuple):
-    """The job with every setting resolved, the parallel mode of this rank, and the plan to show."""
+    """The job with every setting resolved, this rank's parallel mode, and the plan to show."""
 
     job: JobConfig
     parallel: Parallel
@@ -56,21 +56,21 @@ def arrange(
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
-    # Always measure if there are several ranks, since another process may be slowing one of them down.
+    # Always measure if there are several ranks, because another process may be slowing one of them down.
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
         if not all(one.is_measured for one in speeds):
             # One rank's assumed speeds are not comparable with another's measured speeds.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
-            # Read the file again to keep measurements that another run has written in the meantime.
+            # Reread the file to keep measurements written by another run in the meantime.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
-    # Always use measured speeds to divide reads among ranks, since the results do not depend on which rank reads a row.
+    # Always use measured speeds to split reads across ranks: the results do not depend on which rank reads a row.
     to_read_by = slowest(speeds)
     if job.train.deterministic:
         # Measured speeds vary between runs, and with them the order of additions. All ranks use the same assumed
-        # speeds, even on heterogeneous GPUs, since they must make the same decision.
+        # speeds, even on heterogeneous GPUs, because they must make the same decision.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     work = Workload(job, world.size, shape, _name_of_all(world, name))
     free = _free_of_all(world, work, may_take)
@@ -86,9 +86,9 @@ def arrange(
 
 
 def _precision_of_all(world: World, asked: str) -> str:
-    """Return the precision for matrix products; for "auto", the best precision that is fast on all ranks.
+    """Return the matmul precision; for "auto", return the best precision that is fast on all ranks.
 
-    Ranks need the same precision, since gradients with different loss scales cannot be added.
+    Ranks need the same precision, because gradients with different loss scales cannot be added.
     """
     own = resolve_precision(asked, world.device)
     if asked != "auto":
@@ -124,7 +124,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | 
 
 
 def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
-    """Return the fraction of all latents that fits into each rank's memory, or None if every rank has all latents."""
+    """Return the fraction of all latents fitting into each rank's memory, or None if every rank has all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)
@@ -148,7 +148,7 @@ def _free_of_all(world: World, work: Workload, may_take: int | None) -> list[int
     The result includes memory that is already allocated but is part of the estimate: the CUDA context, and the NCCL
     connections between all ranks.
     """
-    # In hybrid mode, the row and column groups are not connected yet.
+    # In hybrid mode, the row and column groups have not been connected yet.
     met = work.with_settings("parallel", mode="ddp") if work.mode == "hybrid" else work
     own = _free_bytes(world.device) / _processes_here(world) + memory.outside_pytorch(met)
     own = min(own, may_take or own)
@@ -163,7 +163,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """Return the number of ranks that share the memory reported by `_free_bytes`."""
+    """Return the number of ranks sharing the memory reported by `_free_bytes`."""
     return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
 
 

@@ -1,4 +1,4 @@
-"""The base class of all parallel modes: a grid of ranks, possibly with a single row or column."""
+"""The base class for all parallel modes: a grid of ranks, possibly with a single row or column."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepSums(NamedTuple):
     """The tensors to reduce over ranks at the end of a step.
 
     `of_latents` are all-reduced over the ranks with the same latents. `sharded` are reduce-scattered over the ranks
-    with the same latents: each rank gets only the sums of its rows. `of_all` are all-reduced over all ranks.
+    with the same latents: each rank gets only the sums for its rows. `of_all` are all-reduced over all ranks.
     """
 
     of_latents: list[Tensor]
@@ -56,9 +56,9 @@ class Parallel:
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
         self.shares = shares or even(self.data.size, self.latents.size)
         self.sends_bf16 = sends_bf16
-        # The largest fraction of all latents that fits into each rank's memory, if known.
+        # The largest fraction of all latents fitting into each rank's memory, if known.
         self.capacity: list[float] | None = None
-        # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
+        # The largest micro-batch fitting into a rank's memory, in tokens, if known.
         self.most_tokens: int | None = None
         # Whether each rank in `latents` reads only a share of the stored rows and receives the rest from the other
         # ranks.
@@ -74,7 +74,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """Whether no other rank trains this rank's SAEs."""
+        """Whether this rank's SAEs are trained by no other rank."""
         return self.world_size == 1
 
     @property
@@ -83,7 +83,7 @@ class Parallel:
         return Group() if self.learns_alone else self.world
 
     def neighbours_with_these_tokens(self) -> Group:
-        """Connect the ranks that process the same tokens, if they are on one machine; call this on all ranks.
+        """Connect the ranks processing the same tokens, if they are on one machine; call this on all ranks.
 
         The group exchanges CPU tensors and may be used from a separate thread.
         """
@@ -98,7 +98,7 @@ class Parallel:
         """Reduce the `StepSums` of all SAEs at the end of a step, and return which requests any rank has made."""
         if self.world_size == 1:
             return requests
-        # Create the tensor on the device, since a copy from the host would synchronise.
+        # Create the tensor on the device, because a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
         # Vectors are small, so all-reduce them in one exchange with the other small tensors.
@@ -128,7 +128,7 @@ class Parallel:
                 own.copy_(of_total)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return a gradient in the dtype that replicas exchange: bfloat16 for matrices if so configured."""
+        """Return a gradient in the dtype exchanged by replicas: bfloat16 for matrices if so configured."""
         is_narrow = self.sends_bf16 and self.data.size > 1 and tensor.dim() == 2
         return tensor.bfloat16() if is_narrow else tensor
 
@@ -145,7 +145,7 @@ class Parallel:
         return Totals(parts, group, self.device)
 
     def all_gather(self, own: dict[str, Any]) -> dict[str, Any]:
-        """All-gather values keyed by SAE label; each rank passes the values of its own SAEs.
+        """All-gather values keyed by SAE label; each rank passes the values for its own SAEs.
 
         msgpack must be able to encode the values.
         """
@@ -165,26 +165,26 @@ class Parallel:
         return values
 
     def take_waits(self) -> Waits:
-        """Return a handle for the time that this process has waited for other ranks since the last call."""
+        """Return a handle for the time this process has spent waiting for other ranks since the last call."""
         return self._waiting.take() if self._waiting else HostWaits()
 
 
 class RequestReader(Protocol):
-    """Reads summed flags; the result is the same on all ranks, since it depends only on the sums."""
+    """Reads summed flags; the result is the same on all ranks because it depends only on the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Return whether any rank has made each of n requests; `total` [n] contains the sums of this step."""
+        """Return, for each of n requests, whether any rank has made it; `total` [n] contains the sums for this step."""
 
 
 class HostRequests:
-    """Reads sums in host memory, which are available as soon as the exchange is done."""
+    """Reads sums in host memory; they are available as soon as the exchange is done."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return tuple(total.bool().tolist())
 
 
 class CudaRequests:
-    """Reads the sums of the previous step, which have arrived by now, so that the host does not wait for a copy."""
+    """Reads the sums from the previous step, which have arrived by now; the host does not wait for a copy."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
@@ -204,5 +204,5 @@ class CudaRequests:
 
 
 def requests_reader(device: torch.device) -> RequestReader:
-    """Return the reader of requests for a device."""
+    """Return the request reader for a device."""
     return CudaRequests() if device.type == "cuda" else HostRequests()

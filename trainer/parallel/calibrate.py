@@ -1,4 +1,4 @@
-"""Measures the speed of every rank and of the bus between ranks at the start of a run, in about 0.3 s."""
+"""Measures the speed of every rank and of the bus between ranks when a run starts, in about 0.3 s."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainer.runtime.precision import NARROW, autocast
 
 T = TypeVar("T")
 
-# The sizes (tokens, d_in, latents) of the matrix product, and the numbers of values to copy and to sum. With these
-# sizes, the call overhead is negligible, but each operation still takes only milliseconds. Two CPU processes sum 2²¹
-# values, which fit into a cache, at 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
+# The matmul sizes (tokens, d_in, latents), and the number of values to copy and to sum. With these sizes, the call
+# overhead is negligible, but each operation still takes only milliseconds. Two CPU processes sum 2²¹ values, which fit
+# into a cache, at 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**23, "cuda": 2**24}
 # If memory is short, try half of the latents or values, then a quarter; smaller sizes would fit into a cache.
 PARTS = (1, 2, 4)
-# Repeat each measurement for this many seconds and keep the fastest run, since other programs rarely slow down every
+# Repeat each measurement for this many seconds and keep the fastest run, because other programs rarely slow down every
 # run.
 WINDOW_S = 0.06
 N_TINY = 10
@@ -39,7 +39,7 @@ def measure(world: World, precision: str) -> list[Speeds]:
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # Free the memory of the measurement, so that the run's peak memory does not include it.
+        # Free the memory used by the measurement, so that the run's peak memory does not include it.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return speeds
@@ -78,7 +78,7 @@ class Within(NamedTuple, Generic[T]):
 
 
 def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
-    """Return the result of `work(parts)` for the smallest value in `PARTS` that fits into memory."""
+    """Return the result of `work(parts)` for the smallest value in `PARTS` fitting into memory."""
     for parts in PARTS:
         try:
             return Within(work(parts), parts == 1)
@@ -90,12 +90,12 @@ def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
 
 
 def products_per_s(device: torch.device, precision: str, parts: int = 1) -> float:
-    """Return the FLOP/s of a matrix product with the encoder's shape and 1/`parts` of the latents."""
+    """Return the FLOP/s of a matmul with the encoder's shape and 1/`parts` of the latents."""
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     generator = torch.Generator(device).manual_seed(0)
-    # Use random operands, since a GPU that multiplies constants draws less power and clocks higher than in training.
-    # Convert the operands beforehand, since training also converts operands once for several products.
+    # Use random operands: a GPU multiplying constants draws less power and clocks higher than in training. Convert the
+    # operands beforehand, because training also converts operands once for several matmuls.
     x, weights = (
         torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
         for shape in ((n_tokens, d_in), (d_in, n_latents))
@@ -150,9 +150,9 @@ def _sums(group: Group, tensor: Tensor, times: int) -> None:
 
 
 def pairs_of(world: World) -> dict[str, float]:
-    """Return a dict that maps each pair of ranks, such as `0-1`, to its bytes/s; it is the same on all ranks.
+    """Return a dict mapping each pair of ranks, such as `0-1`, to its bytes/s; it is the same on all ranks.
 
-    The other ranks are idle during each measurement.
+    Other ranks are idle during each measurement.
     """
     speeds = {}
     for first in range(world.size):
@@ -183,7 +183,7 @@ def fastest(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return how many seconds `work` takes, including the device work that it queues."""
+    """Return how many seconds `work` takes, including the device work it queues."""
     synchronise(device)
     began = time.perf_counter()
     work()

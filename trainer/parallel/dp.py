@@ -9,7 +9,7 @@ from trainer.parallel.shares import Shares
 
 
 class DataParallel(Parallel):
-    """Like `ddp`, but with threads instead of processes; this is slower, since Python runs one thread at a time."""
+    """Like `ddp`, but with threads instead of processes; this is slower, because Python runs one thread at a time."""
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         super().__init__(

@@ -16,7 +16,7 @@ class Grid(Parallel):
     """A grid of ranks: ranks in a row split the latents; ranks in a column have the same latents and split the tokens.
 
     `ddp` is a grid with one column: every rank has a full replica. `ddp` uses explicit all-reduces instead of
-    DistributedDataParallel, since a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
+    DistributedDataParallel, because a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
     with one row: every rank processes the complete batch; ranks exchange top-k candidates and partial reconstructions,
     but no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents, because ranks
     in a row exchange more than ranks in a column, and consecutive ranks are on one machine.
@@ -42,7 +42,7 @@ class Grid(Parallel):
 
 
 def _ranks(parts: Sequence[Sequence[int]], world: World) -> Group:
-    """Return the row or column group of this rank; reuse the world group if it contains all ranks."""
+    """Return this rank's row or column group; reuse the world group if it contains all ranks."""
     size = len(parts[0])
     if size in (1, world.size):
         return world.group if size > 1 else Group()

@@ -26,16 +26,16 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 LOST, FAILED = "the connection to another rank was lost", "an exchange with other ranks failed"
-# Matches NCCL errors that another rank or the network has caused.
+# Matches NCCL errors caused by another rank or the network.
 _OF_PEERS = r"remote process|system error"
 
 
 class PeerLost(UserError):
-    """Raised when another rank has exited, so that this rank cannot continue."""
+    """Raised when this rank cannot continue because another rank has exited."""
 
 
 class Group:
-    """A group of one rank, whose sums and gathers leave tensors unchanged."""
+    """A group of one rank: sums and gathers leave tensors unchanged."""
 
     size, index = 1, 0
     # Whether all ranks are on one machine and exchange tensors through its memory.
@@ -57,7 +57,7 @@ class Group:
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         """Replace this rank's rows of every tensor with their sum over the group; the other rows become undefined.
 
-        Rows are divided among ranks along the first dimension, as `tensor_split` does.
+        Rows are split across ranks along the first dimension, as with `tensor_split`.
         """
 
     def start_sum_parts(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -72,15 +72,15 @@ class Group:
         """
         total = wide(tensor, copy=True)
         self.sum_parts_([total])
-        # Clone the rows, since a view would keep the memory of all rows allocated.
+        # Clone the rows, because a view would keep the memory for all rows allocated.
         return local_shard(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Start `part_of_sum`; return its result, and the transfers that must finish before the result is valid."""
+        """Start `part_of_sum`; return its result, and the transfers to finish before the result is valid."""
         return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """All-gather in place: receive the rows that other ranks own; rows are split as in `sum_parts_`."""
+        """All-gather in place: receive the rows owned by other ranks; rows are split as in `sum_parts_`."""
 
     def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Start `spread_parts_` and return the transfers to pass to `finish`."""
@@ -102,7 +102,7 @@ class Group:
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         """Return rows [n_rows, ...], each from the rank that owns it.
 
-        `tensor` [size, n_own, ...] contains the rows that this rank computed for every rank, in the layout of
+        `tensor` [size, n_own, ...] contains the rows computed by this rank for every rank, in the layout of
         `to_owners`.
         """
         return tensor[0]
@@ -149,7 +149,7 @@ class Processes(Group):
 
 
 class DistributedGroup(Processes):
-    """A group of processes, on one or more machines, that uses the collectives of `torch.distributed`."""
+    """A group of processes, on one or more machines, using `torch.distributed` collectives."""
 
     sent_bytes: int | None = None
     is_on_one_machine = False
@@ -225,7 +225,7 @@ class DistributedGroup(Processes):
         return tensor.is_cuda and self._has_even_parts(tensor)
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Coalesce the GPU transfers of the given tensors that start in the `with` block."""
+        """Coalesce the GPU transfers started in the `with` block for the given tensors."""
         is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
         return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 
@@ -274,7 +274,7 @@ class DistributedGroup(Processes):
 
 
 class Pack(NamedTuple):
-    """Tensors of one dtype, and their concatenation, `flat`."""
+    """Tensors with the same dtype, and their concatenation, `flat`."""
 
     flat: Tensor
     tensors: list[Tensor]
@@ -316,7 +316,7 @@ class _PackedSum(NamedTuple):
 
 
 def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
-    """View contiguous tensors as bytes if their dtypes differ, since coalesced transfers need a single dtype."""
+    """View contiguous tensors as bytes if their dtypes differ, because coalesced transfers need a single dtype."""
     is_needed = len({tensor.dtype for tensor in tensors}) > 1
     return [tensor.view(torch.uint8) for tensor in tensors] if is_needed else tensors
 
@@ -328,7 +328,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
-    """Measure the time in the `with` block as waiting time; raise `PeerLost` if an exchange fails."""
+    """Count the time spent in the `with` block as waiting time; raise `PeerLost` if an exchange fails."""
     with peers_expected(LOST), waiting.measure():
         yield
 
@@ -351,7 +351,7 @@ def peers_expected(otherwise: str) -> Iterator[None]:
 
 
 def _reason(words: str) -> str:
-    """Return the first line of an error and the cause that NCCL appends after `Last error:`."""
+    """Return the first line of an error and the cause appended by NCCL after `Last error:`."""
     first, _, rest = words.strip().partition("\n")
     cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
     return f"{first}: {cause}" if cause else first
@@ -381,7 +381,7 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
 
 
 def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
-    """Return, on every rank, the rows [n, d] of all ranks that set `is_there`; n may differ between ranks."""
+    """Return, on every rank, the rows [n, d] from all ranks that set `is_there`; n may differ between ranks."""
     n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
     padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
     padded[: len(own)] = own
@@ -389,12 +389,12 @@ def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Ten
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """Return the number of rows that each of `size` ranks owns if rows are divided as `tensor_split` does."""
+    """Return the number of rows owned by each of `size` ranks if rows are split as with `tensor_split`."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
 def local_shard(tensor: Tensor, group: Group) -> Tensor:
-    """Return this rank's shard of a tensor that contains the rows of all ranks."""
+    """Return this rank's shard of a tensor containing the rows of all ranks."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
@@ -412,9 +412,9 @@ def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 
 
 def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
-    """Reduce-scatter: return this rank's rows of the sum over the group, so that ranks share later work on the rows.
+    """Reduce-scatter: return this rank's rows of the sum over the group; ranks then share later work on the rows.
 
-    Ranks send fp32, since their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit product,
+    Ranks send fp32, because their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit matmul,
     depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by
     default the gradient's own dtype. The dtype `read_in` must be the same on all ranks.
     """

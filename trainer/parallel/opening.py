@@ -1,4 +1,4 @@
-"""The first exchanges between ranks on GPUs, which open all connections and detect GPUs that cannot communicate."""
+"""The first exchanges between GPU ranks, which open all connections and detect GPUs unable to communicate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# The time limit in seconds for the first exchanges, counted from the arrival of the last rank. NCCL takes 3 to 10 s on
+# The time limit for the first exchanges, in seconds, counted from the arrival of the last rank. NCCL takes 3 to 10 s on
 # eight GPUs, and hangs forever if direct transfers between the GPUs get lost.
 LIMIT_S = 60.0
-# The time limit in seconds for all ranks to read the verdict, `OPENED` or `HANGS`.
+# The time limit for all ranks to read the verdict, `OPENED` or `HANGS`, in seconds.
 READ_WITHIN_S = 10.0
 POLL_S = 0.05
 OPENED, HANGS = "opened", "hangs"
@@ -38,7 +38,7 @@ def open_connections(
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should
     terminate the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang,
-    since transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. If
+    because transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. If
     `first_has_store` is true, rank 0 hosts the store, which closes when the process of rank 0 exits.
     """
 
@@ -74,7 +74,7 @@ def _verdict(store: dist.Store, found: str) -> str:
 def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_early: bool = False) -> None:
     """Wait until all ranks arrive or, with `ends_early`, until there is a verdict; raise `PeerLost` after `limit_s`.
 
-    Poll instead of blocking, since a blocking wait on a TCP store prevents other threads from using it.
+    Poll instead of blocking, because a blocking wait on a TCP store prevents other threads from using the store.
     """
     store.set(f"{place} {group.index}", "")
     places = [f"{place} {rank}" for rank in range(group.size)]

@@ -1,4 +1,4 @@
-"""The connection between all ranks of a run, independent of how they divide the work."""
+"""The connection between all ranks of a run, independent of how the work is split."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
 # The time limit for ranks to meet, and for each exchange unless the caller allows more time.
 TIMEOUT = timedelta(minutes=10)
-# The time limit in seconds for ranks to disconnect after a run.
+# The time limit for ranks to disconnect after a run, in seconds.
 CLOSES_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
 
 
 class World:
-    """All ranks of a run; this base class is for runs with a single process."""
+    """All ranks in a run; this base class is for single-process runs."""
 
     def __init__(self, device: torch.device, group: Group | None = None, time: Waiting | None = None) -> None:
         self.device, self.group, self.waiting = device, group or Group(), time
@@ -40,7 +40,7 @@ class World:
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         """Connect the ranks of each group in `groups`, and return this rank's group; this is a collective call.
 
-        If none of `groups` contains this rank, return a group that contains only this rank.
+        If none of `groups` contains this rank, return a group containing only this rank.
         """
         return Group()
 
@@ -56,7 +56,7 @@ class World:
 
 
 class Connected(World):
-    """Several processes that find each other through a store that no other code uses."""
+    """Several processes that find each other through a store used by no other code."""
 
     def __init__(
         self, device: torch.device, store: dist.Store, group: Group, time: Waiting, patience: timedelta
@@ -72,14 +72,14 @@ class Connected(World):
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
-        """Return a group of `members` that exchanges through shared memory, or None if this is impossible."""
+        """Return a group of `members` communicating through shared memory, or None if this is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
         index = members.index(self.group.index)
         return open_shared_memory(store, device, len(members), index, time, self._patience)
 
 
 class Neighbours(Connected):
-    """CPU ranks on one machine, which exchange through shared memory and therefore open no port."""
+    """CPU ranks on one machine; they communicate through shared memory and therefore open no port."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -108,8 +108,8 @@ class Joined(Connected):
         return own
 
     def close(self) -> None:
-        # NCCL may hang or fail here because other ranks have already disconnected. This is harmless, since all work is
-        # complete by now.
+        # NCCL may hang or fail here because other ranks have already disconnected. This is harmless, because all work
+        # is complete by now.
         closing = threading.Thread(target=_disconnect, name="disconnect", daemon=True)
         closing.start()
         closing.join(CLOSES_WITHIN_S)
@@ -162,7 +162,7 @@ def join(
         if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
             return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
-            # Use the loopback interface, since other hosts need no access. By default, gloo looks up the host's name,
+            # Use the loopback interface, because other hosts need no access. By default, gloo looks up the host's name,
             # which may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = device.type == "cuda"
@@ -187,14 +187,14 @@ def join(
 
 
 def _may_hang(device: torch.device) -> bool:
-    """Return whether ranks on a device use NCCL, whose first exchanges can hang and allocate memory."""
+    """Return whether ranks on a device use NCCL; its first exchanges can hang and allocate memory."""
     return device.type == "cuda"
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
-    """Return the store through which ranks exchange messages before they are connected."""
+    """Return the store that ranks use to exchange messages before they are connected."""
     if rendezvous:
-        # Do not create the store from a file:// URL, since a # or ? in the path would truncate the URL.
+        # Do not create the store from a file:// URL, because a # or ? in the path would truncate the URL.
         store: dist.Store = dist.FileStore(str(rendezvous), world_size)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))

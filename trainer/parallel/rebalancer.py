@@ -1,4 +1,4 @@
-"""Finds ranks that keep other ranks waiting, reports the likely cause, and gives these ranks less work."""
+"""Finds ranks that keep other ranks waiting, reports the likely cause, and assigns less work to these ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RebalanceDecision(NamedTuple):
 class Balancer:
     """Evaluates every log interval; all ranks get the same measurements and make the same decision.
 
-    `capacity` is the largest share of all latents that fits in each rank's memory.
+    `capacity` is the largest share of all latents fitting in each rank's memory.
     """
 
     def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:
@@ -65,7 +65,7 @@ class Balancer:
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
         if len(self._work()) != len(times):
-            # Ranks that train different SAEs cannot be compared and have no work to share.
+            # Ranks training different SAEs cannot be compared and have no work to share.
             return RebalanceDecision([], None)
         if not self._rebalance:
             return RebalanceDecision(self._stragglers(times, totals, seconds), None)
@@ -73,7 +73,7 @@ class Balancer:
         return RebalanceDecision(self._stragglers(times, totals, seconds), self._better())
 
     def adopt(self, shares: Shares) -> None:
-        """Switch to new shares and discard measurements made with the old shares."""
+        """Switch to new shares, and discard measurements made with the old shares."""
         self._shares = shares
         self._seen.clear()
         self._late.clear()
@@ -95,7 +95,7 @@ class Balancer:
         return sum(seconds for seconds, _ in self._seen)
 
     def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[HistoryEvent]:
-        """Return an event for each rank that has been late for long enough to report, or that has caught up again."""
+        """Return an event for each rank that has been late long enough to report, or has caught up again."""
         typical, events = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical

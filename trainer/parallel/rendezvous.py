@@ -1,4 +1,4 @@
-"""Connects the ranks on one machine; the first rank creates memory that all of them share."""
+"""Connects the ranks on one machine; the first rank creates memory shared by all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed import Store
 
 from trainer.parallel.group import PeerLost
 
-# The prefix of the name of the first rank's socket; it is followed by a random number. The socket is abstract (outside
-# the file system), so that killed ranks leave no file behind.
+# The prefix of the first rank's socket name; it is followed by a random number. The socket is abstract (outside the
+# file system), so that killed ranks leave no file behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
-# The time in seconds to poll before sleeping. Polling usually suffices, since ranks tend to be equally fast.
+# The time to poll before sleeping, in seconds. Polling usually suffices, because ranks tend to be equally fast.
 AWAKE_S = 500e-6
 
 
@@ -50,7 +50,7 @@ class ProcessBarrier:
             connection.sendall(content)
 
     def receive_from(self, rank: int, into: memoryview) -> None:
-        """On the first rank, fill `into` with the next bytes from `rank`, which must send the same number of bytes."""
+        """On the first rank, fill `into` with the next bytes from `rank`; it must send the same number of bytes."""
         with self._patient(self._connections[rank - 1]) as connection:
             while into:
                 n_bytes = connection.recv_into(into)
@@ -80,7 +80,7 @@ class ProcessBarrier:
                 raise PeerLost(ENDED)
 
     def _byte_of(self, connection: socket.socket) -> bytes:
-        """Receive a byte; poll before sleeping, since waking up a sleeping process takes 50 µs."""
+        """Receive a byte; poll before sleeping, because waking up a sleeping process takes 50 µs."""
         until = time.perf_counter() + AWAKE_S
         while time.perf_counter() < until:
             with contextlib.suppress(BlockingIOError):
@@ -97,10 +97,10 @@ class ProcessBarrier:
 def join(
     store: Store, size: int, index: int, n_bytes: int, timeout_s: float
 ) -> tuple[ProcessBarrier, mmap.mmap] | None:
-    """Return a barrier of `size` ranks and `n_bytes` of memory that they share.
+    """Return a barrier for `size` ranks and `n_bytes` of shared memory.
 
     Return None if a rank is on another machine or the memory cannot be created. The ranks find each other through
-    `store`, which no other code may use.
+    `store`; no other code may use this store.
     """
     if index == 0:
         return _open_line(store, size, n_bytes, timeout_s)
@@ -139,7 +139,7 @@ def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
     """Accept connections from `n_others` ranks in the background, and yield a future for them.
 
-    Accepting cannot wait until all ranks are ready, since connections from other users could fill the socket's queue.
+    Accepting cannot wait until all ranks are ready, because connections from other users could fill the socket's queue.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
         try:

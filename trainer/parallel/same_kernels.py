@@ -25,15 +25,15 @@ def agree(
 ) -> None:
     """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
 
-    Ranks with `compiles` go first, because ranks that compiled at the same time would each occupy the host's cores for
-    a minute and write the same files. A rank that lacks a kernel would be several times slower, and all other ranks
-    would wait for it. Without ZeRO, replicas with and without a kernel would also round differently. `report` is called
-    with one sentence for each cause of failure.
+    Ranks with `compiles` go first, because ranks compiling at the same time would each occupy the host's cores for a
+    minute and write the same files. A rank without a kernel would be several times slower and keep all other ranks
+    waiting. Without ZeRO, replicas with and without a kernel would also round differently. `report` is called with one
+    sentence for each cause of failure.
     """
     dtype, needed = NARROW.get(job.train.precision, torch.float32), _needed(job)
     if compiles:
         try_all(device, dtype, needed)
-    # `cpu()` waits for the gather, which a GPU only queues. Without this wait, other ranks would start compiling too
+    # `cpu()` waits for the gather; a GPU only queues it. Without this wait, other ranks would start compiling too
     # early.
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, needed)
@@ -49,7 +49,7 @@ def agree(
 
 
 def _needed(job: JobConfig) -> list[Kernels]:
-    """Return the kernels that a job may use.
+    """Return the kernels a job may use.
 
     Trying compiled updates takes seconds, so they are included only for skip connections and optimizers other than
     Adam. Adam's updates of latents have Triton kernels.

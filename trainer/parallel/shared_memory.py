@@ -17,16 +17,16 @@ from trainer.parallel.group import Processes, dense, exchanging, local_shard, pa
 from trainer.parallel.rendezvous import ProcessBarrier, join
 from trainer.parallel.waiting import Waiting
 
-# The number of bytes that a rank writes for other ranks at a time, small enough to stay in a cache.
+# The number of bytes a rank writes for other ranks at a time, small enough to stay in a cache.
 SLOT_BYTES = 2**21
 # Tensors with fewer values than this are packed and summed together.
 SMALL = 2**14
 
 
 class SharedRanks(Processes):
-    """A group that exchanges through shared memory: each rank sums one block of a tensor, and all ranks copy it."""
+    """A group communicating through shared memory: each rank sums one block of a tensor, and all ranks copy it."""
 
-    # The number of bytes that this rank has written for other ranks.
+    # The number of bytes written by this rank for other ranks.
     sent_bytes: int = 0
 
     def __init__(self, size: int, index: int, waiting: Waiting, line: ProcessBarrier, memory: mmap.mmap) -> None:
@@ -162,12 +162,12 @@ def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, which must be contiguous."""
+    """Return the memory of a contiguous tensor."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class _PendingSums:
-    """A handle for sums that `wait` computes."""
+    """A handle for sums computed by `wait`."""
 
     def __init__(self, ranks: SharedRanks, tensors: list[Tensor]) -> None:
         self._ranks, self._tensors = ranks, tensors
@@ -177,9 +177,9 @@ class _PendingSums:
 
 
 def among_neighbours(store: Store, size: int, index: int, waiting: Waiting, timeout_s: float) -> SharedRanks | None:
-    """Return a group of ranks that share memory, or None if the ranks are on several machines.
+    """Return a group of ranks with shared memory, or None if the ranks are on several machines.
 
-    The ranks find each other through `store`, which no other code may use.
+    The ranks find each other through `store`; no other code may use this store.
     """
     meeting = join(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
     return SharedRanks(size, index, waiting, *meeting) if meeting else None

@@ -1,4 +1,4 @@
-"""Divides tokens and latents among ranks in proportion to their speeds."""
+"""Splits tokens and latents across ranks in proportion to rank speed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Speeds that differ by less than this factor are treated as equal, since measurements over milliseconds are imprecise.
+# Speeds that differ by less than this factor are treated as equal, because measurements over milliseconds are
+# imprecise.
 LEAST_UNEVEN = 1.15
-# Every rank gets at least this fraction of an even share, since a rank may be slow only during the measurement.
+# Every rank gets at least this fraction of an even share, because a rank may be slow only during the measurement.
 LEAST_SHARE = 0.1
 
 
@@ -31,10 +32,10 @@ def even(n_rows: int, n_columns: int) -> Shares:
 
 
 def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
-    """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
+    """Return shares in proportion to the ranks' speeds, listed row by row of the grid.
 
     The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
-    slowest rank. `capacity` is the largest share of all latents that fits in each rank's memory.
+    slowest rank. `capacity` is the largest share of all latents fitting in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):
@@ -74,5 +75,5 @@ def _at_least(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def parse_shares(text: str, n_columns: int) -> Shares:
-    """Parse the setting `parallel.shares`, which has one number per rank, like `3:2`."""
+    """Parse the setting `parallel.shares`: one number per rank, like `3:2`."""
     return by_speed([float(part) for part in text.split(":")], n_columns)

@@ -9,7 +9,7 @@ from trainer.parallel.shares import Shares
 
 
 class Single(Parallel):
-    """The mode of one process: a group of one rank."""
+    """The mode for one process: a group of one rank."""
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         super().__init__(world.device)

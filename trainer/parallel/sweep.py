@@ -1,4 +1,4 @@
-"""Divides the SAEs of a sweep among the ranks; each rank processes all tokens, so training needs no communication."""
+"""Splits the SAEs in a sweep across ranks; each rank processes all tokens, so training needs no communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, to
 class Sweep(Parallel):
     """A parallel mode in which every rank reads all tokens; on each host, only the first rank reads from the disk.
 
-    Rank 0 writes the checkpoints and metrics of all SAEs, so the other ranks send it their tensors and measurements.
+    Rank 0 writes the checkpoints and metrics for all SAEs, so the other ranks send it their tensors and measurements.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:

@@ -1,4 +1,4 @@
-"""Runs ranks as threads of one process, for machines where process groups do not work."""
+"""Runs ranks as threads in one process, for machines where process groups do not work."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads; GPU work that is queued later waits until these tensors are computed."""
+        """Return the tensors of all threads; GPU work queued later waits until these tensors are computed."""
         with self.waiting.measure():
             of_ranks = self._meet(tensor)
             for theirs, computed in of_ranks:
@@ -117,7 +117,7 @@ class Threads(Group):
         return [theirs for theirs, _ in of_ranks]
 
     def _wait_for_all(self, tensor: Tensor) -> None:
-        """Make GPU work that is queued later wait until all threads have finished reading each other's tensors."""
+        """Make GPU work queued later wait until all threads have finished reading each other's tensors."""
         with self.waiting.measure():
             for _, read in self._meet(tensor):
                 read.hold(tensor.device)

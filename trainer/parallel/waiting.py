@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for other ranks, without blocking the rank."""
+"""Measures, without blocking the rank, how long it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class Waits(Protocol):
-    """The time that a set of transfers took."""
+    """The time taken by a set of transfers."""
 
     def seconds(self) -> float:
-        """Wait until all transfers are complete and return their total time."""
+        """Wait until all transfers are complete, and return their total time."""
 
 
 class Waiting(Protocol):
@@ -37,7 +37,7 @@ class HostWaits(NamedTuple):
 
 
 class HostWaiting:
-    """Measures transfers that the host waits for."""
+    """Measures transfers that block the host."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -54,7 +54,7 @@ class HostWaiting:
 
 
 class CudaWaiting:
-    """Measures transfers that only the device waits for, with CUDA events that are read after they have completed."""
+    """Measures transfers that block only the device, with CUDA events read after completion."""
 
     def __init__(self) -> None:
         self._since = CudaWaits()
@@ -74,7 +74,7 @@ class CudaWaiting:
 
 
 class CudaWaits:
-    """GPU transfers, each timed by two events; the latest transfers may still be running."""
+    """GPU transfers, each timed with two events; the latest transfers may still be running."""
 
     def __init__(self) -> None:
         self._total_ms = 0.0

@@ -1,4 +1,4 @@
-"""A bounded queue between a thread that adds items and a thread that stores them."""
+"""A bounded queue between a thread adding items and a thread storing them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Backlog(Generic[T]):
         self.dropped = 0
         self._most = most
         self._items: deque[T] = deque()
-        # The lock is held only for microseconds, so the thread that adds items never waits for a disk.
+        # The lock is held only for microseconds, so the thread adding items never waits for a disk.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Backlog(Generic[T]):
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
     def put_back(self, items: list[T]) -> None:
-        """Put the items of the last `take`, which could not be written, back at the front of the queue."""
+        """Put the unwritten items from the last `take` back at the front of the queue."""
         with self._lock:
             self._items.extendleft(reversed(items))
             self._trim()

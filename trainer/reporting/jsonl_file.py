@@ -1,6 +1,6 @@
-"""Reports the progress of a run whose store is on another host, by appending lines to a file that the other host reads.
+"""Reports the progress of a run to a store on another host by appending lines to a file read by that host.
 
-SQLite cannot be used, since its WAL needs shared memory and its locks are unreliable on network file systems.
+SQLite cannot be used, because its WAL needs shared memory and its locks are unreliable on network file systems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.reporting.progress import Wanted
 
 
 class FileRequests:
-    """Reads requests to a run from files in the attempt folder."""
+    """Reads requests for a run from files in the attempt folder."""
 
     def __init__(self, stop_file: Path, finish_file: Path) -> None:
         self._stop_file, self._finish_file = stop_file, finish_file
@@ -39,8 +39,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 class LineFile:
     """Appends a line to a file at every write.
 
-    In a resumed run, the first line contains `rewind` with the step of the checkpoint. The reader of the file deletes
-    the history after this step.
+    In a resumed run, the first line contains `rewind` with the checkpoint's step. The reader of the file deletes the
+    history after this step.
     """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
@@ -51,14 +51,14 @@ class LineFile:
         self._rewind = None
 
     def mend(self) -> str:
-        """Return "", since the reader of the file handles damage and keeps the lines that it has already read."""
+        """Return "": the file's reader handles damage and keeps the lines it has already read."""
         return ""
 
     def give_up_corrupt(self) -> str:
         return ""
 
     def let_go(self) -> None:
-        """Do nothing, since every write opens and closes the file."""
+        """Do nothing, because every write opens and closes the file."""
 
     def close(self) -> None:
         """If the run has not written a line yet, write the line with `rewind`."""

@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Event
 
 
 class SeriesFile:
-    """A metrics store at `path` that is opened at the first write and replaced if it is lost."""
+    """A metrics store at `path`, opened at the first write and replaced if it is lost."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class SeriesFile:
             return self._give_up("was deleted", "deleted")
         if identity != self._identity:
             return self._give_up("was replaced", "replaced")
-        # No other process should write to the file, so validate it if it has changed.
+        # No other process should be writing to the file, so validate it if it has changed.
         if self._touched is not None and _stamp(self.path) != self._touched:
             try:
                 check_whole(self.path, "metrics")
@@ -55,7 +55,7 @@ class SeriesFile:
         return self._give_up("was damaged", "corrupt")
 
     def let_go(self) -> None:
-        """Close without waiting for locks; the next write opens the file again."""
+        """Close without waiting for locks; the next write reopens the file."""
         if self._writer:
             self._writer.abandon()
         self._writer = None
@@ -76,7 +76,7 @@ class SeriesFile:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and modification time (ns), for detecting writes, or None if there is no file."""
+    """Return a file's size and modification time (ns), used to detect writes, or None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

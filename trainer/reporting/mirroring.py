@@ -18,14 +18,14 @@ from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
 from trainer.reporting.progress import MOST_ROWS, RunProgress
 
 HAND_OVER_S = 2.0
-# The maximum time that a tool's uploads may delay the end of a run.
+# The maximum delay caused by a tool's uploads at the end of a run.
 CLOSE_S = 20.0
 # Reports a message with the given level.
 Tell = Callable[[str, str], None]
 
 
 class MirroredProgress(RunProgress):
-    """Passes all reports to `stored`, and also sends metrics to the mirrors."""
+    """Passes all reports to `stored` and also sends metrics to the mirrors."""
 
     def __init__(self, stored: RunProgress, mirrors: Sequence[MirrorThread]) -> None:
         super().__init__()
@@ -77,9 +77,9 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
 
 
 class MirrorThread:
-    """A thread that opens a run's mirror when the first rows arrive, and sends all rows to it.
+    """A thread that opens a run's mirror when the first rows arrive and sends all rows to the mirror.
 
-    Before the first rows, the main thread may still be importing modules that the mirror's library also imports.
+    Before the first rows, the main thread may still be importing modules also imported by the mirror's library.
     """
 
     def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:
@@ -140,7 +140,7 @@ class Dealer:
         self._of_saes: set[str] = set()
 
     def out(self, rows: Iterable[MetricRow]) -> dict[tuple[str, int], dict[str, float]]:
-        """Return a dict that maps each (label, step) to its values; values of the entire run are added to every SAE."""
+        """Return a dict mapping each (label, step) to its values; values for the entire run are added to every SAE."""
         values: dict[tuple[str, int], dict[str, float]] = {}
         for row in rows:
             name, _, label = row.name.partition("@")

@@ -1,4 +1,4 @@
-"""Writes a run's progress to its store, and reads requests to stop the run, in a thread of rank 0.
+"""Writes a run's progress to its store and reads requests to stop the run, in a thread on rank 0.
 
 Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
 the rows stay in memory; if the queue overflows, the oldest rows are lost.
@@ -27,9 +27,9 @@ from trainer.reporting.backlog import Backlog
 from trainer.reporting.metrics_file import SeriesFile
 
 FLUSH_S = 0.5
-# The number of seconds before a failed write to the store is retried.
+# The delay before retrying a failed write to the store, in seconds.
 RETRY_S = 1.0
-# The maximum number of seconds that a save waits for queued rows to be stored.
+# The maximum time a save waits for queued rows to be stored, in seconds.
 SETTLE_S = 1.0
 # The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
@@ -40,7 +40,7 @@ ROWS_AT_ONCE = 5000
 
 
 class Wanted(NamedTuple):
-    """The open requests to a run: to stop (or pause), and to cool down and finish early.
+    """The open requests for a run: to stop (or pause), and to cool down and finish early.
 
     `stop` identifies the latest stop request, so that another request can be detected; without a request, it is empty.
     """
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
 
 
 class Requests:
-    """Reads the requests to a launched job from the control store, which is opened read-only."""
+    """Reads the requests for a launched job from the control store, opened read-only."""
 
     def __init__(self, control_db: Path, job_id: int) -> None:
         self._job_id = job_id
@@ -69,7 +69,7 @@ class Requests:
 
 
 class RunProgress:
-    """Keeps the phase and step of the run in memory, without a store; used by ranks other than 0."""
+    """Keeps the run's phase and step in memory, without a store; used by ranks other than 0."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
@@ -78,7 +78,7 @@ class RunProgress:
         """Queue metric values for the store."""
 
     def heartbeat(self, phase: str, step: int, tokens: int) -> None:
-        """Record the phase, step and tokens of the run; this must be cheap, since it is called in every step."""
+        """Record the run's phase, step and tokens; this must be cheap, because it is called at every step."""
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
@@ -103,7 +103,7 @@ class AnyRequests(Protocol):
 
 
 class RowStore(Protocol):
-    """A store for rows. If a call raises an exception, the same rows are written again later."""
+    """A store for rows. If a call raises an exception, the same rows are rewritten later."""
 
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
@@ -133,7 +133,7 @@ class StoredProgress(RunProgress):
         """Start the thread that writes to a store.
 
         If the run makes progress that cannot be stored, the thread touches the file `sign`. Otherwise, the supervisor
-        would assume that the run hangs and would kill it.
+        would assume that the run is hanging and would kill it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -184,7 +184,7 @@ class StoredProgress(RunProgress):
         while not self._closed.is_set():
             self._wake.wait(FLUSH_S)
             self._wake.clear()
-            # Release only callers that were waiting before the write, since later callers may have queued more rows.
+            # Release only callers that were waiting before the write, because later callers may have queued more rows.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._tick()
             for written in waiting:
@@ -219,7 +219,7 @@ class StoredProgress(RunProgress):
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return
-        # Determine the number of writes in advance, since training continues to add rows.
+        # Determine the number of writes in advance, because training continues to add rows.
         for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
             self._write_some()
         if self._outage:
@@ -280,7 +280,7 @@ class Outage:
 
 
 def _say(line: str) -> None:
-    # Import late, since `rank_log` imports torch, which is still being loaded when this thread starts.
+    # Import late: `rank_log` imports torch, which is still being loaded when this thread starts.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

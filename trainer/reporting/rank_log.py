@@ -56,7 +56,7 @@ def opening(
 
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
-    """Return the log line for an interval, with the loss, the result metrics and the learning rate from `values`."""
+    """Return the log line for an interval, with the loss, result metrics and learning rate from `values`."""
     in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
         f"{series.short or (title_of(name) if name in held_out_metrics() else name)} {log_words(values[name], series)}"

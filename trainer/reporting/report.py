@@ -34,12 +34,12 @@ class Report:
         self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
-        # Hooks whose outliers have been reported.
+        # Hooks with outliers that have been reported.
         self._told_outliers: set[str] = set()
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
-        """Record the speed of the run and, from `totals`, the speed of every rank."""
+        """Record the run's speed and, from `totals`, the speed of every rank."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
         for name in PER_RANK:
@@ -48,7 +48,7 @@ class Report:
             )
 
     def compare(self, step: int, step_ms: float) -> None:
-        """Report, once, the measured step time in ms and the time that the cost model predicted."""
+        """Report the measured step time in ms and the time predicted by the cost model, once."""
         if self._expected_step_s is None:
             return
         expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
@@ -58,7 +58,7 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the share of rows that have been left out, and report outliers once.
+        """Record the share of rows left out, and report outliers once.
 
         With several hooks, the shares are for `hook`, and `labels` are the SAEs of this hook.
         """
@@ -116,17 +116,17 @@ class Report:
         self.log(kind, message, "warning")
 
     def log(self, kind: str, message: str, level: str = "info") -> None:
-        """Record and log an event of the run."""
+        """Record and log an event about the run."""
         self.event(kind, message, level=level)
         rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Store the values of a log interval, by label."""
+        """Store the values for a log interval, by label."""
         for label, fresh in values.items():
             self.values[label] |= fresh
 
     def interval(self, step: int, total_steps: int) -> None:
-        """Record and log the values of a log interval."""
+        """Record and log the values for a log interval."""
         for label, values in self.values.items():
             of_training = {name: value for name, value in values.items() if not name.startswith(HELD_OUT)}
             self._sae_rows(step, label, of_training)
@@ -159,16 +159,16 @@ class Report:
         if self._is_main:
             self._progress.event(kind, labelled, level)
         elif label:
-            # Rank 0 records events of the run, which have no label.
+            # Rank 0 records events about the run, which have no label.
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Return the events of this rank's SAEs since the last call, by label; {} on rank 0."""
+        """Return the events for this rank's SAEs since the last call, by label; {} on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 
     def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
-        """Record events of other ranks' SAEs; do nothing on ranks other than 0."""
+        """Record events for other ranks' SAEs; do nothing on ranks other than 0."""
         if not self._is_main:
             return
         for of_label in events.values():

@@ -1,1 +1,1 @@
-"""Controls the arithmetic and memory of a rank's device."""
+"""Controls arithmetic and memory on a rank's device."""

@@ -1,4 +1,4 @@
-"""Reads the results and durations of queued GPU work, and orders this work, without letting the queue run empty."""
+"""Reads results and durations of queued GPU work, and orders this work, without letting the queue run empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if tensor.device.type != "cuda":
-            # Clone the tensor, since it may be overwritten later.
+            # Clone the tensor, because it may be overwritten later.
             self._values = tensor.clone()
         else:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -35,18 +35,18 @@ class Moment(Protocol):
     """A point in a device's queue of work, for ordering the work of other devices without making the host wait."""
 
     def hold(self, device: torch.device) -> None:
-        """Make all work that this thread queues on `device` from now on wait for this point."""
+        """Make all work queued on `device` by this thread from now on wait for this point."""
 
 
 class CompletedWork:
-    """A point in CPU work, which is complete as soon as a call returns."""
+    """A point in CPU work; such work is complete as soon as a call returns."""
 
     def hold(self, device: torch.device) -> None:
         pass
 
 
 class CudaMoment:
-    """The end of the work that this thread has already queued on a GPU."""
+    """The end of the work already queued on a GPU by this thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
@@ -57,12 +57,12 @@ class CudaMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the end of the work that this thread has already queued on a device."""
+    """Return the end of the work already queued on a device by this thread."""
     return CudaMoment(device) if device.type == "cuda" else CompletedWork()
 
 
 def queued_copy(values: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of host values on a device; on a GPU the copy is queued, and the host does not wait for it."""
+    """Return a copy of host values on a device; on a GPU, the copy is queued without making the host wait."""
     if device.type == "cuda" and values.device.type == "cpu":
         # A copy from pageable memory would make the host wait until all previously queued work is complete.
         values = values.pin_memory()
@@ -73,14 +73,14 @@ class Stopwatch(Protocol):
     """Measures the duration of a device's work from the creation of the stopwatch to `stop`."""
 
     def stop(self) -> None:
-        """Stop the measurement at the end of all work that was queued before this call."""
+        """Stop the measurement at the end of all work queued before this call."""
 
     def seconds(self) -> float:
         """Wait until the work is complete, and return the measured time."""
 
 
 class HostStopwatch:
-    """Measures CPU work, which is complete as soon as a call returns."""
+    """Measures CPU work; such work is complete as soon as a call returns."""
 
     def __init__(self) -> None:
         self._began = self._ended = time.perf_counter()

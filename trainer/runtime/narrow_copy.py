@@ -1,4 +1,4 @@
-"""16-bit copies of weights for matrix products, written by the optimizer's step to save a pass over the weights.
+"""16-bit copies of weights for matmuls, written by the optimizer step to save a pass over the weights.
 
 Copying a matrix [65,536, 2,304] takes 0.23 ms on an H200 at 4.3 TB/s. Writing the copy in the optimizer's kernel, which
 has the weights in registers, takes 0.08 ms.
@@ -32,13 +32,13 @@ class NarrowCopy:
         if self._matrix is None or self._matrix.dtype != dtype:
             self._matrix, self._version = torch.empty_like(weights, dtype=dtype, requires_grad=False), -1
         if self._version != weights._version:
-            # Copy in place, since CUDA graphs continue to read this memory.
+            # Copy in place, because CUDA graphs continue to read this memory.
             self._matrix.copy_(weights.detach())
             self._version = weights._version
         return self._matrix
 
     def to_renew(self, weights: Tensor) -> Tensor | None:
-        """Return the copy, which the optimizer's step must update, or None if the copy is outdated.
+        """Return the copy for the optimizer step to update, or None if the copy is outdated.
 
         The next read recreates an outdated copy. A skipped step changes neither the weights nor the copy.
         """
@@ -50,7 +50,7 @@ class NarrowCopy:
         self._matrix, self._version = matrix, weights._version
 
     def arrive(self, finish: Callable[[], None]) -> None:
-        """Register `finish`, which waits for rows from other ranks; it is called before the next use of the copy."""
+        """Register `finish`, a function that waits for rows from other ranks; it is called before the copy is next used."""
         self._finish = finish
 
     def settle(self) -> None:
@@ -60,12 +60,12 @@ class NarrowCopy:
             finish()
 
     def forget(self) -> None:
-        """Mark the copy as outdated, after a change that does not increment torch's version counter."""
+        """Mark the copy as outdated after a change that does not increment torch's version counter."""
         self._version = -1
 
 
 def keep(weights: Tensor) -> NarrowCopy:
-    """Attach a copy to a matrix and return the copy; the caller must update it in every step."""
+    """Attach a copy to a matrix and return the copy; the caller must update it at every step."""
     weights.copy_in_16_bits = copy = NarrowCopy()  # type: ignore[attr-defined]
     return copy
 

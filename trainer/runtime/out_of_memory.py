@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, which libraries report in different ways."""
+"""Recognises out-of-memory errors, which are reported in different ways by different libraries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 # Substrings of RuntimeError messages from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# oneDNN's complete message if it has no memory for compiled code; its message for unsupported operations is longer.
+# The complete oneDNN message for a lack of memory for compiled code; the message for unsupported operations is longer.
 _NO_CODE = "could not create a primitive"
 
 

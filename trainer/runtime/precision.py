@@ -1,4 +1,4 @@
-"""Sets the precision of matrix products; weights and their updates stay in fp32."""
+"""Sets the matmul precision; weights and weight updates stay in fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precis
 # AMD architectures without fast bf16: GCN to Vega 20, RDNA 1 and 2. Features may follow the name, as in
 # `gfx90a:sramecc+`.
 _OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
-# The operand dtype of matrix products for each 16-bit precision.
+# The matmul operand dtype for each 16-bit precision.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,9 +44,9 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Require full fp32 products for "fp32"; otherwise allow TF32, including for the fp32 products of a 16-bit run.
+    """Require full fp32 matmuls for "fp32"; otherwise allow TF32, including for fp32 matmuls in a 16-bit run.
 
-    16-bit products always accumulate in fp32, since sums over many tokens would lose precision or overflow in fp16.
+    16-bit matmuls always accumulate in fp32, because sums over many tokens would lose precision or overflow in fp16.
     """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -56,7 +56,7 @@ def set_matmul_precision(precision: str) -> None:
 def set_deterministic(deterministic: bool) -> None:
     """Allow all kernels, or only deterministic ones.
 
-    If only deterministic kernels are allowed, torch raises an error for operations that have none.
+    If only deterministic kernels are allowed, torch raises an error for operations without one.
     """
     # `torch.use_deterministic_algorithms` does the same, but takes two seconds because it loads torch's compiler.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")

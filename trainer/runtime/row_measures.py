@@ -1,4 +1,4 @@
-"""Measures the norms of a gradient's rows while the gradient is summed, so that the update does not read it twice.
+"""Measures gradient row norms while the gradient is being summed, so that the update does not read the gradient twice.
 
 Reading a gradient [65,536, 2,304] takes 0.16 ms on an H200 at 4.3 TB/s; also reading the weights takes 0.31 ms.
 """
@@ -10,14 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class RowMeasures:
-    """Measurements of the gradient of a matrix whose n rows are the weights of n latents.
+    """Measurements of the gradient for a matrix with the weights of n latents as its rows.
 
     `squares`, fp32 [n], are the squared norms of the rows. If the weights have unit norm, `dots`, fp32 [n], are the dot
     products of gradients and weights, and `squares` measure only the component orthogonal to the weights.
 
-    The measurements are valid only for the tensor that was measured. An addition to the gradient, for example by a
-    second micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does
-    not increment the counter, so gradients that ranks exchange must not be measured.
+    The measurements are valid only for the measured tensor. An addition to the gradient, for example by a second
+    micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does not
+    increment the counter, so gradients that ranks exchange must not be measured.
     """
 
     def __init__(self, squares: Tensor, dots: Tensor | None) -> None:
@@ -50,7 +50,7 @@ class RowMeasures:
 
 
 def keep(weights: Tensor, measures: RowMeasures) -> None:
-    """Request that the rows of a matrix's gradient be measured while the gradient is summed."""
+    """Request that the rows of a matrix's gradient be measured while the gradient is being summed."""
     weights.row_measures = measures  # type: ignore[attr-defined]
 
 

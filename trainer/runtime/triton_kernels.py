@@ -27,19 +27,18 @@ from trainer.runtime.out_of_memory import is_shortage
 RETRY_S = 2.0
 # All kernels, by module.
 KERNELS: dict[str, Kernels] = {}
-# Modules that `withhold` has disabled, since another rank cannot use them.
+# Modules disabled by `withhold` because another rank cannot use them.
 _withheld: set[str] = set()
-# The reasons why modules failed, by device and module.
+# The reasons for module failures, by device and module.
 _failures: dict[torch.device, dict[str, str]] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Kernels:
-    """The kernels of a module: their purpose, their number, and whether they are compiled for the dtype of products.
+    """The kernels in a module: their purpose, their number, and whether they are compiled for the matmul dtype.
 
-    `n` is the number of kernels, including variants, that are compiled with Triton to test the kernels for a 16-bit
-    job. With `also_fp32`, kernels that are compiled for a dtype are also used in fp32. Each new instance is added to
-    `KERNELS`.
+    `n` is the number of kernels, including variants, compiled with Triton to test the kernels for a 16-bit job. With
+    `also_fp32`, kernels that are compiled for a dtype are also used in fp32. Each new instance is added to `KERNELS`.
     """
 
     module: str
@@ -70,16 +69,16 @@ class Kernels:
 
     @property
     def is_withheld(self) -> bool:
-        """Whether `withhold` has disabled the kernels."""
+        """Whether the kernels have been disabled by `withhold`."""
         return self.module in _withheld
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
-        """Return the dtype arguments for each call of `try_out` for products in `dtype`."""
+        """Return the dtype arguments for each call of `try_out` for matmuls in `dtype`."""
         others = [[torch.float32]] if self.also_fp32 and dtype != torch.float32 else []
         return [[dtype], *others] if self.by_dtype else [[]]
 
 
-# Functions that torch.compile compiles; the module has no kernels.
+# Functions compiled by torch.compile; the module has no kernels.
 COMPILED_UPDATES = Kernels("trainer.optimizers.compiled", "compiled updates", 0)
 DEAD_LATENTS = Kernels(
     "trainer.saes.kernels.triton_dead_latents", "dead latents' weights", 6, by_dtype=True, also_fp32=True
@@ -96,7 +95,7 @@ TOKENS_SINCE_FIRED = Kernels("trainer.saes.kernels.triton_since_fired", "tokens 
 
 
 def n_kernels() -> int:
-    """Return the number of kernels, including variants, that are compiled to test all kernels for a 16-bit job."""
+    """Return the number of kernels, including variants, compiled to test all kernels for a 16-bit job."""
     return sum(one.n for one in KERNELS.values())
 
 
@@ -118,7 +117,7 @@ def _tried(kernels: Kernels, device: torch.device, *dtypes: torch.dtype) -> Modu
 
 
 def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
-    """Test the kernels; retry once after an OSError, since another process may have replaced a file in the meantime."""
+    """Test the kernels; retry once after an OSError, because another process may just have replaced a file."""
     try:
         module.try_out(device, *dtypes)
     except OSError:
@@ -127,9 +126,9 @@ def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> 
 
 
 def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]) -> dict[str, str]:
-    """Compile and test the given kernels; return a dict that maps each module that failed on the device to the reason.
+    """Compile and test the given kernels; return a dict mapping each module that failed on the device to the reason.
 
-    The dict includes failures of earlier tests.
+    The dict includes failures from earlier tests.
     """
     for one in kernels:
         for dtypes in one.dtypes(dtype):
@@ -138,7 +137,7 @@ def try_all(device: torch.device, dtype: torch.dtype, kernels: Iterable[Kernels]
 
 
 def report_compiling(begin: Callable[[int], object]) -> None:
-    """Call `begin` with 1, 2, … whenever Triton is about to compile a kernel or to load a compiled one.
+    """Call `begin` with 1, 2, … whenever Triton is about to compile a kernel or load a compiled kernel.
 
     Do nothing if Triton is not installed.
     """
@@ -155,7 +154,7 @@ def report_compiling(begin: Callable[[int], object]) -> None:
 
 
 def _hook_of_triton() -> tuple[Any, str]:
-    """Return the object and attribute name of the hook that Triton calls before it compiles a kernel."""
+    """Return the object and attribute name of the hook called by Triton before it compiles a kernel."""
     try:
         from triton import knobs
     except ImportError:  # before Triton 3.4, which comes with PyTorch 2.8

@@ -1,1 +1,1 @@
-"""Tests whether a device trains correctly, by comparison with float64 and with training on the CPU."""
+"""Tests whether a device trains correctly, by comparing it with float64 and with training on the CPU."""

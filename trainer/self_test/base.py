@@ -1,4 +1,4 @@
-"""Code shared by all parts of the self-test: check results, learners and random rows."""
+"""Code shared by all self-test parts: check results, learners and random rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Check(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The sizes of a training run that is small enough for a self-test."""
+    """The sizes of a training run small enough for a self-test."""
 
     d_in: int
     d_sae: int
@@ -48,7 +48,7 @@ def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
 
 
 def learner_of(job: JobConfig, d_in: int, device: torch.device) -> Learner:
-    """Return a learner on the device, and set the job's precision for all matrix products of this process."""
+    """Return a learner on the device, and set the job's precision for all matmuls in this process."""
     set_matmul_precision(resolve_precision(job.train.precision, device))
     return Learner(job, d_in, None, Parallel(device))
 

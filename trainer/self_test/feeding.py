@@ -1,4 +1,4 @@
-"""Checks batches that are copied to the device while it computes, and sums that the host reads later."""
+"""Checks batches copied to the device while it is busy, and sums read later by the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N_BATCHES, BATCH = 40, 2048
 
 
 class Stored(IndexedSource):
-    """A source of rows in memory, which are read into a given buffer in the same way as rows from shards."""
+    """A source of in-memory rows, read into a given buffer in the same way as rows from shards."""
 
     place = "the self-test"
 
@@ -42,7 +42,7 @@ class Stored(IndexedSource):
 
 
 def check_feeding(device: torch.device) -> Iterator[Check]:
-    """Compare batches on a busy device with batches on the CPU; check that late reads of metrics are exact."""
+    """Compare batches on a busy device with batches on the CPU; check that late metric reads are exact."""
     source = Stored(rows(8 * BATCH, 256).half())
     differing = [
         number
@@ -65,7 +65,7 @@ def _batches(source: Stored, device: torch.device) -> list[Tensor]:
 def _used(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.clone()
-    # Keep the GPU busy for a few milliseconds, so that the next batches are copied before this work is complete.
+    # Keep the GPU busy for a few milliseconds, so that the next batches are copied before this work completes.
     product = x.float().T @ x.float()
     for _ in range(20):
         product = torch.nn.functional.normalize(product @ product)

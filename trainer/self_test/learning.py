@@ -31,15 +31,15 @@ from trainer.self_test.base import (
 from trainer.training.graph_replay import CudaTape, GraphReplay, Tape
 from trainer.training.learner import Learner
 
-# The largest allowed relative difference from the FVU on the CPU in fp32, after the first steps and after all steps.
-# Devices may select different latents if activations are nearly equal, so training runs slowly diverge.
+# The largest allowed relative difference from the CPU's FVU in fp32, after the first steps and after all steps. Devices
+# may select different latents if activations are nearly equal, so training runs slowly diverge.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
 # The largest allowed relative difference between a replayed and an eager step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
 # Part of PyTorch's warning when the host waits. PyTorch's warning that it may miss some waits is ignored.
 WAITED = "called a synchronizing CUDA operation"
-# Training settings that are checked in addition to the defaults of each architecture.
+# Training settings to check in addition to each architecture's defaults.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
     {"optimizer": "muon"},
@@ -95,7 +95,7 @@ def _fvu(learner: Learner, x: Tensor) -> float:
 
 
 def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
-    """Check that a run that is saved, loaded and continued has exactly the state of an uninterrupted run."""
+    """Check that saving, loading and continuing a run leads to exactly the state of an uninterrupted run."""
     was = torch.are_deterministic_algorithms_enabled()
     set_deterministic(True)
     try:
@@ -151,9 +151,9 @@ def check_waits(device: torch.device) -> Iterator[Check]:
 def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
     """Check that replayed steps are bit-identical to eager steps, even if host-side decisions change between steps.
 
-    In deterministic mode, architectures with a sparsity penalty use dense products, so their steps are not captured.
-    Instead, these steps are compared outside deterministic mode with a tolerance, since the order of sums differs; each
-    pair of steps starts from the same weights.
+    In deterministic mode, architectures with a sparsity penalty use dense matmuls, so their steps are not captured.
+    Instead, these steps are compared outside deterministic mode with a tolerance, because the summation order differs;
+    each pair of steps starts from the same weights.
     """
     if device.type != "cuda":
         return
@@ -171,7 +171,7 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
 
 
 def _captured_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
-    # With this number of latents, a penalty leaves a small enough fraction active for sparse products.
+    # With this number of latents, a penalty leaves a small enough fraction active for sparse matmuls.
     size = SMALL if "topk" in sae["architecture"] else SMALL._replace(d_sae=8192)
     learner = learner_of(job_of(size, sae, {"precision": "bf16"} | train), size.d_in, device)
     sample = rows(size.batch_size, size.d_in).to(device)
@@ -197,7 +197,7 @@ def _captured_alike(
 def captured_nearly_alike(
     plain: Learner, captured: Learner, device: torch.device, n_steps: int, tape: Callable[[], Tape] = CudaTape
 ) -> tuple[bool, dict[str, Any]]:
-    """Compare the losses and weight changes of eager and replayed steps that start from the same weights."""
+    """Compare the losses and weight changes of eager and replayed steps starting from the same weights."""
     captured.whole_steps = steps = GraphReplay(captured, tape)
     batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
     losses_off, changes_off = 0.0, 0.0
@@ -241,7 +241,7 @@ def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
 
 
 def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield settings for [sae] and [train]: the defaults of all architectures, and topk with each of `OTHERS`."""
+    """Yield settings for [sae] and [train]: the defaults for all architectures, and topk with each of `OTHERS`."""
     for architecture in ARCHITECTURES:
         yield {"architecture": architecture}, {}
     for train in OTHERS:

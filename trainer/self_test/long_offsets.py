@@ -1,4 +1,4 @@
-"""Checks products and selections in matrices of more than 2^31 elements, whose offsets need 64 bits."""
+"""Checks matmuls and selections in matrices with more than 2^31 elements, which need 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PART = "long offsets"
 # The shapes of weights and pre-activations. The last `N_LAST` rows start beyond 2^31 elements; all other rows are zero.
 WEIGHTS, PRE_ACTS = (2**20 + 64, 2304), (2**15 + 8, 65536)
 N_LAST = 8
-# The memory for 16-bit weights and fp32 sums of the same shape, plus a third of this memory for intermediate results.
+# The memory for 16-bit weights and fp32 sums of the same shape, plus a third of that for intermediate results.
 NEEDED_BYTES = 20 * 10**9
 
 
 def check_long_offsets(device: torch.device) -> Iterator[Check]:
-    """Compare products and selections at the end of huge matrices with exact results, if the GPU has enough memory."""
+    """Compare matmuls and selections at the end of huge matrices with exact results, if the GPU has enough memory."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -36,7 +36,7 @@ def check_long_offsets(device: torch.device) -> Iterator[Check]:
 
 
 def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, float]:
-    """Return the relative error of each product with the last rows, compared with float64."""
+    """Return the relative error of each matmul with the last rows, compared with float64."""
     generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if device.type == "cuda" else torch.float32
     last, dense = (torch.randn(n, width, generator=generator).to(dtype) for n in (N_LAST, 2))
     values, entries = torch.randn(N_LAST, generator=generator), torch.arange(N_LAST)
@@ -48,7 +48,7 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
     rows = _ending_with(last, n_rows, device)
     with torch.no_grad():
         sums, products = sparse.both_products(acts, dense.to(device), rows)
-        # Check slices, since a mask of all elements would take gigabytes.
+        # Check slices, because a mask over all elements would take gigabytes.
         are_others_0 = not any(bool(part.any()) for part in sums[:-N_LAST].split(2**16))
         of_weights = share_off(sums[-N_LAST:], exact.T @ dense.double())
         return {
@@ -59,9 +59,9 @@ def product_errors(n_rows: int, width: int, device: torch.device) -> dict[str, f
 
 
 def right_choices(n_rows: int, n_columns: int, device: torch.device, k: int = 32) -> dict[str, bool]:
-    """Return whether the k largest values of each of the last rows, and of the full matrix, are selected.
+    """Return whether the k largest values in each of the last rows, and in the full matrix, are selected.
 
-    The k largest values of the full matrix are all in the last rows.
+    The k largest values in the full matrix are all in the last rows.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     last = torch.randn(N_LAST, n_columns, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -1,4 +1,4 @@
-"""Compares the memory estimate with the memory that real steps reserve on a GPU."""
+"""Compares the memory estimate with the memory reserved on a GPU by real steps."""
 
 from __future__ import annotations
 

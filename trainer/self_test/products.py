@@ -1,4 +1,4 @@
-"""Compares sparse products with float64, and selections with a full sort."""
+"""Compares sparse matmuls with float64, and selections with a full sort."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.self_test.base import CPU, Check
 PART = "products"
 # The allowed relative error: fp32 sums of a thousand terms lose their last few bits to rounding.
 TOLERANCE = 1e-5
-# For each case: the number of active latents of each token, the number of latents, and the width. If a latent is active
-# on all tokens, its entries are split over programs. The last two cases have the widths of real models.
+# For each case: the number of active latents per token, the number of latents, and the width. If a latent is active on
+# all tokens, its entries are split over programs. The last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 
 def check_products(device: torch.device) -> Iterator[Check]:
-    """Compare sparse products with float64, in every dtype of the device, with and without deterministic mode."""
+    """Compare sparse matmuls with float64, in every dtype on the device, with and without deterministic mode."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         compiles = SPARSE_PRODUCTS.on(torch.zeros(2, 2, device=device)) is not None
@@ -46,7 +46,7 @@ def check_products(device: torch.device) -> Iterator[Check]:
 
 
 def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Return the relative error of each product, compared with float64."""
+    """Return the relative error of each matmul, compared with float64."""
     generator = torch.Generator().manual_seed(0)
     per_token = torch.tensor(counts)
     n = int(per_token.sum())
@@ -77,7 +77,7 @@ def share_off(found: Tensor, exact: Tensor) -> float:
 
 
 def check_selections(device: torch.device) -> Iterator[Check]:
-    """Compare selections with a full sort, in which NaN is the largest value."""
+    """Compare selections with a full sort that treats NaN as the largest value."""
     types = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
     matrix = torch.randn(257, 6144, generator=torch.Generator().manual_seed(0))
     matrix[3, 5] = float("nan")

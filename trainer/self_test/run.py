@@ -1,4 +1,4 @@
-"""Runs the self-test on one device; reports each check when it is complete, and the totals at the end."""
+"""Runs the self-test on one device; reports each check on completion, and the totals at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield each check of a device when it is complete; an exception in a part yields a failed check."""
+    """Yield each check of a device on completion; an exception in a part yields a failed check."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")
@@ -52,7 +52,7 @@ def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
 def run(gpu: dict[str, str], *, full: bool, tell: Callable[[Check], None]) -> dict[str, Any]:
     """Check one GPU, or the CPU if `gpu` is empty; call `tell` with each check.
 
-    `gpu` contains environment variables that make this GPU the only visible one. Return `{"device", "ok", "checks",
+    `gpu` contains environment variables that make this the only visible GPU. Return `{"device", "ok", "checks",
     "failed", "seconds"}`; "failed" lists the failed checks.
     """
     # Set the variables before any code queries the driver.

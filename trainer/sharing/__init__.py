@@ -1,1 +1,1 @@
-"""File formats of other tools, registered in `trainer.contract.settings.catalog`."""
+"""File formats used by other tools, registered in `trainer.contract.settings.catalog`."""

@@ -26,9 +26,9 @@ from trainer.saes.base import Sae
 
 # The metadata key for the dimension scales, {dimension: factor}.
 SCALES = "dimension_scales"
-# The model card that `eval` writes next to the weights, and its first line.
+# The model card written by `eval` next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
-# The sentence in the model card that refers to `card.json`.
+# The sentence in the model card referring to `card.json`.
 CARD_REST = " `card.json` has all figures."
 # The maximum length of an architecture name; longer names in imported files are truncated.
 _LONGEST_NAME = 60
@@ -47,11 +47,11 @@ class Firings(NamedTuple):
 
 
 class SharedSae(NamedTuple):
-    """An SAE in exchange form, which maps raw activations to raw activations.
+    """An SAE in exchange form, mapping raw activations to raw activations.
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, and a transcoder
     encodes x itself. `k` is the number of active latents per token in training, or None if unknown. `levels` contains
-    the widths of the prefixes of a Matryoshka SAE. `features` is the file that `eval` stored for the weights. `firings`
+    the widths of the prefixes of a Matryoshka SAE. `features` is the file stored by `eval` for the weights. `firings`
     computes the activations on the run's data, for formats that need them; it is None if the tokens of the data are
     unknown. `l0` is the L0 stated in the imported files. `notes` contains sentences about these files.
     """
@@ -70,12 +70,12 @@ class SharedSae(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """SAELens' name for the inference architecture; an SAE trained with BatchTopK is "jumprelu"."""
+        """The SAELens name for the inference architecture; an SAE trained with BatchTopK is "jumprelu"."""
         return str(self.config["architecture"])
 
     @property
     def form(self) -> str:
-        """SAELens' name for an SAE with the same activation function; "standard" for a plain transcoder."""
+        """The SAELens name for an SAE with the same activation function; "standard" for a plain transcoder."""
         name = self.architecture
         end = next((end for end in ("skip_transcoder", "transcoder") if name.endswith(end)), "")
         return name.removesuffix(end).removesuffix("_") or "standard"
@@ -118,7 +118,7 @@ NOTHING_GIVEN = Given()
 
 
 class Format(ABC):
-    """A tool's file format for SAEs, which is a folder of files."""
+    """A tool's file format for SAEs: a folder of files."""
 
     # Glob patterns for the files that `write` may create.
     files: ClassVar[tuple[str, ...]] = ()
@@ -128,12 +128,12 @@ class Format(ABC):
     needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: SharedSae) -> str | None:
-        """Return why the format cannot store this SAE without changing its output, or None if it can."""
+        """Return why the format cannot store this SAE without changing the SAE's output, or None if it can."""
         return None
 
     @abstractmethod
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
-        """Write an SAE atomically; return a sentence about each omission. The caller must check `refusal` first."""
+        """Write an SAE atomically; return one sentence per omission. The caller must check `refusal` first."""
 
     def recognises(self, place: Path) -> bool:
         """Return whether a folder, or the folder of a file, contains an SAE in this format."""
@@ -162,7 +162,7 @@ def format_named(name: str) -> Format:
 
 
 def format_in(place: Path) -> str | None:
-    """Return the name of the format of the SAE at a path, or None if there is no readable SAE."""
+    """Return the format name for the SAE at a path, or None if there is no readable SAE."""
     return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
 
 
@@ -174,7 +174,7 @@ def count_saes(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> SharedSae:
-    """Return the exchange form of an SAE, which must be in evaluation mode."""
+    """Return the exchange form of an SAE in evaluation mode."""
     return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),
@@ -219,9 +219,9 @@ def has_own_model_card(folder: Path) -> bool:
 
 
 def forget_card(folder: Path) -> None:
-    """Archive the report card of replaced weights as an older version, and delete it from the folder."""
+    """Archive the report card for replaced weights as an older version, and delete it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
-        # Delete the report card even if it cannot be archived, since it must not describe other weights.
+        # Delete the report card even if it cannot be archived, because it must not describe other weights.
         with contextlib.suppress(OSError, UserError):
             archive(folder)
         for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):

@@ -54,7 +54,7 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders of different layers as one set, atomically; the caller must check `refusal` for each."""
+        """Write transcoders for different layers as one set, atomically; the caller must check `refusal` for each."""
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
@@ -91,7 +91,7 @@ class CircuitTracer(Format):
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return the file of a layer, which is the path itself or the only layer file in a folder; otherwise None."""
+    """Return the file for a layer, either the path itself or the only layer file in a folder; otherwise None."""
     files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
     layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
     return layers[0] if len(layers) == 1 else None
@@ -110,7 +110,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """The properties of a transcoder that must be equal within a set, and its layer, which must be unique."""
+    """The properties of a transcoder that must be equal within a set, and its layer, unique within the set."""
 
     layer: int | None
     d_in: int
@@ -155,7 +155,7 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
 
 
 def layer_of(sae: SharedSae) -> int | None:
-    """Return the layer of a transcoder's input, which is part of the file name, or None if unknown."""
+    """Return the layer of a transcoder's input, used in the file name, or None if unknown."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
 

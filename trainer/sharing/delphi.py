@@ -13,14 +13,14 @@ from trainer.contract.errors import UsageError
 from trainer.sharing.base import Firings, Format, SharedSae
 
 CONFIG = "config.json"
-# The default number of files in delphi.
+# Delphi's default number of files.
 MOST_SPLITS = 5
-# The largest fp16 value. delphi stores activations in fp16, where larger activations become infinite.
+# The largest fp16 value. delphi stores activations in fp16; larger activations become infinite.
 _LARGEST_HALF = 65504
 
 
 class Delphi(Format):
-    """Stores the activations of latents and the tokens of the text, but no SAE weights."""
+    """Stores latent activations and the tokens of the text, but no SAE weights."""
 
     files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
     needs_firings = True
@@ -64,7 +64,7 @@ def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
 
 
 def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
-    """Return the tensors of one file, with latent indices that start at 0."""
+    """Return the tensors for one file, with latent indices starting at 0."""
     latents = firings.indices[:, 2]
     is_in = (latents >= first) & (latents <= last)
     indices, activations = firings.indices[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]

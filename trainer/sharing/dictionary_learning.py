@@ -35,7 +35,7 @@ _OWN = {name: name for name in ("W_enc", "b_enc", "W_dec", "b_dec")}
 
 
 class _DictionaryClass(NamedTuple):
-    """A class of dictionary_learning, with the equivalent SAELens architecture and the tensor names.
+    """A class in dictionary_learning, with the equivalent SAELens architecture and the tensor names.
 
     `transposed` means that matrices are stored as in an nn.Linear. `extra` contains the names of optional tensors such
     as k.
@@ -79,7 +79,7 @@ _KINDS = {
         transposed=True,
     ),
 }
-# Maps each class to a lower-case substring of the name of its trainer.
+# Maps each class to a lower-case substring of its trainer's name.
 _TRAINERS = {
     "AutoEncoder": "standard",
     "AutoEncoderNew": "standard",
@@ -135,7 +135,7 @@ class DictionaryLearning(Format):
 
 
 def _files(place: Path) -> tuple[Path, Path] | None:
-    """Return the settings file and the weights file; the settings of a checkpoint may be in the parent folder."""
+    """Return the settings file and weights file; a checkpoint's settings may be in the parent folder."""
     if place.is_dir():
         return (place / CONFIG, place / WEIGHTS) if holds(place, CONFIG, WEIGHTS) else None
     if place.suffix != ".pt" or not is_plain_file(place):
@@ -144,7 +144,7 @@ def _files(place: Path) -> tuple[Path, Path] | None:
 
 
 def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
-    """Return the class name of a dictionary from its settings, or else from the names of its trainer and tensors.
+    """Return a dictionary's class name from its settings, or else from the names of its trainer and tensors.
 
     Settings from before mid-2024 do not state the class.
     """
@@ -180,7 +180,7 @@ def _kind(name: str, tensors: dict[str, Tensor]) -> _DictionaryClass:
 
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return the origin of an SAE; our own metadata overrides the settings of the trainer and its buffer."""
+    """Return an SAE's origin; our own metadata overrides the settings of the trainer and its buffer."""
     place = trainer.get("submodule_name")
     facts = {
         "model_name": trainer.get("lm_name"),
@@ -192,7 +192,7 @@ def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(sae: SharedSae) -> str:
-    """Return the name of a class that computes the same output as the SAE.
+    """Return the name of a class with the same output as the SAE.
 
     The class for the SAE's training method is used only if k is known and all latents share one threshold.
     """
@@ -225,7 +225,7 @@ def _extra(sae: SharedSae, name: str) -> Tensor:
 def _saved(tensors: dict[str, Tensor]) -> bytes:
     """Return the tensors as the bytes of a `torch.save` file."""
     stream = io.BytesIO()
-    # Copy each tensor, since `torch.save` writes the entire storage of a view.
+    # Copy each tensor, because `torch.save` writes the entire storage of a view.
     torch.save({name: tensor.detach().clone() for name, tensor in tensors.items()}, stream)
     return stream.getvalue()
 

@@ -19,7 +19,7 @@ from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, count_
 from trainer.sharing.circuit_tracer import layer_file
 from trainer.sharing.reading import positive, with_row_scale
 
-# Limits for the search below a folder: the number of folders and the depth.
+# Limits for the search under a folder: the number of folders and the depth.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
 # The maximum number of file names in a message.
 _MOST_NAMES = 6
@@ -27,7 +27,7 @@ _CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
 
 
 class FoundSae(NamedTuple):
-    """An SAE that can be read: the name of its format, and its folder or file."""
+    """A readable SAE: the name of its format, and its folder or file."""
 
     form: str
     place: Path
@@ -75,7 +75,7 @@ def in_folder(place: Path, form: str | None = None) -> FoundSae:
 
 
 def saes_below(folder: Path) -> list[Path]:
-    """Return the folders and files of all SAEs below a folder, in natural order (layers.2 before layers.10)."""
+    """Return the folders and files of all SAEs under a folder, in natural order (layers.2 before layers.10)."""
     return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
 
 
@@ -95,7 +95,7 @@ def _nothing(place: Path, form: str | None) -> str:
 
 
 def _refused(folder: Path) -> str:
-    """Return why a file of a complete SAE cannot be read, usually because it is a link; "" if there is no such SAE."""
+    """Return why a file in a complete SAE cannot be read, usually because it is a link; "" if there is no such SAE."""
     for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue

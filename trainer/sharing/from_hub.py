@@ -1,4 +1,4 @@
-"""Downloads SAEs from the Hugging Face hub by name, to the cache of the hub's client."""
+"""Downloads SAEs by name from the Hugging Face hub to the hub client's cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer.sharing.hub import hub_client
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
-# The timeout for a hub request in seconds.
+# The timeout for a hub request, in seconds.
 _TIMEOUT_S = 15
 
 
 class HubName(NamedTuple):
-    """The name of an SAE on the hub: a repository, a revision, and a folder or file in the repository."""
+    """A hub name for an SAE: a repository, a revision, and a folder or file in the repository."""
 
     repository: str
     revision: str | None
@@ -59,16 +59,16 @@ def fetch(text: str) -> Path | None:
 
 
 def _is_mistyped_path(text: str) -> bool:
-    """Return whether a name is probably a mistyped path, as `saes/9` is if there is a local folder `saes`."""
+    """Return whether a name is probably a mistyped path, like `saes/9` if there is a local folder `saes`."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
 def _cached(hub: Any, name: HubName) -> Path | None:
-    """Return the cached folder or file for a name on the hub, or None if it is not in the cache."""
+    """Return the cached folder or file for a hub name, or None if it is not in the cache."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
-        # The type of the error depends on the client's version.
+        # The error type depends on the client version.
         return None
     return place if (place := folder / name.path).exists() else None
 

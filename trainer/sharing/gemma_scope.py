@@ -77,7 +77,7 @@ class GemmaScope(Format):
 
 
 def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors under the names of Gemma Scope 1, such as "W_enc" instead of "w_enc"."""
+    """Return the tensors under their Gemma Scope 1 names, such as "W_enc" instead of "w_enc"."""
     return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
 
 
@@ -117,7 +117,7 @@ def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
 
 
 def _place(point: str, module: str, hook: str) -> dict[str, Any]:
-    """Return the origin for a hook point of Gemma Scope 2, such as "model.layers.7.output"."""
+    """Return the origin for a hook point in Gemma Scope 2, such as "model.layers.7.output"."""
     path, _, end = point.rpartition(".")
     if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
         return {hook: f"blocks.{match[1]}.attn.hook_z", "hook_layer": int(match[1])} if end == "input" else {}
@@ -154,7 +154,7 @@ def _second_place(path: str) -> dict[str, Any]:
 
 
 def _by_path(folder: Path) -> dict[str, Any]:
-    """Return the settings that can be derived from the path of a Gemma Scope 1 SAE, which has no settings file."""
+    """Derive the settings of a Gemma Scope 1 SAE, which has no settings file, from its path."""
     path = folder.absolute().as_posix()
     repository, layer, l0 = (_last(pattern, path) for pattern in (_REPOSITORY, _LAYER, _L0))
     config: dict[str, Any] = {"architecture": "jump_relu", "l0": float(l0[1]) if l0 else None}

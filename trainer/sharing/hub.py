@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 class Repository:
     """The target repository of an upload; `has_card` says whether it already has a model card.
 
-    The constructor only requests the user's name and the repository's files, and changes nothing on the hub. The
+    The constructor only requests the user's name and the repository's files; it changes nothing on the hub. The
     constructor raises `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
     """
 
@@ -43,7 +43,7 @@ class Repository:
     def send(self, files: Mapping[str, Path | bytes]) -> None:
         """Upload all files in one commit; raise `UserError` on failure.
 
-        `files` maps the name of each file in the repository to its path or content.
+        `files` maps each file name in the repository to the file's path or content.
         """
         added = [
             self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
@@ -96,7 +96,7 @@ def hub_client(missing: str) -> Any:
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # The client's retry warnings contain signed URLs, which give access to anyone who reads them.
+    # The client's retry warnings contain signed URLs, which grant access to anyone reading the log.
     hub.utils.logging.set_verbosity_error()
     return hub
 
@@ -115,7 +115,7 @@ def _client() -> tuple[Any, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a request failed, on one line and without the URL, since an upload's signed URL would give access."""
+    """Return why a request failed, on one line and without the URL: an upload's signed URL would grant access."""
     if isinstance(error, RuntimeError) and error.__cause__:
         # The client wraps errors of its upload threads in a RuntimeError.
         error = error.__cause__

@@ -12,7 +12,7 @@ from trainer.contract.files import write_whole
 from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
 from trainer.sharing.base import Format, SharedSae
 
-# The batch size of SAEDashboard.
+# SAEDashboard's batch size.
 LATENTS_IN_A_BATCH = 128
 # The values of SAEDashboard's bin fields for a top-activating example, which belongs to no bin.
 _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
@@ -78,7 +78,7 @@ def _dashboard(sae: SharedSae, features: Features, feature: Feature) -> dict[str
 
 
 def _moved(sign: str, tokens: tuple[LogitChange, ...]) -> dict[str, Any]:
-    """Return the tokens that a latent promotes or suppresses most, strongest first; {} if unknown."""
+    """Return the tokens promoted or suppressed most by a latent, strongest first; {} if unknown."""
     if not tokens:
         return {}
     return {f"{sign}_str": [token.text for token in tokens], f"{sign}_values": [token.logit for token in tokens]}

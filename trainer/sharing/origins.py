@@ -22,7 +22,7 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# The maximum length of a string and the upper limit of a number, since files from other people may contain any values.
+# The maximum string length and the largest number allowed, because files from other people may contain any values.
 _LONGEST, _LARGEST = 200, 2**31
 # Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks after modules.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
@@ -40,7 +40,7 @@ _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove origin fields of the wrong type from metadata, and make the strings in them short and printable."""
+    """Remove origin fields with the wrong type from metadata, and make strings in origin fields short and printable."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
@@ -53,7 +53,7 @@ def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook with our name or TransformerLens's name, or None for other hooks."""
+    """Return the layer of a hook named in our or TransformerLens's style, or None for other hooks."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -85,7 +85,7 @@ def of_submodule(name: str) -> dict[str, Any]:
 
 
 def of_hook(site: str, layer: int) -> dict[str, Any]:
-    """Return the origin fields for one of our hook sites in a layer."""
+    """Return the origin fields for one of our hook sites at a layer."""
     return {"hook_name": Hook(site, layer).transformer_lens, "hook_layer": layer}
 
 

@@ -33,8 +33,8 @@ PER_LATENT = {
 }
 # The maximum number of bytes to read from a text file.
 _LARGEST_TEXT = 2**20
-# Matches parts of torch's messages that are hidden from users, since they recommend loading a file in a way that could
-# run code from it.
+# Matches parts of torch messages to hide from users, because they recommend loading a file in a way that could run code
+# from the file.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -78,7 +78,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Override settings in place with the user's settings, which have dotted paths as keys; create missing tables."""
+    """Override settings in place with the user's settings, keyed by dotted paths; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config
@@ -104,10 +104,10 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
-    """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
+    """Read a `torch.save` file containing only named tensors; raise `UserError` for any other file.
 
-    Code in the file is not run. Compressed files, and tensors that are larger than their stored data, are refused,
-    since they would allow a small file to fill the memory.
+    Code in the file is not run. Compressed files, and tensors larger than their stored data, are refused, because they
+    would allow a small file to fill the memory.
     """
     whole = _plain(file)
     try:
@@ -133,8 +133,8 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 def read_npz(file: Path) -> dict[str, Tensor]:
     """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
 
-    Arrays of Python objects are refused, since reading them could run code. Compressed files, and arrays that are
-    larger than their stored data, are refused, since they would allow a small file to fill the memory.
+    Arrays of Python objects are refused, because reading them could run code. Compressed files, and arrays larger than
+    their stored data, are refused, because they would allow a small file to fill the memory.
     """
     whole = _plain(file)
     try:
@@ -186,7 +186,7 @@ def _plain(file: Path) -> Path:
 
 
 def _refuse_huge(file: Path) -> None:
-    """Raise `ValueError` for a file that is larger than the free memory, such as a sparse file."""
+    """Raise `ValueError` for a file larger than the free memory, such as a sparse file."""
     if (size := file.stat().st_size) > (free := machine_memory().available_bytes):
         raise ValueError(f"it has {size / 2**30:,.0f} GiB, but only {free / 2**30:,.0f} GiB of memory are free")
 
@@ -259,7 +259,7 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return equivalent weights with unit-norm decoder rows, which multiplies activations by the original norms."""
+    """Return equivalent weights with unit-norm decoder rows; activations are multiplied by the original norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
@@ -275,13 +275,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Fold a factor for the input rows into the weights, so that unscaled rows give the same activations."""
+    """Fold a factor for the input rows into the weights, so that unscaled rows produce the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: SharedSae) -> SharedSae:
-    """Set negative thresholds to 0, which has no effect after a ReLU."""
+    """Set negative thresholds to 0; this has no effect after a ReLU."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
@@ -299,7 +299,7 @@ def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
-    """Raise `UsageError` if a setting has a value that is not allowed; the first allowed value is the default."""
+    """Raise `UsageError` if the value of a setting is not allowed; the first allowed value is the default."""
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)

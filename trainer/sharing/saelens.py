@@ -1,4 +1,4 @@
-"""SAELens' format, `cfg.json` and `sae_weights.safetensors`, which runs use unless SAELens lacks the architecture."""
+"""SAELens' format, `cfg.json` and `sae_weights.safetensors`, used by runs unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Matches the hooks that TransformerLens has in every block of these models. TransformerLens has no hook at the MLP
-# input that circuit-tracer uses.
+# Matches the hooks available from TransformerLens in every block of these models. TransformerLens has no hook at the
+# MLP input used by circuit-tracer.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
 class SaeLens(Format):
-    """Stores SAEs and transcoders of all architectures that we train, except TopK transcoders, with metadata."""
+    """Stores SAEs and transcoders in all architectures that we train, except TopK transcoders, with metadata."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -84,7 +84,7 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def exported_tokens(folder: Path) -> int | None:
-    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder, or None if unknown."""
+    """Return the number of training tokens for the SAE written to a folder by `export_sae`, or None if unknown."""
     metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
     tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
     return tokens if isinstance(tokens, int) else None
@@ -119,14 +119,14 @@ def _config(sae: SharedSae) -> dict[str, Any]:
         **({"d_out": sae.d_out} if sae.is_transcoder else {}),
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
-        # SAELens has a separate axis for the heads of hook_z, while our rows concatenate the heads.
+        # SAELens has a separate axis for the heads at hook_z, while our rows concatenate the heads.
         "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
 
 
 def _loading(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata that SAELens needs to load the model and find the hook."""
+    """Return the metadata SAELens needs to load the model and find the hook."""
     if "module" in facts and not _is_in_transformer_lens(facts):
         return _by_transformers(facts)
     if "hook_layer" in facts:
@@ -140,7 +140,7 @@ def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
 
 
 def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return metadata for loading the model with transformers, in which a hook is the output of a module.
+    """Return metadata for loading the model with transformers, where a hook is a module's output.
 
     The replaced values are kept under the key `ORIGINAL`.
     """

@@ -1,4 +1,4 @@
-"""Reads `cfg.json` and `sae_weights.safetensors` of SAELens versions 1 to 6."""
+"""Reads `cfg.json` and `sae_weights.safetensors` from SAELens versions 1 to 6."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trainer.sharing.reading import (
     with_unit_rows,
 )
 
-# The metadata key for the original values that an export replaced for SAELens.
+# The metadata key for original values replaced by an export for SAELens.
 ORIGINAL = "as_extracted"
-# SAELens architectures that we can read and write.
+# The SAELens architectures we can read and write.
 ARCHITECTURES = (
     "standard",
     "topk",
@@ -44,9 +44,9 @@ ARCHITECTURES = (
 )
 # Maps architectures in training checkpoints to our names; SAELens' `save_inference_model` writes them as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
-# Maps the current names of settings to their names in versions 1 to 5.
+# Maps current setting names to their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# Maps each unsupported normalisation to the reason why it cannot be folded into the weights.
+# Maps each unsupported normalisation to why it cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row separately",
     "constant_norm_rescale": "it scales each row separately to a fixed norm",
@@ -96,7 +96,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's metadata, restoring the original values that an export replaced for SAELens."""
+    """Return a file's metadata, restoring the original values replaced by an export for SAELens."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -145,7 +145,7 @@ def _is_neutral(value: object) -> bool:
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an SAE for inference, and the factor [d_sae] for the decoder's input, if any."""
+    """Return an SAE's tensors for inference, and the factor [d_sae] for the decoder's input, if any."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -176,7 +176,7 @@ def _used_factor(
 
 
 def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | None, file: Path) -> SharedSae:
-    """Fold operations that the settings add, such as scaling, into the weights of an SAE."""
+    """Fold operations added by the settings, such as scaling, into the weights of an SAE."""
     wanted(config, file, reshape_activations=("none", None, "hook_z"))
     weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
     is_rescaled = (sae.architecture == "topk" or is_batched) and config.get("rescale_acts_by_decoder_norm", False)

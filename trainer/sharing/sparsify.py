@@ -86,14 +86,14 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return an SAE's origin: the hook from a folder name, other fields from the run's settings in a parent folder."""
+    """Return an SAE's origin: the hook from a folder name, and the rest from the run's settings in a parent folder."""
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}
     for parent in (folder.parent, folder.parent.parent):
         with contextlib.suppress(UserError):
             run = run or read_config(parent / "config.json")
-    # The settings of a run contain "model"; the config.json of a language model does not.
+    # A run's settings contain "model"; a language model's config.json does not.
     if not isinstance(run.get("model"), str):
         return place
     facts = {"model_name": run["model"], "dataset_path": run.get("dataset"), "context_size": run.get("ctx_len")}
@@ -112,6 +112,6 @@ def _config(sae: SharedSae) -> dict[str, Any]:
         "skip_connection": sae.has_skip,
         "transcode": sae.is_transcoder,
         "d_in": sae.d_in,
-        # sparsify ignores settings that it does not know.
+        # sparsify ignores unknown settings.
         "metadata": sae.metadata,
     }

@@ -23,7 +23,7 @@ _ID = re.compile("[0-9a-f]{8}")
 class MirroredRun(msgspec.Struct, frozen=True):
     """The run to mirror.
 
-    A resumed run keeps its `id`, and a new run has a `first_step` of 0. `settings` maps the label of each SAE to its
+    A resumed run keeps its `id`, and a new run has a `first_step` of 0. `settings` maps each SAE's label to its
     complete job table; if the run is not a sweep, the only label is "".
     """
 
@@ -48,7 +48,7 @@ class Mirror(ABC):
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the values of an SAE at a step."""
+        """Send an SAE's values at a step."""
 
     @abstractmethod
     def flush(self) -> None:

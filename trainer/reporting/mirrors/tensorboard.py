@@ -1,4 +1,4 @@
-"""Mirrors a run to TensorBoard event files in the run's folder, with a subfolder for each SAE of a sweep."""
+"""Mirrors a run to TensorBoard event files in the run's folder, with a subfolder for each SAE in a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.settings.series import held_out, held_out_metrics, title_of
 from trainer.reporting.mirrors.base import Mirror, MirroredRun
 
-# The heading of the charts that TensorBoard shows under Custom Scalars.
+# The heading for the charts shown by TensorBoard under Custom Scalars.
 HEADLINE = "held out"
 
 
@@ -52,7 +52,7 @@ class TensorBoard(Mirror):
 
 
 def _pair(name: str) -> list[Any]:
-    """Return a chart that shows a metric on held-out rows and on training batches."""
+    """Return a chart showing a metric on held-out rows and on training batches."""
     return ["Multiline", [held_out(name), name]]
 
 

@@ -1,4 +1,4 @@
-"""Mirrors a run to Trackio as one run, in which the metrics of a sweep are grouped by SAE."""
+"""Mirrors a run to Trackio as one run; the metrics of a sweep are grouped by SAE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trackio(Mirror):
         self._run.log({f"{label}/{name}" if label else name: value for name, value in values.items()}, step=step)
 
     def flush(self) -> None:
-        """Do nothing, since a thread of Trackio writes the values."""
+        """Do nothing, because a Trackio thread writes the values."""
 
     def close(self) -> None:
         self._run.finish()

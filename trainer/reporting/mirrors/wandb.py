@@ -67,7 +67,7 @@ class WandB(Mirror):
         self._runs[label].log(dict(values), step=step)
 
     def flush(self) -> None:
-        """Do nothing, since W&B's own process sends the values."""
+        """Do nothing, because W&B's own process sends the values."""
 
     def close(self) -> None:
         for run in self._runs.values():
