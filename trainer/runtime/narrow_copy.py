@@ -50,7 +50,7 @@ class NarrowCopy:
         self._matrix, self._version = matrix, weights._version
 
     def arrive(self, finish: Callable[[], None]) -> None:
-        """Register `finish`, a function that waits for rows from other ranks; it is called before the copy is next used."""
+        """Register `finish` to wait for rows from other ranks; it is called before the copy is next used."""
         self._finish = finish
 
     def settle(self) -> None:
