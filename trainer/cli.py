@@ -101,7 +101,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
     """Report an error, in JSON or as one line per problem, and return the exit code."""
     if isinstance(error, OSError):
-        # The cause may be a full or read-only disk, or a folder that belongs to another user.
+        # The cause may be a full or read-only disk, or a folder belonging to another user.
         error = UserError(f"{error.filename or 'failed'}: {error.strerror or error}")
     if as_json:
         show_failure(error)

@@ -63,7 +63,7 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
-    """Return a mask [n] of the rows whose own norm and target norm are both finite in fp32."""
+    """Return a mask [n] of the rows with a finite norm and a finite target norm in fp32."""
     finite = norms_of(x) < torch.inf
     return finite if y is x else finite & (norms_of(y) < torch.inf)
 
@@ -86,13 +86,13 @@ class Source(ABC):
     notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
-        """Return a source that contains only the rows of the hook at index `hook`."""
+        """Return a source containing only the rows for the hook at index `hook`."""
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
         """Combine this source with `others`, which differ only in their hook, into one source with several hooks.
 
-        Only sources that have a `hook` setting need to implement this.
+        Only sources with a `hook` setting need to implement this.
         """
         raise NotImplementedError
 
@@ -144,14 +144,14 @@ class IndexedSource(Source):
         """Return the name of a row, for use in messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Read the rows again and return the number of the first row with non-finite values, or None."""
+        """Reread the rows and return the number of the first row with non-finite values, or None."""
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
 
 
 class StreamSource(Source):
-    """Activations that are read once, in a fixed order, for example streamed from a language model.
+    """Activations read once, in a fixed order, for example streamed from a language model.
 
     A stream is split into parts. Ranks with different tokens read different parts, and ranks with the same tokens read
     the same part. A part must return the same rows in the same order every time, so that runs can be resumed.
@@ -159,12 +159,12 @@ class StreamSource(Source):
 
     # The number of rows in each rank's shuffle buffer.
     shuffle_tokens: int
-    # Whether rows are expensive to compute. If rows are expensive, ranks that read the same part each compute a share
-    # of its rows; see `divide`.
+    # Whether rows are expensive to compute. If rows are expensive, ranks reading the same part each compute a share of
+    # its rows; see `divide`.
     is_divided: bool = False
     # Whether `documents` is available.
     knows_texts: bool = False
-    # Devices of this rank that only compute rows, set before `begin`; if empty, the training device computes them.
+    # This rank's devices for computing rows only, set before `begin`; if empty, the training device computes the rows.
     own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
@@ -198,7 +198,7 @@ class StreamSource(Source):
 
     @abstractmethod
     def state(self) -> Any:
-        """Return the stream's position in its part, as a small value that can be stored as JSON."""
+        """Return the stream's position in its part, as a small JSON-compatible value."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:

@@ -40,7 +40,7 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch, and the exchange of its rows among the ranks that each read a part of the batch."""
+    """A batch, and the exchange of its rows among the ranks reading one part each."""
 
     coming: BatchInTransfer
     exchange: Exchange

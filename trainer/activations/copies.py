@@ -16,7 +16,7 @@ _BATCH = 4096
 
 
 def copies_in(rows: HookRows, seed: int) -> float | None:
-    """Return the share of a rank's held-out rows that are bitwise equal to a row in a sample of the training rows.
+    """Return the share of a rank's held-out rows bitwise equal to a row in a sample of the training rows.
 
     Zero rows are ignored. Return None if no row is held out. The rows are reread instead of being kept in memory:
     reading and hashing 32,768 rows of 2,304 16-bit numbers for each of the two sets takes only 0.3 s.
@@ -34,6 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a 64-bit hash of each row [n, d] except zero rows, which come from padding."""
+    """Return a 64-bit hash of each row [n, d] except zero rows, as these come from padding."""
     rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

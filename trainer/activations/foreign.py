@@ -57,7 +57,7 @@ def _rows_of_torch(file: str, members: list[tuple[int, int]]) -> RowRange:
 
     try:
         with warnings.catch_warnings():
-            # torch warns about pickles of other protocols, which it either reads correctly or refuses.
+            # torch warns about pickles with other protocols, but either reads them correctly or refuses them.
             warnings.simplefilter("ignore")
             value = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -204,7 +204,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _rows_of_parquet(file: str) -> RowRange:
-    """Count the rows of a Parquet file and decode the first one; the offset is 0, since encoded rows cannot be mapped.
+    """Count the rows in a Parquet file and decode the first row; the offset is 0, as encoded rows cannot be mapped.
 
     The lengths of the other rows are checked during decoding. Reading the number of values from a damaged footer
     instead would make pyarrow abort the process.

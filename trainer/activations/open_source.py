@@ -1,4 +1,4 @@
-"""Opens the activation source that a job specifies."""
+"""Opens the activation source specified by a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def open_source(job: JobConfig) -> Source:
 def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:
     """Keep the row numbers of a run that was trained on `before`, and return the record of the current data.
 
-    Rows that were added since then get higher numbers. Raise `JobFileError` if a shard has changed.
+    Rows added since then get higher numbers. Raise `JobFileError` if a shard has changed.
     """
     record = record_of(job.hooks.values(), before)
     if before and isinstance(source, IndexedSource):

@@ -45,7 +45,7 @@ class Permutation:
         for number, key in enumerate(self._keys):
             width = self._widths[number % 2]
             changed += _below(other ^ key, width)
-            # Reduce modulo the width. A negative difference wraps around to a huge number, which `minimum` ignores.
+            # Reduce modulo the width. A negative difference wraps around to a huge number, so `minimum` ignores it.
             np.minimum(changed, changed - width, out=changed)
             changed, other = other, changed
         changed *= self._widths[1]
@@ -77,7 +77,7 @@ class RunPermutation:
 
 
 def permutation(n: int, run: int, *seed: int) -> Callable[[Indices], Indices]:
-    """Return a random order of n rows that keeps runs of `run` neighbours together if there are enough rows."""
+    """Return a random order of n rows, keeping runs of `run` neighbours together if there are enough rows."""
     return RunPermutation(n, run, *seed) if run > 1 and n >= _FEWEST_RUNS * run else Permutation(n, *seed)
 
 

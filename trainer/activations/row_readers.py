@@ -21,7 +21,7 @@ def own_rows(indices: Indices, readers: Group) -> Indices:
 
 
 class Exchange:
-    """The all-gather of a batch of `n_rows` among its readers; `own` contains this rank's rows (see `own_rows`).
+    """The all-gather of `n_rows` batch rows among the readers; `own` contains this rank's rows (see `own_rows`).
 
     All readers must start their exchanges in the same order. A single reader sends nothing.
     """

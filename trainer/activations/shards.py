@@ -38,10 +38,10 @@ _DTYPES = {
 }
 
 _NO_TEXT = -(2**63)
-# A key of meta.json that only sae-tui's own extraction writes.
+# A meta.json key written only by sae-tui's own extraction.
 _OF_EXTRACTION = "documents_share_contexts"
-# The number of neighbouring rows that are read together from shuffled shards. A disk reads such runs as fast as
-# sequential data, and a batch of 4096 rows still comes from 64 runs.
+# The number of neighbouring rows to read together from shuffled shards. A disk reads such runs as fast as sequential
+# data, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
 # The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
 _ROWS_AT_ONCE = 4096
@@ -179,13 +179,13 @@ class _Mapped:
 
 
 def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
-    """Return the shards of each folder; shards that the run was trained on come first, in their earlier order."""
+    """Return the shards in each folder; shards the run was trained on come first, in their earlier order."""
     return [one.beginning_with(folder.names) for one, folder in zip(sets, before, strict=True)]
 
 
 def _sorted(indices: Indices) -> Indices:
-    # The stable sort makes use of ascending runs and takes a tenth of the time of the default sort, which took a
-    # seventh of the reading time.
+    # The stable sort makes use of ascending runs and takes a tenth as long as the default sort, which took a seventh of
+    # the reading time.
     return np.sort(indices, kind="stable")
 
 

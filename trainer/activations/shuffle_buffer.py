@@ -39,10 +39,10 @@ LeaveOut = Callable[[Tensor], Tensor]
 
 
 class StreamRows:
-    """Reads any number of rows at a time from a stream, which chooses the sizes of its chunks itself.
+    """Reads any number of rows at a time from a stream; the stream chooses its chunk sizes itself.
 
-    Chunks that are read before the first `go_to` are cached until that call. Training starts with the rows of the
-    sample; thanks to the cache, a language model does not have to compute them twice.
+    Chunks read before the first `go_to` are cached until that call. Training starts with the rows of the sample; thanks
+    to the cache, a language model does not have to compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -62,7 +62,7 @@ class StreamRows:
         return self.joined(self.take_chunks(n))
 
     def take_chunks(self, n: int) -> list[Chunk]:
-        """Return the next n rows, or fewer at the end of the stream, in the chunks that the stream returned."""
+        """Return the next n rows, or fewer at the end of the stream, in the chunks returned by the stream."""
         chunks: list[Chunk] = []
         while n and (chunk := self._some(n)):
             chunks.append(chunk)
@@ -161,7 +161,7 @@ class ShuffleBuffer:
     row is replaced in the buffer by a row of the next block, so that reads are spread evenly. Rows are only shuffled
     within their block. Therefore, the content of the buffer depends only on the block's position in the stream and on
     how many of its rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
-    gigabytes of rows. In exchange, a resumed run reads up to 2 × `size` rows of the stream again.
+    gigabytes of rows. In exchange, a resumed run rereads up to 2 × `size` rows of the stream.
     """
 
     def __init__(self, rows: StreamRows, size: int, *seed: int) -> None:
@@ -175,7 +175,7 @@ class ShuffleBuffer:
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
-        """Restore the buffer's content at a position by reading the stream again.
+        """Restore the buffer's content at a position by rereading the stream.
 
         Raise `UserError` if the stream now has fewer rows.
         """

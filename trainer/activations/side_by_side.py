@@ -18,7 +18,7 @@ _ROWS_COMPARED = 4096
 
 
 class SideBySide(IndexedSource):
-    """Concatenates the i-th rows of several sources, which have the same width and number of rows.
+    """Concatenates the i-th rows of several sources with the same width and number of rows.
 
     In an extraction, row i belongs to the same token at every hook. If the sources have different orders, a row
     combines different tokens. Training is not affected by this, because each hook has its own SAEs.

@@ -9,8 +9,7 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# The number of neighbouring rows that are held out together. If texts are unknown, each such block is treated as one
-# text.
+# The number of neighbouring rows to hold out together. If texts are unknown, each such block is treated as one text.
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8

@@ -54,8 +54,8 @@ class Synthetic(IndexedSource):
     def _sums(self, words: Words) -> Tensor:
         """Return the sum of a Poisson-distributed number of features for each row.
 
-        Features are sampled in proportion to their rates. The number of times that a feature is sampled is then an
-        independent Poisson variable. A feature that is sampled twice is added twice.
+        Features are sampled in proportion to their rates. How often a feature is sampled is then an independent Poisson
+        variable. A feature sampled twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         starts = counts.cumsum() - counts

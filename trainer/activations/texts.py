@@ -80,7 +80,7 @@ class Texts:
         return labels
 
     def _numberings(self, n_rows: int) -> Indices:
-        """Return the numbering of each shard that contains some of the first `n_rows` rows."""
+        """Return the numbering for each shard containing some of the first `n_rows` rows."""
         parts = [part for part, start in zip(self._parts, self._starts, strict=False) if start < n_rows]
         return np.zeros(len(parts), np.int64) if self._numbered_through else _numberings(parts)
 
@@ -101,7 +101,7 @@ def _numberings(parts: Sequence[Numbers]) -> Indices:
     if not parts:
         return np.zeros(0, np.int64)
     lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))
-    # Use a strict comparison, since a text that continues in the next shard does not start a new numbering.
+    # Use a strict comparison, because a text continuing in the next shard does not start a new numbering.
     falls = lowest[1:] < highest[:-1]
     is_sure = bool((lowest[1:][falls] == lowest[0]).all())
     # If numbers do not ascend, the rows may be shuffled across shards, so each shard has rows from every text.

@@ -63,7 +63,7 @@ class ReadRows(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A stream's position after a batch; `bad_row` is the batch's first row that is not finite, or None.
+    """A stream's position after a batch; `bad_row` is the batch's first non-finite row, or None.
 
     `position` is the total number of tokens, over all ranks, before the batch.
     """
@@ -81,7 +81,7 @@ class Clusters(NamedTuple):
 
 
 class HookRows(ABC):
-    """A sample of one hook's training rows, and its held-out rows, which are never used for training."""
+    """A sample of one hook's training rows, and the hook's held-out rows, never used for training."""
 
     # The total number of held-out rows on all ranks, and how they were chosen.
     n_held_out: int
@@ -93,7 +93,7 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Return an error message for row `index` of this sample, which is not finite."""
+        """Return an error message for the non-finite row at `index` in this sample."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
@@ -154,7 +154,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
-        """Return a sentence about a non-finite row that was used for training between two positions, or None.
+        """Return a sentence about a non-finite row used for training between two positions, or None.
 
         This is a collective call for all ranks that train the same SAEs.
         """
@@ -164,7 +164,7 @@ class TrainingData(ABC):
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
-        """Return a short string that identifies the held-out rows, or "" for a stream."""
+        """Return a short string identifying the held-out rows, or "" for a stream."""
         return ""
 
 
@@ -242,13 +242,13 @@ class IndexedData(TrainingData):
         return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
 
     def rewind(self) -> None:
-        """Do nothing, since any position can be read."""
+        """Do nothing, because any position can be read."""
 
     def read(self, position: int, n: int, empty: Empty = empty_rows) -> ReadRows:
         return ReadRows(*self._source.pairs(own_rows(self._order.token_slice(position, n), self.readers), empty))
 
     def note_trained(self, rows: ReadRows) -> None:
-        """Do nothing, since rows can be read again."""
+        """Do nothing, because rows can be reread."""
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
         steps = (self._order.token_slice(start, tokens_per_step) for start in range(since, now, tokens_per_step))
@@ -346,8 +346,8 @@ class StreamData(TrainingData):
 
     If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers. If
     texts are unknown, or if there are only a few long texts, the first rows of each part are held out instead. The
-    held-out rows and the sample, which consists of the first training rows, stay in memory. A resumed run reads these
-    rows again.
+    held-out rows and the sample, which consists of the first training rows, stay in memory. A resumed run rereads these
+    rows.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class StreamData(TrainingData):
     def note_trained(self, rows: ReadRows) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
-        # Record only the first bad row, since only that row is reported and every batch may have bad rows.
+        # Record only the first bad row: only that row is reported, and every batch may have bad rows.
         if rows.mark.bad_row is not None and not self._bad:
             self._bad.append(rows.mark)
 
@@ -488,7 +488,7 @@ class StreamData(TrainingData):
         return self._bad_sentence(index % n_each, index // n_each)
 
     def _bad_sentence(self, row: int, part: int) -> str:
-        """Return an error message for a row that is not finite; `row` is counted from the first training row."""
+        """Return an error message for a non-finite row; `row` is counted from the first training row."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
             where = f"row {row} (not counting held-out texts)"
@@ -545,7 +545,7 @@ class _StreamHook(HookRows):
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
-    """Return a mask [n] of the rows whose text is held out, given the text number, int64 [n], of each row."""
+    """Return a mask [n] of the rows in held-out texts, given each row's text number, int64 [n]."""
     # Rows from one text are adjacent, so hash each text once instead of hashing every row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]

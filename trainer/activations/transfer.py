@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, Pair, empty_rows, to_device
 
-# The maximum number of batches that the host queues ahead of the GPU.
+# The maximum number of batches queued by the host ahead of the GPU.
 AHEAD = 2
 
 

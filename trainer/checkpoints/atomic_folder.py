@@ -103,7 +103,7 @@ def _write_error(folder: Path, error: Exception) -> UserError:
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
-    """Return an error whose message suggests a remedy; `number` is the errno."""
+    """Return an error with a message suggesting a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
     if number in _NO_SPACE:
         kind = NoSpaceError

@@ -124,7 +124,7 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Remove checkpoints that this save makes obsolete, until the disk has enough space for the new checkpoint.
+        """Remove checkpoints made obsolete by this save until the disk has enough space for the new checkpoint.
 
         Raise `UserError` if there is too little space even after removing all of these checkpoints.
         """
@@ -143,7 +143,7 @@ class Checkpoints:
     def _spare(self, target: Path) -> list[Path]:
         """Return the checkpoints made obsolete by `target`, oldest first.
 
-        The latest undamaged checkpoint is never included, since the save may still fail.
+        The latest undamaged checkpoint is never included, because the save may still fail.
         """
         older = [folder for folder in newest_first(self._folder) if folder != target]
         staying = {*older[: self._keep - 1], *best_first(older)[:1]}

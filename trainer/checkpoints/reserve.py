@@ -23,7 +23,7 @@ def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
 
 
 class Reserve:
-    """A file that reserves disk space for the last checkpoint and the SAEs; it does nothing if `n_bytes` is 0."""
+    """A file reserving disk space for the last checkpoint and the SAEs; it does nothing if `n_bytes` is 0."""
 
     def __init__(self, file: Path, n_bytes: int) -> None:
         self._file, self._n_bytes = file, n_bytes

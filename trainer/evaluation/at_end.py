@@ -58,7 +58,7 @@ class Cards:
     def write(self) -> None:
         """Write a report card for every SAE that this rank has exported, and report the results; never raise.
 
-        Ranks that only contribute tokens or latents to another rank's SAEs write no report card.
+        Ranks only contributing tokens or latents to another rank's SAEs write no report card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return
@@ -83,7 +83,7 @@ class Cards:
             return results
         for label in self._trainer.learners:
             folder = self._trainer.output / label if label else self._trainer.output
-            # SAEs whose training was abandoned have not been exported.
+            # SAEs are not exported if their training was abandoned.
             if exported_tokens(folder) == self._at.tokens:
                 results[label] = self._try_one(folder, label)
                 rank_log.say(results[label][1])

@@ -62,7 +62,7 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint or in a folder on rows of `data`.
 
     For a transcoder in a folder, `targets` are its targets; `given` overrides settings in the folder's files. Return a
-    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the folder that contains it
+    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the report card's folder
     (`written_to`). A job file may request a language model's own Python code; this code runs only if `allows_code` is
     set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such measurement for the same
     weights. With `is_probed`, the SAEs of a run are probed on `n_sets` (by default 12) sets of texts read by `model`.
@@ -97,7 +97,7 @@ def evaluate(
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
         raise UsageError(f"--data: {message}")
     if data:
-        # If the folder contains no SAE, `in_folder` raises an error that names the missing files.
+        # If the folder contains no SAE, `in_folder` raises an error naming the missing files.
         in_folder(path)
     if model not in (None, "auto"):
         refuse_code(to_table(load_as(ExtractJob, model)), allows=allows_code)

@@ -275,7 +275,7 @@ def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[st
 
 
 def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
-    """Yield the id and the bytes of each token whose bytes are stored."""
+    """Yield the id and bytes of each token with stored bytes."""
     if "text_ids" in tensors:
         text, begin = bytes(tensors["text"].tolist()), 0
         for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):
@@ -285,7 +285,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the n latents [d_sae, n] whose decoder directions are most similar to each latent's, and the cosines."""
+    """Return the n latents [d_sae, n] with the decoder directions most similar to each latent's, and the cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []

@@ -127,7 +127,7 @@ class ProbeSplit(NamedTuple):
 
 
 def _split(labels: Sequence[int], seed: int) -> ProbeSplit:
-    """Split a balanced data set into training and test rows, which are also balanced."""
+    """Split a balanced data set into balanced training and test rows."""
     generator, y = np.random.default_rng(seed), np.array(labels)
     of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
     n_test = round(len(of_classes[0]) * TEST_SHARE)

@@ -103,7 +103,7 @@ def _makes_huge(operator: str, left: Any, right: Any) -> bool:
 
 
 class TookTooLong(BaseException):
-    """Raised when code exceeds its time limit; a `BaseException`, since the code may catch every `Exception`."""
+    """Raised when code exceeds its time limit; a `BaseException`, because the code may catch every `Exception`."""
 
 
 @contextlib.contextmanager

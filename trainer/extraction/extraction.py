@@ -137,15 +137,15 @@ def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[ContextBatch]
 
 
 def contexts_at_once(job: ExtractJob) -> int:
-    """Return the number of contexts in a batch of an extraction."""
+    """Return the number of contexts in an extraction batch."""
     return max(1, job.extract.batch_tokens // job.text.context)
 
 
 class Extraction:
     """An extraction job on one device: the full job, or one process's share of it.
 
-    Process r of n reads contexts r, r + n, r + 2n and so on, like a rank that reads a stream. Each process keeps an
-    equal share of the rows.
+    Process r of n reads contexts r, r + n, r + 2n and so on, like a rank reading a stream. Each process keeps an equal
+    share of the rows.
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, peers: Alone) -> None:
@@ -352,7 +352,7 @@ class Extraction:
         self._n_shards += 1
 
     def _note_written(self) -> None:
-        """Wait for the shards that are being written, and save this process's progress."""
+        """Wait for the shards being written, and save this process's progress."""
         if writing := self._writing:
             self._take_up(writing)
             write_state(self._folder, msgspec.structs.replace(self._state, left_out=writing.left_out))
@@ -377,7 +377,7 @@ class Extraction:
         """Write this process's last shard.
 
         The state file records this shard only when the extraction is marked as finished. If the shard were recorded
-        earlier, a resumed extraction would read the shard's last batch again.
+        earlier, a resumed extraction would reread the shard's last batch.
         """
         self._note_written()
         if self._blocks.n_waiting:
@@ -423,7 +423,7 @@ class Extraction:
 
 
 def share_of(n_tokens: int, rank: int, size: int) -> int:
-    """Return the number of rows that process `rank` of `size` keeps."""
+    """Return the number of rows kept by process `rank` of `size`."""
     return n_tokens * (rank + 1) // size - n_tokens * rank // size
 
 

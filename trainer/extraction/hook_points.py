@@ -34,7 +34,7 @@ class BlockList(NamedTuple):
     n: int
 
     def number(self, path: str) -> int | None:
-        """Return the index of the block that contains a module, or None for a module outside the blocks."""
+        """Return the index of the block containing a module, or None for a module outside the blocks."""
         match = re.match(rf"{re.escape(self.path)}\.(\d+)(\.|$)", path)
         return int(match[1]) if match else None
 
@@ -82,8 +82,8 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 def _branch(block: nn.Module, site: str) -> str | None:
     """Return the block-relative path of the module whose input or output is the site, or None if none exists.
 
-    `attn_out` and `mlp_out` are the tensors that are added to the residual stream. If the block applies a norm before
-    this addition, they are the outputs of the norm.
+    `attn_out` and `mlp_out` are the tensors added to the residual stream. If the block applies a norm before this
+    addition, they are the outputs of the norm.
     """
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
@@ -207,7 +207,7 @@ def _examples(model: nn.Module) -> str:
 
 
 def rows_of(tensor: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a copy of the rows [n, d] of a tensor at `indices`, which are indices into the flattened batch.
+    """Return a copy of a tensor's rows [n, d] at `indices`, which index into the flattened batch.
 
     `shape` is (n_contexts, n_tokens). Raise `ValueError` unless the tensor has the shape [n_contexts, n_tokens, ...] or
     [n_contexts * n_tokens, d].

@@ -387,7 +387,7 @@ def spread(model: Any) -> Any:
 
     Raise `UserError` if the GPUs have too little free memory.
     """
-    # Import accelerate here, since the import takes 2 s.
+    # Import accelerate here, because the import takes 2 s.
     from accelerate import dispatch_model
     from accelerate.utils import get_max_memory
 

@@ -86,7 +86,7 @@ def facts_of_hook(
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 of everything that determines token ids: vocabulary, merges, rules and chat template."""
+    """Return a SHA-256 of everything determining token ids: vocabulary, merges, rules and chat template."""
     return hashlib.sha256(json.dumps(tokenizer.rules(), sort_keys=True).encode()).hexdigest()
 
 

@@ -220,7 +220,7 @@ class _BatchReader(NamedTuple):
         """Run the model on a batch, in the thread of the model's device, and return the rows on the CPU.
 
         If the device runs out of memory, raise a `UserError` that does not suggest a smaller SAE or training batch,
-        since neither would help.
+        because neither would help.
         """
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)

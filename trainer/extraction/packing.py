@@ -42,7 +42,7 @@ class ContextBatch(NamedTuple):
 
 
 class Tokenizer:
-    """A model's tokenizer, with the special tokens that it adds before and after a document."""
+    """A model's tokenizer, with the special tokens it adds before and after a document."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class Alone:
-    """A single process that extracts all rows; it calls `advance(n)` with the current number of kept rows."""
+    """A single process extracting all rows; it calls `advance(n)` with the current number of kept rows."""
 
     rank, size = 0, 1
 

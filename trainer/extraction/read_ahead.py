@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-# An item, or the exception that ends the iteration.
+# An item, or the exception ending the iteration.
 _Item = tuple[T | None, BaseException | None]
 # The number of items to prepare in advance. Each item is a batch of tokens, a few hundred kilobytes in size. The
 # tokenizer processes 64 documents at a time, and the model should not have to wait for the next 64 documents.

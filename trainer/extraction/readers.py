@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from trainer.activations.base import Pair
 from trainer.extraction.packing import ContextBatch
 
-# The number of batches that each device reads in advance: one in progress and one finished.
+# The number of batches read in advance by each device: one in progress and one finished.
 AHEAD = 2
 Read = Callable[[ContextBatch], Pair]
 _Tasks = queue.SimpleQueue[tuple[ContextBatch, Future[Pair]] | None]

@@ -32,9 +32,9 @@ Raw = NDArray[np.uint8]
 # The number of shard bytes to shuffle, hash, sum and write at a time.
 _PIECE_BYTES = 2**22
 # The number of rows to sum at a time, small enough to fit into a core's cache as float64. With 4096 rows, which do not
-# fit, summing took half of the time that the extraction spent outside the model.
+# fit, summing took half of the extraction time spent outside the model.
 _ROWS_AT_ONCE = 256
-# The largest number of values that torch converts in the calling thread; for more values, torch starts threads.
+# The largest number of values converted by torch in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1
 # The size of a row's token id, position and document number, in bytes.
 _BYTES_BESIDE = 12
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, since a single `write` may be incomplete, and hash the bytes if a digest is given."""
+    """Write all bytes, as a single `write` may be incomplete, and hash the bytes if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)

@@ -104,7 +104,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The index of the batch in which a single process would read the last context that any process has read.
+        # The index of the batch in which a single process would read the last context read by any process.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},

@@ -19,7 +19,7 @@ _SPACE = "\u2581"
 
 
 class Base64(msgspec.Struct):
-    """Bytes that are not valid UTF-8, for storage in JSON."""
+    """Bytes that are not valid UTF-8, in a form that JSON can store."""
 
     base64: bytes
 

@@ -106,14 +106,14 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
 
 
 def copied_per_s(device: torch.device, parts: int = 1) -> float:
-    """Return the bytes/s, read plus written, of a copy that exceeds the cache."""
+    """Return the bytes/s, read plus written, for a copy exceeding the cache size."""
     source = torch.ones(_COPIED[device.type] // parts, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
 def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
-    """Return the bandwidth per rank of a large all-reduce in bytes/s, and the latency of a tiny one in seconds.
+    """Return the per-rank bandwidth of a large all-reduce in bytes/s, and the latency of a tiny all-reduce in seconds.
 
     Return None on all ranks if any rank has too little memory.
     """
@@ -165,7 +165,7 @@ def pairs_of(world: World) -> dict[str, float]:
 
 
 def _sums_per_s(pair: Group, device: torch.device) -> float:
-    """Return the bytes/s that each of the two ranks sends in an all-reduce."""
+    """Return the bytes/s sent by each of two ranks in an all-reduce."""
     large = torch.zeros(_SUMMED[device.type], device=device)
     # Warm up: the first exchange also connects the two ranks.
     pair.sum_(large)

@@ -100,7 +100,7 @@ class Group:
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Return rows [n_rows, ...], each from the rank that owns it.
+        """Return rows [n_rows, ...], each from its owner.
 
         `tensor` [size, n_own, ...] contains the rows computed by this rank for every rank, in the layout of
         `to_owners`.
@@ -296,7 +296,7 @@ def packs(tensors: Iterable[Tensor]) -> list[Pack]:
 
 
 def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that pass a test, and the rest."""
+    """Return the tensors passing a test, and the rest."""
     passing: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in tensors:

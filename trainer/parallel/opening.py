@@ -34,12 +34,12 @@ def open_connections(
     """Run every collective that training uses, on a few values; call `on_hang` if this takes more than `LIMIT_S`.
 
     NCCL allocates memory when each collective is first used, up to 4 GB on eight GPUs. A later allocation could fail,
-    for example at the first checkpoint of a run that has filled its GPU.
+    for example at the first checkpoint in a run that has filled its GPU.
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should
     terminate the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang,
     because transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. If
-    `first_has_store` is true, rank 0 hosts the store, which closes when the process of rank 0 exits.
+    `first_has_store` is true, rank 0 hosts the store, which closes when rank 0's process exits.
     """
 
     def leave() -> None:
@@ -85,7 +85,7 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:
     """On rank 0, wait until all ranks have read the verdict; on other ranks, until rank 0 has closed its store.
 
-    A rank that restarts too early would try to meet the other ranks in a store that is about to close.
+    A rank restarting too early would try to meet the other ranks in a store that is about to close.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"read {group.index}", "")

@@ -123,7 +123,7 @@ def _disconnect() -> None:
 def open_shared_memory(
     store: dist.Store, device: torch.device, size: int, index: int, time: Waiting, patience: timedelta
 ) -> SharedRanks | None:
-    """Return a group that exchanges CPU tensors through shared memory, or None on GPUs or on several machines.
+    """Return a group for exchanging CPU tensors through shared memory, or None on GPUs or on several machines.
 
     All ranks must call this.
     """
@@ -145,10 +145,10 @@ def join(
 ) -> World:
     """Connect this rank to the other ranks, and return the world of all ranks.
 
-    Ranks meet through the file `rendezvous`, which all of them can access. Without `rendezvous`, ranks meet through
-    torchrun's environment variables, on any host. An exchange fails if a rank keeps other ranks waiting for longer than
-    `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang, `attempt` must
-    be a new string.
+    Ranks meet through the file `rendezvous`, which must be accessible to all ranks. Without `rendezvous`, ranks meet
+    through torchrun's environment variables, on any host. An exchange fails if a rank keeps other ranks waiting for
+    longer than `patience`. On GPUs, `on_hang` is called if the first exchanges hang. If ranks restart after a hang,
+    `attempt` must be a new string.
     """
     if world_size == 1:
         return World(device)

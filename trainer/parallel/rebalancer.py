@@ -14,10 +14,10 @@ from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
 # A rank is reported after it has been late for this many consecutive log intervals and for this many seconds. The work
-# is divided again only if the expected gain, averaged over this time, is large enough.
+# is redistributed only if the expected gain, averaged over this time, is large enough.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
-# The work is divided again only if some rank's share would grow by more than this factor.
+# The work is redistributed only if some rank's share would grow by more than this factor.
 LEAST_CHANGE = 1.05
 # Slow data is reported as the cause if a rank spends more than the fraction MUCH_DATA of its time waiting for data. A
 # busy CPU core is reported as the cause if the rank gets less than the fraction LITTLE_CORE of the core.

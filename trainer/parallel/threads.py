@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Lets `size` threads exchange objects; a thread that fails calls `abort` to release the other threads."""
+    """Lets `size` threads exchange objects; a failing thread calls `abort` to release the other threads."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
         # Alternate between two tables, so that a thread writes to a table again only after all threads have read it.

@@ -1,4 +1,4 @@
-"""Sends a run's metrics to other tools, in one thread per tool; a tool that fails is reported and dropped."""
+"""Sends a run's metrics to other tools, in one thread per tool; a failing tool is reported and dropped."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ FLUSH_S = 0.5
 RETRY_S = 1.0
 # The maximum time a save waits for queued rows to be stored, in seconds.
 SETTLE_S = 1.0
-# The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
+# The maximum number of queued rows: 15 MB, or half an hour of a run logging 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
 # The maximum number of rows per transaction. The limit is small, so that a failed attempt costs little and other
@@ -82,7 +82,7 @@ class RunProgress:
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
-        """Set a new total number of steps, for a run that ends early."""
+        """Set a new total number of steps, for a run ending early."""
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         """Queue an event for the job's history."""
@@ -130,7 +130,7 @@ class StoredProgress(RunProgress):
         finish: threading.Event | None = None,
         sign: Path | None = None,
     ) -> None:
-        """Start the thread that writes to a store.
+        """Start the thread writing to a store.
 
         If the run makes progress that cannot be stored, the thread touches the file `sign`. Otherwise, the supervisor
         would assume that the run is hanging and would kill it.

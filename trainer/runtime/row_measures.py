@@ -17,7 +17,7 @@ class RowMeasures:
 
     The measurements are valid only for the measured tensor. An addition to the gradient, for example by a second
     micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does not
-    increment the counter, so gradients that ranks exchange must not be measured.
+    increment the counter, so gradients exchanged by ranks must not be measured.
     """
 
     def __init__(self, squares: Tensor, dots: Tensor | None) -> None:

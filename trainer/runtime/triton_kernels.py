@@ -38,7 +38,7 @@ class Kernels:
     """The kernels in a module: their purpose, their number, and whether they are compiled for the matmul dtype.
 
     `n` is the number of kernels, including variants, compiled with Triton to test the kernels for a 16-bit job. With
-    `also_fp32`, kernels that are compiled for a dtype are also used in fp32. Each new instance is added to `KERNELS`.
+    `also_fp32`, kernels compiled for a dtype are also used in fp32. Each new instance is added to `KERNELS`.
     """
 
     module: str
@@ -53,8 +53,8 @@ class Kernels:
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
         """Return the module if its kernels work on the tensor's GPU, otherwise None.
 
-        Kernels that are compiled for each dtype are tested for `dtype`, by default the dtype of the tensor, and do not
-        support float64.
+        Kernels compiled for each dtype are tested for `dtype`, by default the dtype of the tensor, and do not support
+        float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
         return self.working(tensor.device, *dtypes) if tensor.is_cuda and torch.float64 not in dtypes else None

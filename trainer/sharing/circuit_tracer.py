@@ -121,7 +121,7 @@ class Member(NamedTuple):
 
 
 def member_of(sae: SharedSae) -> Member:
-    """Return the properties of a transcoder that are relevant for its set."""
+    """Return a transcoder's properties relevant for its set."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
