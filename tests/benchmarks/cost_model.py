@@ -1,8 +1,8 @@
-"""Compares the step times that the cost model of `auto` and the forecasts predicts with measured step times.
+"""Compares step times predicted by the cost model, which `auto` and the forecasts use, with measured step times.
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
-`trainer bench` measures every shape. Like a run, `trainer bench` first measures the speeds of the ranks.
+`trainer bench` measures every shape. Like a run, `trainer bench` first measures the speed of each rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Each shape's d_in, d_sae, k, and number of tokens per rank and step.
+# The d_in, d_sae, k, and number of tokens per rank and step for each shape.
 SHAPES = ((64, 1024, 16, 4096), (384, 3072, 32, 4096), (384, 16384, 32, 4096), (768, 6144, 32, 1024))
 ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 

@@ -2,9 +2,9 @@
 
 python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
-Every trial launches jobs of one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
-after each fault, followed by the guarantees that failed. On a busy machine, the times are upper bounds. One trial of
-all faults takes about 10 minutes on two idle cores. Injecting host faults requires gcc, and root privileges to create
+Every trial launches jobs with one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
+after each fault, followed by the violated guarantees. On a busy machine, the times are upper bounds. One trial of all
+faults takes about 10 minutes on two idle cores. Injecting host faults requires gcc, and root privileges to create
 namespaces.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-# Remove this folder from the import path, since this file would shadow the package `faults`.
+# Remove this folder from the import path, because this file would shadow the package `faults`.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -141,7 +141,7 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
 
 
 def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
-    """Return the result of an undisturbed job, which runs only once for each number of ranks."""
+    """Return the result of an undisturbed job; the job runs only once for each number of ranks."""
     if n_ranks not in references:
         references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
     return references[n_ranks]

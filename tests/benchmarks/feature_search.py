@@ -1,4 +1,4 @@
-"""Measures how long a search in an SAE's stored max-activating examples takes, and the size of these examples.
+"""Measures how long it takes to search an SAE's stored max-activating examples, and how large these examples are.
 
 PYTHONPATH=. python tests/benchmarks/feature_search.py [--latents 65536]
 
@@ -23,7 +23,7 @@ SEARCHES = ("w1x", "w123x", "x9", "1", "w", "nothing")
 
 
 def write(folder: Path, n_latents: int) -> float:
-    """Write examples of random tokens; return the CPU seconds spent on computing the tensors."""
+    """Write examples made of random tokens; return the CPU seconds spent computing the tensors."""
     contexts = Contexts(n_latents, N_CONTEXTS)
     weights = 1 / torch.arange(1, N_TOKENS + 1, dtype=torch.float64)
     tokens = torch.multinomial(weights, n_latents * N_CONTEXTS * WIDTH, replacement=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _time(features: Features, words: str) -> float:
-    """Return the CPU time of a search rather than its wall time, since the machine may have other load."""
+    """Return the CPU time for a search rather than its wall time, because the machine may have other load."""
     begun = time.process_time()
     features.search(words)
     return time.process_time() - begun

@@ -1,9 +1,9 @@
-"""Runs one group of the self-test's checks; `python -m trainer self-test --full` runs all groups.
+"""Runs one group of self-test checks; `python -m trainer self-test --full` runs all groups.
 
     python tests/benchmarks/gpu_checks.py first|products|curves|rest [--gpus auto:1|cpu]
 
-The script prints JSON like the self-test: the device, the number of checks, and the `failed` checks. The exit code is 1
-if any check failed.
+Like the self-test, the script prints JSON: the device, the number of checks, and the `failed` checks. The exit code is
+1 if any check failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST, OTHER = ("fp32", "bf16"), ("tf32", "fp16")
 
 
 def groups(n_steps: int) -> dict[str, tuple[Any, ...]]:
-    """Return the checks of each group; learning curves have `n_steps` steps."""
+    """Return the checks in each group; learning curves have `n_steps` steps."""
     return {
         "first": (check_waits, partial(check_resuming, half=n_steps // 20), check_memory),
         "products": (check_products, check_selections, check_feeding, partial(check_recording, n_steps=48)),

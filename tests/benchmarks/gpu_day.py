@@ -1,15 +1,15 @@
-"""Checks and measures everything that requires a GPU, in at most eight minutes on one GPU.
+"""Checks and measures everything that requires a GPU, in at most eight minutes on a single GPU.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_day.py [--out gpu_day.json] [--gpus auto:1|0|cpu] [--only NAME ...]
 
 `make test-gpu` runs this script. The most important parts run first, in the first three minutes: the driver, versions
 and clocks; steps with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two
 ranks on one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other
-kinds of SAE, a launched job and other trainers. With several GPUs, there are also parts for the bus, every parallel
-mode, NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does
-not affect the others. A part that cannot run here, or that has no time left, is reported as "not run". The exit code is
-1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
-docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, only to test this script.
+kinds of SAE, a launched job and other trainers. With several GPUs, there are additional parts for the bus, every
+parallel mode, NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or
+crashes does not affect the others. Parts that cannot run here, or for which no time is left, are reported as "not run".
+The exit code is 1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the
+table in docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, for testing this script.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
-# The d_in, d_sae, k and number of tokens of the shapes in gpu_profile.py, and of a small shape for a CPU.
+# The d_in, d_sae, k and token count for each shape in gpu_profile.py, and for a small shape for CPUs.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
 # `FIRST` lists the kinds of SAE that are timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
-# latents are dead, so that AuxK is active.
+# latents are dead and AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
     "jumprelu", "gated", "standard",
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
-# Files with kernel cases that need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU
-# runs only the cases in `CASES_OF_CPU`, since it is slow.
+# Files with kernel cases that need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU is
+# slow and runs only the cases in `CASES_OF_CPU`.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
     "training/graph_replay_cases.py",
@@ -62,19 +62,19 @@ NOT_FOR_GPUS = (
     "runtime/new_kernel_cases.py",
 )
 CASES_OF_CPU = "metrics/interval_cases.py"
-# The maximum number of processes that test kernels. Compiling each of the 600 kernels takes 0.3 to 1 s, and each
+# The maximum number of processes for testing kernels. Compiling each of the 600 kernels takes 0.3 to 1 s, and each
 # process takes half a GB of GPU memory.
 MOST_PROCESSES = 8
-# The settings of each mode, and its minimum number of GPUs.
+# The settings for each mode, and its minimum number of GPUs.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
 # The time limits in seconds for all parts on one GPU and for all parts on several GPUs, and the minimum remaining time
-# in seconds to start a part.
+# in seconds required to start a part.
 LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
 OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
 
 class Part(NamedTuple):
-    """A command with a time limit; its result is the last line of its output or, if `file` is given, that file.
+    """A command with a time limit; its result is the last line of its output or, if given, the content of `file`.
 
     The command sees only one GPU, unless `sees_all` is set. `variables` are added to its environment.
     """
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The outcome of a part, and its result, which is parsed if it is JSON; `why` explains why the part was not run."""
+    """The outcome and the result of a part (parsed if it is JSON); `why` explains why a part was not run."""
 
     state: str
     seconds: float = 0.0
@@ -112,7 +112,7 @@ def main() -> int:
         parser.error(str(error))
     cuda_variables.set_here()
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
-        # Start with empty caches, so that the first step takes as long as on a new machine.
+        # Start with empty caches, as on a new machine, so that the first step takes as long as it would there.
         caches = {name: f"{folder}/{name}" for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
         chosen = [
             part._replace(variables={**caches, **({} if part.sees_all else one_gpu), **part.variables})
@@ -192,7 +192,7 @@ def parts(gpus: str, folder: Path) -> Iterator[Part]:
 
 
 def several(word: str, n_gpus: int) -> Iterator[Part]:
-    """Yield the parts for several GPUs or CPU processes; MIG slices do not count, since NCCL cannot connect them."""
+    """Yield the parts for several GPUs or CPU processes; MIG slices do not count, because NCCL cannot connect them."""
     if n_gpus < 2:
         return
     all_of_them = f"{word}:{n_gpus}"
@@ -209,7 +209,7 @@ def several(word: str, n_gpus: int) -> Iterator[Part]:
         yield Part(f"bench {shape} topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
     for what in ("memory", "profile", "killed"):
         yield Part(f"ranks' {what}", [*script("gpu_several.py"), all_of_them, what], 150, sees_all=True)
-    # In `dp` mode, all ranks are threads of one process, so this mode needs several GPUs.
+    # In `dp` mode, all ranks are threads in one process, so this mode needs several GPUs.
     threads = [] if word == "cpu" else ["dp"]
     yield Part("ranks", [*script("gpu_ranks.py"), all_of_them, "--modes", *modes, *threads], 200, sees_all=True)
     uneven = [*script("gpu_ranks.py"), f"{word}:{min(n_gpus, 3)}", "--modes", "ddp", "tensor", "--uneven"]
@@ -232,7 +232,7 @@ def kernels(on_cpu: bool) -> Part:
 
 
 def steps(name: str, cases: list[str], folder: Path, device: str) -> Part:
-    """Return the part that times the steps of these cases."""
+    """Return the part that times steps for these cases."""
     file = folder / f"{name}.json"
     return Part(name, [*script("gpu_profile.py"), *cases, "--device", device, "--json", str(file)], 120, file)
 
@@ -248,7 +248,7 @@ def bench(architecture: str, sizes: tuple[int, int, int, int], gpus: str) -> lis
 
 
 def sample_job(folder: Path, n_steps: int) -> Path:
-    """Write a job that uses the sample data included with the program."""
+    """Write a job that uses the sample data bundled with the program."""
     sample = ROOT / "data" / "sample"
     job = folder / "job.toml"
     job.write_text(
@@ -268,7 +268,7 @@ def peers(on_cpu: bool) -> list[str]:
 
 
 def run(part: Part) -> Ran:
-    """Run a part and read the JSON in its file, or in its last line; kill all its processes if it takes too long."""
+    """Run a part, and read the JSON from its file or its last output line; kill its processes if it takes too long."""
     began, paths = time.monotonic(), os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     try:
         process = subprocess.Popen(
@@ -306,12 +306,12 @@ def summary(part: Part, ran: Ran) -> str:
     try:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        # A summary that fails, for example because a tool is missing, must not abort the run.
+        # A failing summary, for example because a tool is missing, must not abort the run.
         return f"its result cannot be summarised ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
-    """Return the errors that the part reports or, if there are none, the last line that it wrote."""
+    """Return the errors reported by the part or, if there are none, the last line that it wrote."""
     if isinstance(ran.answer, dict) and (wrong := ran.answer.get("wrong")):
         return "; ".join(wrong)
     if isinstance(ran.answer, dict) and (failed := ran.answer.get("failed")):
@@ -326,7 +326,7 @@ def case_words(answer: str) -> str:
 
 
 def step_words(answer: list[dict[str, Any]]) -> str:
-    """Return a line for each kind of step: its time, the time of the first step, and the time modelled for an H200."""
+    """Return a line for each kind of step: its time, the time for the first step, and the time modelled for an H200."""
     lines = [
         f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} eager), "
         f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; "
@@ -387,7 +387,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# Maps part names to functions that summarise a part. The first key that occurs in the part's name is used.
+# Maps part names to the functions summarising these parts. The first key found in the part's name is used.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

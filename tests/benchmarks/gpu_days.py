@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-The script prints the table, which contains the latest entry of each GPU model. `--write` replaces the table in the
+The script prints the table, which contains the latest entry for each GPU model. `--write` replaces the table in the
 page.
 """
 
@@ -41,7 +41,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def record(file: Path, entry: dict[str, Any]) -> None:
-    """Add an entry, replacing any entry of the same GPU model and commit."""
+    """Add an entry, replacing any entry for the same GPU model and commit."""
     others = [one for one in read(file) if any(one[key] != entry[key] for key in NUMBER_OF_ENTRY)]
     file.write_text(json.dumps([*others, entry], indent=1) + "\n")
 
@@ -70,7 +70,7 @@ def entry_of(report: Mapping[str, Any], commit: str | None = None) -> dict[str, 
 
 
 def commit_here() -> str:
-    """Return the commit of the sources, or "unknown" if git cannot determine it."""
+    """Return the commit of the source tree, or "unknown" if git cannot determine it."""
     try:
         argv = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"]
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
@@ -79,7 +79,7 @@ def commit_here() -> str:
 
 
 def table(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the latest entry of each GPU model as a Markdown table."""
+    """Return the latest entry for each GPU model as a Markdown table."""
     newest = {entry["gpu"]: entry for entry in entries}
     if not newest:
         return NOTHING
@@ -108,7 +108,7 @@ def cell(figures: Mapping[str, float], key: str, form: str, unit: float = 1) -> 
 
 
 def sentence(entry: Mapping[str, Any]) -> str:
-    """Return a sentence with an entry's versions, the states of its parts, and the step time of each mode."""
+    """Return a sentence with the versions, the state of each part, and the step time for each mode in an entry."""
     states = [part["state"] for part in entry["parts"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     versions = ", ".join(f"{name} {entry[name]}" for name in ("torch", "cuda", "triton", "nccl") if entry.get(name))
@@ -117,7 +117,7 @@ def sentence(entry: Mapping[str, Any]) -> str:
 
 
 def page_with(page: str, entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page with the table of `entries` between its markers."""
+    """Return the page with the table for `entries` between its markers."""
     before, _, rest = page.partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/gpu_driver.py
 
-The script prints JSON: the GPUs as the app, CUDA and nvidia-smi report them, and a list of errors, `wrong`. The exit
+The script prints JSON: the GPUs as reported by the app, CUDA and nvidia-smi, and a list of errors, `wrong`. The exit
 code is 1 if there are errors. Without nvidia-smi, the app is compared only with CUDA or its equivalent.
 """
 
@@ -23,10 +23,10 @@ MIB = 2**20
 # The minimum share of the total memory that CUDA must report. The driver reserves the remainder, for example for page
 # tables.
 LEAST_OF_CUDA = 0.9
-# The allowed deviation, in bytes, of the app's value from the values that nvidia-smi reports just before and just after
+# The allowed deviation, in bytes, of the app's value from the values reported by nvidia-smi just before and just after
 # it. nvidia-smi reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
-# Values that affect the current speed of a GPU. Names that the driver does not know are omitted.
+# Values affecting the current speed of a GPU. Names unknown to the driver are omitted.
 STATE = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
@@ -36,7 +36,7 @@ QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.total,memory.used", "--format=cs
 
 
 class Memory(NamedTuple):
-    """The total and used memory of a GPU in bytes according to nvidia-smi, or None if unknown."""
+    """The total and used GPU memory in bytes according to nvidia-smi, or None if unknown."""
 
     total: int | None
     used: int | None
@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
 def main() -> int:
     by_cuda = {gpu.uuid: gpu.memory_bytes for gpu in visible_gpus()}
-    # Query the app between two calls of nvidia-smi, since other processes may allocate memory in the meantime.
+    # Query the app between two nvidia-smi calls, because other processes may allocate memory in the meantime.
     before = by_tool()
     gpus = by_app()
     after = by_tool()
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that determine which kernels run."""
+    """Return the versions that determine which kernels are used."""
     import torch
 
     triton = importlib.util.find_spec("triton") and importlib.metadata.version("triton")
@@ -66,7 +66,7 @@ def versions() -> dict[str, str | None]:
 def states() -> list[dict[str, str]]:
     """Return the clocks, power and PCIe link of each GPU from nvidia-smi.
 
-    Each value is queried separately, since a query with an unknown name fails.
+    Each value is queried separately, because a query with an unknown name fails.
     """
     if not shutil.which(QUERY[0]):
         return []
@@ -81,14 +81,14 @@ def states() -> list[dict[str, str]]:
 
 
 def by_app() -> list[dict[str, Any]]:
-    """Return the GPUs that the app lists for the vendor that PyTorch is built for."""
+    """Return the GPUs listed by the app for the vendor that PyTorch is built for."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))
 
 
 def by_tool() -> dict[str, Memory]:
-    """Return the memory of all NVIDIA GPUs, or {} if nvidia-smi is missing."""
+    """Return the memory of each NVIDIA GPU, or {} if nvidia-smi is missing."""
     if not shutil.which(QUERY[0]):
         return {}
     return read_tool(subprocess.check_output(QUERY, text=True, timeout=30))
@@ -100,9 +100,9 @@ def read_tool(text: str) -> dict[str, Memory]:
 
 
 def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> list[str]:
-    """Return a sentence for each GPU that only one of the two lists contains, or whose memory differs from CUDA's.
+    """Return a sentence for each GPU that is missing from one of the two lists, or whose memory differs from CUDA's.
 
-    MIG slices may be missing, since CUDA lists only one of them.
+    MIG slices may be missing, because CUDA lists only one of them.
     """
     totals = {gpu["uuid"]: gpu["memory_total"] for gpu in gpus if gpu["healthy"]}
     unknown = [f"CUDA lists {uuid}, but the app does not" for uuid in by_cuda if uuid not in totals]
@@ -121,7 +121,7 @@ def differs_from_cuda(gpus: list[dict[str, Any]], by_cuda: dict[str, int]) -> li
 def differs_from_tool(gpus: list[dict[str, Any]], before: dict[str, Memory], after: dict[str, Memory]) -> list[str]:
     """Return a sentence for each GPU that nvidia-smi does not list, or whose memory differs from nvidia-smi's value.
 
-    MIG slices are skipped, since nvidia-smi lists none.
+    MIG slices are skipped, because nvidia-smi does not list them.
     """
     wrong = []
     for gpu in gpus if after else ():

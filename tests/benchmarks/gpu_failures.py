@@ -1,11 +1,11 @@
-"""Injects failures on one GPU, and measures the memory that PyTorch does not report.
+"""Injects failures on one GPU, and measures memory that PyTorch does not report.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_failures.py [--device cuda|cpu]
 
-The checks exhaust memory while a CUDA graph is captured, trigger a device-side assert in a child process, run NVIDIA's
-compute-sanitizer on test cases of Triton kernels, and compare the bytes that PyTorch reserves for steps with
-nvidia-smi's value for the process. The script prints JSON: the results of each check, or why the check was `not_run`,
-and a list of errors, `wrong`. The exit code is 1 if there are errors.
+The checks exhaust memory during CUDA graph capture, trigger a device-side assert in a child process, run NVIDIA's
+compute-sanitizer on Triton kernel test cases, and compare the bytes reserved by PyTorch for steps with nvidia-smi's
+value for the process. The script prints JSON: the results of each check, or why the check was `not_run`, and a list of
+errors, `wrong`. The exit code is 1 if there are errors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 D_IN, SAE, TRAIN = 768, {"d_sae": 24576, "k": 32}, {"batch_size": 4096, "n_steps": 10**5}
 MIB = 2**20
 ASSERTING = "import torch; torch.zeros(4, device='cuda')[torch.tensor([9], device='cuda')].sum().item()"
-# The time limits in seconds of a child process and of compute-sanitizer, which slows kernels down by a factor of 10 to
-# 50.
+# The time limits in seconds for a child process and for compute-sanitizer, which slows kernels down by a factor of 10
+# to 50.
 CHILD_S, SANITIZER_S = 60, 90
 SANITIZED = ROOT / "tests" / "trainer" / "metrics" / "interval_cases.py"
 COMPUTE_APPS = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -79,7 +79,7 @@ def steps_on_gpu() -> RepeatedStep:
 
 
 def shortage_in_graph() -> dict[str, Any]:
-    """Exhaust the memory while a step is captured; eager steps must still work, and no memory may leak."""
+    """Exhaust the memory during step capture; eager steps must still work, and no memory may leak."""
     steps, words = steps_on_gpu(), list[str]()
     (learner,) = steps.learners
     recorded: Any = learner.whole_steps
@@ -117,7 +117,7 @@ def lost_memory() -> list[str]:
 
 
 def device_assert() -> dict[str, Any]:
-    """Return the message that a user would see after a device-side assert, which is raised in another process."""
+    """Return the message shown to a user after a device-side assert, which is raised in another process."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
         return {"wrong": ["the child process did not fail, although it triggers a device-side assert"]}
@@ -153,7 +153,7 @@ def sanitized() -> dict[str, Any]:
 
 
 def process_memory() -> dict[str, Any]:
-    """Return the bytes that steps use according to PyTorch and to the driver; the difference is CUDA's context."""
+    """Return the bytes used by steps according to PyTorch and to the driver; the difference is CUDA's context."""
     steps = steps_on_gpu()
     steps.take(8)
     torch.cuda.synchronize()
@@ -169,7 +169,7 @@ def process_memory() -> dict[str, Any]:
 
 
 def bytes_by_driver() -> tuple[int, str]:
-    """Return the bytes that this process uses or, in a container, where pids differ, all bytes in use on the GPU."""
+    """Return the bytes used by this process or, in a container, where pids differ, all bytes in use on the GPU."""
     if shutil.which(COMPUTE_APPS[0]):
         done = subprocess.run(COMPUTE_APPS, capture_output=True, text=True, timeout=30)
         rows = [line.split(",") for line in done.stdout.splitlines() if line.count(",") == 1]

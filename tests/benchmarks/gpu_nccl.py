@@ -1,11 +1,11 @@
-"""Checks NCCL with a single rank: every exchange of a process group with every dtype, in and outside a CUDA graph.
+"""Checks NCCL with a single rank: every process group exchange with every dtype, inside and outside a CUDA graph.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
-A single rank receives the data that it sends. Without a second GPU, this detects wrong values, dtypes that NCCL
-rejects, and exchanges that a graph cannot contain. The script prints JSON: the number of correct exchanges, the memory
-and time that NCCL takes to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU,
-the script uses gloo instead of NCCL, without graphs.
+A single rank receives its own data. Even without a second GPU, this detects wrong values, dtypes rejected by NCCL, and
+exchanges that a graph cannot contain. The script prints JSON: the number of correct exchanges, the memory and time NCCL
+needs to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU, the script uses gloo
+instead of NCCL, without graphs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def connected(device: torch.device, folder: Path, found: dict[str, Any]) -> DistributedGroup:
-    """Connect the only rank, as `join` does, and record the seconds and memory that this takes."""
+    """Connect the only rank, as `join` does, and record the seconds and memory needed to connect."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)

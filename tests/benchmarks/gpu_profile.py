@@ -4,11 +4,11 @@
 
 A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
 Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Shapes A and B have 4,096
-tokens, in the precision that `auto` selects. Shape C is small enough for a CPU. "host" is the host's time to queue a
+tokens, in the precision selected by `auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a
 step while the GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then
-have many active latents, so their products are dense. The floor is the minimum time that `python -m trainer bench`
-prints for this GPU. "of it" is the floor's share of the time of the captured step, if there is one, or of the eager
-step.
+have many active latents and use dense matmuls. The floor is the minimum time printed by `python -m trainer bench` for
+this GPU. "of it" is the floor's share of the captured step time, if there is a captured step, or of the eager step
+time.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ def main() -> None:
         show(figures, options.kernels)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-        # A learner and its captured graph reference each other, so nine learners of shape A would fill an 80 GB GPU.
+        # A learner and its captured graph reference each other, so nine learners with shape A would fill an 80 GB GPU.
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def measured(case: str, device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds of a case's steps, and of each kind of kernel in them."""
+    """Return the milliseconds for the steps of a case, and for each kind of kernel in these steps."""
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Compute the modelled time first, since real steps on a CPU select another top-k implementation.
+    # Compute the modelled time first, because real steps on a CPU select another top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +84,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     if rest == ["dead"]:
         since_fired(learner.sae)
     steps.take_plainly()
-    # The first step includes compiling kernels that no earlier case has used.
+    # The first step includes compiling kernels that were not used by any earlier case.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
@@ -116,7 +116,7 @@ def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) 
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Make 3 % of the latents inactive, and set their number of tokens since they last fired to a large number."""
+    """Make 3 % of the latents inactive, and set their tokens since last firing to a large number."""
     some = slice(0, 3 * sae.d_sae // 100)
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9

@@ -2,10 +2,10 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_ranks.py auto:2 [--modes ddp tensor hybrid] [--uneven]
 
-A job trains SAEs of three kinds with the command that users run: on one GPU, and in each mode on all GPUs. The number
-of latents is not divisible by 3, 4 or 8. The script prints JSON: the last FVU of each SAE, the places in the code where
-rank 0's host waited in a step, and a list of errors, `wrong`. The exit code is 1 if there are errors. Waits are not
-treated as errors.
+A job trains three kinds of SAE with the same command that users run: on one GPU, and in each mode on all GPUs. The
+number of latents is not divisible by 3, 4 or 8. The script prints JSON: the final FVU for each SAE, the places in the
+code where rank 0's host waited during a step, and a list of errors, `wrong`. The exit code is 1 if there are errors.
+Waits are not treated as errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
 # The number of latents. It is divisible by 2, but not by 3, 4 or 8.
 D_SAE = 3074
 N_STEPS, TOKENS_OF_RANK = 20, 128
-# The tolerance of `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
+# The tolerance used by `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
 NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 
 
@@ -52,7 +52,7 @@ def main() -> int:
         job = shared(f"{word}:{n_ranks}", n_ranks, n_data, {"mode": mode} | MODES[mode] | shares)
         fvus[mode] = trained(job)
         if mode == "dp":
-            # Waits cannot be counted in this mode, since its ranks are threads of the training command.
+            # Waits cannot be counted in this mode, because its ranks are threads of the training command.
             continue
         module, sizes = "support.rank_waits", [str(D_IN)]
         waits |= {mode: run_ranks(module, sizes, job=job, world_size=n_ranks, gpu_uuids=uuids)["waits"]}
@@ -78,7 +78,7 @@ def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> Jo
 
 
 def trained(job: JobConfig) -> dict[str, float]:
-    """Train, and return the final FVU of each kind."""
+    """Train, and return the final FVU for each kind of SAE."""
     with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
         file, out = Path(folder) / "job.toml", Path(folder) / "run"
         file.write_text(dump_job(job))
@@ -93,7 +93,7 @@ def trained(job: JobConfig) -> dict[str, float]:
 
 
 def differing(fvus: dict[str, dict[str, float]]) -> list[str]:
-    """Return a sentence for each kind whose FVU in some mode differs from its FVU on one GPU."""
+    """Return a sentence for each kind of SAE whose FVU in some mode differs from its FVU on one GPU."""
     return [
         f"{mode}: FVU of {kind} is {fvu:.5f}, but {fvus['one'][kind]:.5f} on one GPU"
         for mode, of_kind in fvus.items()

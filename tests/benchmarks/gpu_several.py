@@ -73,7 +73,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank while it trains; return the seconds until the command exits, and the command's error."""
+    """Kill the last rank while it is training; return the seconds until the command exits, and the command's error."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},
@@ -105,7 +105,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
 
 
 def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
-    """Return the pid of the last rank once the ranks are training, or None."""
+    """Return the pid of the last rank once all ranks are training, or None."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
         heartbeat, _ = read_progress(RunPaths(run_dir).metrics_db)

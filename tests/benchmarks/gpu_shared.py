@@ -4,8 +4,8 @@
 
 NCCL rejects two ranks on one GPU, so the ranks exchange tensors through host memory (`tests/support/one_gpu.py`). All
 other code is the same as on several GPUs. Each mode trains three kinds of SAE for 20 steps, with AuxK, in fp32 and in
-16 bits. The script prints JSON: the FVU of each SAE, the places in the code, outside the exchange, where the host
-waited in one more step, and a list of errors, `wrong`. The exit code is 1 if there are errors.
+16 bits. The script prints JSON: the FVU for each SAE, the places in the code outside the exchange where the host waited
+during one additional step, and a list of errors, `wrong`. The exit code is 1 if there are errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from trainer.training.step import take_step
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor")
 N_RANKS, N_STEPS, N_MEASURED, LIMIT_S = 2, 20, 5, 90.0
-# The largest allowed relative difference of the FVU. In 16 bits, rounding decides which of several nearly equal
+# The largest allowed relative difference in FVU. In 16 bits, rounding decides which of several nearly equal
 # activations are selected; the self-test allows the same difference (`trainer.self_test.learning.NEAR`).
 NEAR = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
 
@@ -119,7 +119,7 @@ def job_of(size: Size, kind: str, precision: str, mode: str) -> JobConfig:
 
 
 def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
-    """Train on x in every step; return the FVU over the last steps, and where the host waits in one more step."""
+    """Train on x at every step; return the FVU over the last steps, and where the host waits during another step."""
     set_matmul_precision(resolve_precision(job.train.precision, parallel.device))
     torch.manual_seed(0)
     learner = Learner(job, x.shape[1], None, parallel)
@@ -140,7 +140,7 @@ def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
 
 
 def wrong_of(cases: list[dict[str, Any]]) -> list[str]:
-    """Return a sentence for each case whose FVU differs from that of a single rank, or in which the host waited."""
+    """Return a sentence for each case whose FVU differs from the single-rank FVU, or in which the host waited."""
     wrong = []
     for case in cases:
         name = f"{case['mode']}, {case['kind']}, {case['precision']}"

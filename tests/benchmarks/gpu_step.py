@@ -1,11 +1,11 @@
-"""Models a training step of every architecture on an H200: operations, kernels, bytes and milliseconds.
+"""Models a training step for every architecture on an H200: operations, kernels, bytes and milliseconds.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_step.py [ARCHITECTURE ...] [--top N]
 
-The script needs no GPU. The code for GPUs runs on tensors that use no memory (`tests/support/fake_gpu.py`), and a
-roofline model estimates the times (`tests/support/roofline.py`, which states its accuracy).
-`tests/benchmarks/train_step.py` measures steps on a real GPU. Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has
-d_in 768, d_sae 24576 and k 32. Shapes A and B have 4,096 tokens in bf16.
+The script needs no GPU. The GPU code runs on tensors that use no memory (`tests/support/fake_gpu.py`), and a roofline
+model estimates the times (`tests/support/roofline.py`, which states its accuracy). `tests/benchmarks/train_step.py`
+measures steps on a real GPU. Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32.
+Shapes A and B have 4,096 tokens in bf16.
 """
 
 from __future__ import annotations

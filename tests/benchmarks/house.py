@@ -3,7 +3,7 @@
 python tests/benchmarks/house.py [CHECKOUT]
 
 The modules of a folder are its files and direct subfolders. The number of layers is the length of the longest chain of
-imports between modules, including imports for type checkers. The number of imports is the number of pairs of modules in
+imports between modules, including imports for type checkers. The number of imports is the number of module pairs in
 which one module imports the other. An import counts as cyclic if it is part of a cycle.
 """
 
@@ -44,7 +44,7 @@ def main(root: Path) -> None:
 
 
 def sizes(files: list[Path]) -> dict[str, object]:
-    """Return counts of files, lines, functions and docstrings, and of variables with vague names."""
+    """Return the number of files, lines, functions, docstrings and vaguely named variables."""
     texts = [file.read_text() for file in files]
     lines = [len(text.splitlines()) for text in texts]
     functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]

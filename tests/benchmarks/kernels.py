@@ -1,12 +1,12 @@
-"""Measures every product of a TopK step, and compares it with the equivalent dense product and with a minimum time.
+"""Measures every matmul in a TopK step, and compares it with the equivalent dense matmul and with a minimum time.
 
     python tests/benchmarks/kernels.py [--d-in 384] [--d-sae 3072] [--batch 4096] [--k 32] [--device cuda]
         [--precision bf16] [--threads 2] [--repeat 20] [--json FILE]
 
-The floor, or minimum time, is max(FLOPs/peak, bytes/bandwidth) at this machine's own measured speed. The bytes of every
-value are counted once, as if repeated reads came from a cache. `dense` is one matrix product with the same result,
+The floor, or minimum time, is max(FLOPs/peak, bytes/bandwidth) at the measured speed of this machine. The bytes for
+each value are counted once, as if repeated reads were served by a cache. `dense` is one matmul with the same result,
 without the cost of scattering activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU`
-is the CPU time of a call per thread, which is more meaningful on a busy machine. Latents are used unevenly: the most
+is the CPU time per call and thread, which is more meaningful on a busy machine. Latents are used unevenly: the most
 frequent latent is active on most tokens.
 """
 
@@ -36,13 +36,14 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The number of calls between two clock readings on a GPU, so that launches overlap with computation as in a step.
+# The number of calls between two clock readings on a GPU, so that launches overlap with computation as in a training
+# step.
 CALLS = 10
 
 
 @dataclass
 class Kernel:
-    """One product: a function that runs it, its dense counterpart, and its minimum numbers of operations and bytes."""
+    """One matmul: a function that runs it, its dense counterpart, and its minimum numbers of operations and bytes."""
 
     name: str
     run: Callable[[], object]
@@ -55,7 +56,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """The time of each implementation in seconds, or None if there is no such implementation."""
+    """The time for each implementation in seconds, or None if there is no such implementation."""
 
     name: str
     wall_s: float
@@ -96,13 +97,13 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     narrow = torch.bfloat16 if options.precision == "bf16" else torch.float32
     width, n = narrow.itemsize, options.batch * options.k
     torch.manual_seed(0)
-    # In bf16, the inputs of the products are 16-bit, as under autocast, and the sums are fp32.
+    # In bf16, the matmul inputs are 16-bit, as under autocast, and the sums are fp32.
     x, W_enc, W_dec = (
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
     )
-    # Relative to pre-activations of standard deviation √d_in, this bias makes a few latents fire nearly always and many
-    # rarely.
+    # Relative to pre-activations with standard deviation √d_in, this bias makes a few latents fire nearly always and
+    # many rarely.
     b_enc = d_in**0.5 * torch.randn(d_sae, device=options.device).to(narrow)
     pre_acts = PreActs(torch.addmm(b_enc, x, W_enc))
     indices, _ = k_per_token(pre_acts, k)
@@ -161,7 +162,7 @@ def fresh(indices: SparseIndices) -> SparseIndices:
 def whole_pass(options: argparse.Namespace, flops: float, indices: SparseIndices) -> Kernel:
     """Return a kernel that runs a forward and backward pass in which the given latents are active.
 
-    Its dense counterpart runs five products with plain autograd.
+    Its dense counterpart runs five matmuls with plain autograd.
     """
     n_tokens, d_in, d_sae = options.batch, options.d_in, options.d_sae
     made = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
@@ -218,7 +219,7 @@ def measure(kernel: Kernel, options: argparse.Namespace, speeds: dict[str, float
 
 
 def seconds(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """Return the median wall time and the median CPU time per thread of one call, in seconds."""
+    """Return the median wall time and the median CPU time per thread for one call, in seconds."""
     calls = CALLS if options.device.startswith("cuda") else 1
     walls, cpus = [], []
     run()

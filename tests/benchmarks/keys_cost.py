@@ -1,4 +1,4 @@
-"""Measures the CPU time to open and leave each screen, after subtracting the CPU time of the idle dashboard.
+"""Measures the CPU time for opening and leaving each screen, minus the CPU time of the idle dashboard.
 
 PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
 
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--size", default="120x40")
     options = parser.parse_args()
-    # Measure the app of this checkout, even if another version is installed.
+    # Measure the app in this checkout, even if another version is installed.
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     with tempfile.TemporaryDirectory() as folder:
         box = Box(Path(folder))
@@ -80,7 +80,7 @@ def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle
 
 
 def spent(terminal: Terminal, what: Callable[[], None]) -> float:
-    """Return the CPU seconds that the app uses while `what` runs."""
+    """Return the CPU seconds used by the app while `what` is running."""
     before, _ = terminal.usage()
     what()
     after, _ = terminal.usage()

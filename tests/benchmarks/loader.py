@@ -1,14 +1,14 @@
-"""Measures how fast batches are read from each shard format, compared with a sequential read of the same files.
+"""Measures the speed of reading batches from each shard format, compared with a sequential read of the same files.
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
-Batches of 4096 rows are read in training order, and each row is read once. Rows that were shuffled when they were
-stored, as by an extraction, are read in contiguous ranges, and other rows are read one by one. First one thread reads,
-as during a step on a CPU. Then all threads read into the same memory repeatedly, as for a GPU. The goal is 90 % of the
-speed of a sequential read that discards the data, both from the page cache and from the disk. For reads from the disk,
-the files are first dropped from the cache. Then a TopK SAE is trained for 100 steps; at most 2 % of the time may be
-spent waiting for data. Parquet is decoded once in advance, and the decoding is timed separately. The benchmark needs
-`--rows` × `--d-in` × 4 bytes of disk space, or twice that for Parquet.
+Batches of 4096 rows are read in training order, and each row is read once. Rows that were shuffled when stored, for
+example by an extraction, are read in contiguous ranges; other rows are read one by one. First, a single thread reads,
+as during a training step on a CPU. Then all threads repeatedly read into the same memory, as they would for a GPU. The
+goal is 90 % of the speed of a sequential read that discards the data, both from the page cache and from disk. For reads
+from the disk, the files are first dropped from the cache. Then a TopK SAE is trained for 100 steps; at most 2 % of the
+time may be spent waiting for data. Parquet is decoded once in advance, and decoding is timed separately. The
+benchmark needs `--rows` × `--d-in` × 4 bytes of disk space, or twice that for Parquet.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def read_through(files: list[Path]) -> None:
 
 
 def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
-    """Read an epoch in training order."""
+    """Read one epoch in training order."""
     data = IndexedData(source, 0, 0, Group())
     for position in range(0, source.n_tokens, BATCH):
         data.read(position, min(BATCH, source.n_tokens - position), empty)
@@ -157,7 +157,7 @@ class Waits(RunProgress):
 
 
 def timed(action: Callable[[Any], object], of: Any) -> float:
-    """Return how many seconds an action takes."""
+    """Return the duration of an action in seconds."""
     began = time.perf_counter()
     action(of)
     return time.perf_counter() - began

@@ -4,13 +4,13 @@
         [--recipes NAME ...] [--batch 512] [--threads 1]
     python tests/benchmarks/long_runs.py RESULTS.jsonl
 
-ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
-One text in 20 is held out entirely, the same texts for every seed. Every recipe trains on the same rows in the same
-order. Every run is completed, since the FVU improves most while the learning rate falls. Each result is a line of
-RESULTS. Runs with a result are skipped, so that an interrupted benchmark can be resumed. Without ROWS, the existing
-results are only printed.
+ROWS is a folder written by an extraction for one hook: shards with `activations` [n_tokens, d_in] and `document`.
+One text in 20 is held out entirely; these texts are the same for every seed. Every recipe trains on the same rows in
+the same order. Every run is completed, because the FVU improves most while the learning rate is falling. Each result is
+a line of RESULTS. Runs with a result are skipped, so an interrupted benchmark can be resumed. Without ROWS, only
+the existing results are printed.
 
-The recipe `default` uses the automatic rate. `short` uses the automatic rate of a run of 1,000 steps. `/3` and `/10`
+The recipe `default` uses the automatic rate. `short` uses the automatic rate for a run with 1,000 steps. `/3` and `/10`
 divide that rate by 3 and by 10, and use 5 % warm-up. `plain` is the Adam TopK of Gao et al. (2024) and sparsify, with a
 rate of 2e-4 * sqrt(2^14 / d_sae), 5 % warm-up, decay over the last fifth, free encoders, and betas of 0.9 and 0.999.
 """
@@ -38,7 +38,7 @@ WARM_UP = {"warmup_fraction": 0.05}
 
 
 def settings_of(recipe: str, d_sae: int, batch: int) -> dict[str, Any]:
-    """Return the settings of `trainer.api.train` for a recipe."""
+    """Return the `trainer.api.train` settings for a recipe."""
     if recipe == "default":
         return {}
     if recipe == "plain":
@@ -53,7 +53,7 @@ RECIPES = ("default", "short", "/3", "/10", "plain")
 
 
 def short_rate(d_sae: int, batch: int) -> float:
-    """Return the rate that `lr = "auto"` selects for a run of 1,000 steps."""
+    """Return the rate that `lr = "auto"` selects for a run with 1,000 steps."""
     from trainer.contract.planning.rates import full_rate
     from trainer.contract.planning.workload import Layout
     from trainer.contract.settings.job_file import parse_job
@@ -67,7 +67,7 @@ def short_rate(d_sae: int, batch: int) -> float:
 
 
 class Rows:
-    """The rows [n_tokens, d_in] of a hook; all rows of some texts are held out."""
+    """The rows [n_tokens, d_in] from one hook; some texts are held out with all their rows."""
 
     def __init__(self, folder: Path) -> None:
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
@@ -146,7 +146,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, FVUS = 360, 260, 48, 36, (0.125, 0.19)
 
 
 def curves(results: list[dict[str, Any]]) -> str:
-    """Return an SVG of the FVU against the number of steps, with a panel for each hook and a curve for each recipe.
+    """Return an SVG plot of FVU against the number of steps, with a panel for each hook and a curve for each recipe.
 
     Only SAEs with 1,536 latents are included.
     """
@@ -196,7 +196,7 @@ def rule(left: int, y: float) -> str:
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
-    """Run the cases that have no result yet, and append their results."""
+    """Run the cases that do not have a result yet, and append their results."""
     rows = Rows(folder)
     for n_steps in options.steps:
         for seed in options.seeds:

@@ -3,7 +3,7 @@
 python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
 
 Each monitor runs in turn in its own pseudo-terminal, with one sample per second. A fake libnvidia-ml.so.1 simulates
-GPUs whose values constantly change, with a process on each GPU. The last column is this app's value as a share of its
+GPUs with constantly changing values and a process on each GPU. The last column is this app's value as a share of its
 limit at 120x40; at 200x60, the app may send twice as many bytes. Monitors that are not installed are skipped and
 listed.
 """
@@ -33,7 +33,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.states import JobState
 
 STARTS = 5
-# The number of finished jobs. The cursor moves through these jobs in this app, and through processes in other monitors.
+# The number of finished jobs. In this app, the cursor moves through these jobs; in other monitors, it moves through
+# processes.
 JOBS = 8
 KEYS_PER_S = 2
 DOWN, UP = "\x1b[B", "\x1b[A"
@@ -102,7 +103,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
-    """Return this app and the other monitors that are installed."""
+    """Return this app and all other installed monitors."""
     last = options.gpus - 1
     found = [
         Monitor(
@@ -124,7 +125,7 @@ def monitors(options: argparse.Namespace, folder: str) -> list[Monitor]:
 
 
 def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], seconds: float) -> dict[str, float]:
-    """Measure a monitor while it starts, while it is idle, and while keys are pressed."""
+    """Measure a monitor during start-up, while idle, and while keys are being pressed."""
 
     def begin() -> tuple[Terminal, float]:
         terminal = Terminal(monitor.argv, columns=columns, rows=rows, env=env)
@@ -164,7 +165,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
     """Move the cursor down and up for this many seconds; return the milliseconds until each key takes effect.
 
-    A periodic refresh at that moment is mistaken for the effect, which favours all programs equally.
+    If a periodic refresh coincides with a key press, it is mistaken for the effect; this favours all programs equally.
     """
     latencies = []
     deadline = time.monotonic() + seconds
@@ -182,7 +183,7 @@ def press_keys(terminal: Terminal, seconds: float) -> list[float]:
 
 
 def n_calls(log: Path) -> int:
-    """Return the number of calls that the fake library has counted."""
+    """Return the number of calls counted by the fake library."""
     lines = (line for each in log.parent.glob(f"{log.name}.*") for line in each.read_text().splitlines())
     return sum(int(line.split()[2]) for line in lines)
 

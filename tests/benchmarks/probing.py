@@ -1,4 +1,4 @@
-"""Compares several trainers' SAEs of one hook by k-sparse probing: how well an SAE's k best latents predict labels.
+"""Compares SAEs from several trainers at one hook by k-sparse probing: how well an SAE's k best latents predict labels.
 
     python tests/benchmarks/probing.py JOB.toml HOOK FOLDER [--sets 24] [--json FILE]
 

@@ -4,21 +4,21 @@
         [--seeds 0] [--json FOLDER] [--save FOLDER]
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If the files contain
-`document` [n_tokens], entire texts with at least 16,384 rows in total are held out, the same texts for all seeds.
-Without `document`, the seed selects 16,384 individual rows. All trainers train on the remaining rows in the same order:
-in seeded permutations, one per epoch.
+`document` [n_tokens], entire texts with at least 16,384 rows in total are held out; these texts are the same for all
+seeds. Without `document`, the seed selects 16,384 individual rows. All trainers train on the remaining rows in the same
+order: in seeded permutations, one per epoch.
 
 Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users would see them. The
-benchmark also measures the FVU with the k·n largest activations of a batch, which compares BatchTopK SAEs at equal L0
+benchmark also measures the FVU with the k·n largest activations in a batch, which compares BatchTopK SAEs at equal L0
 regardless of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training
 rows. With several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and its
 standard error over held-out texts. Times include only training steps. The CPU time is divided by the number of threads,
-so that it equals the wall time on an idle machine.
+which makes it equal to the wall time on an idle machine.
 
 With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step. Without --tokens,
-each step has --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not run
-again. Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe in FOLDER.
-These folders are the input of `probing.py`.
+each step has --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not rerun.
+Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe under FOLDER.
+These folders are the input for `probing.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor
 
 N_HELD_OUT = 16_384
 N_FIRING = 65_536
-# The number of rows that OpenAI uses to initialise b_dec.
+# The number of rows OpenAI uses to initialise b_dec.
 N_SAMPLE = 32_768
 CHUNK = 4096
 
@@ -98,7 +98,7 @@ class Point:
 
 @dataclasses.dataclass
 class Result:
-    """The curve of a recipe, and everything that determines the curve."""
+    """The curve for a recipe, and everything that determines the curve."""
 
     recipe: str
     kind: str
@@ -113,7 +113,7 @@ class Result:
         return self.curve[-1]
 
     def seconds_to(self, fvu: float) -> float | None:
-        """Return the CPU seconds after which the curve reaches this FVU, interpolated linearly, or None."""
+        """Return the CPU seconds until the curve reaches this FVU, interpolated linearly, or None."""
         for before, after in zip(self.curve, self.curve[1:], strict=False):
             if after.fvu_at_k <= fvu:
                 share = (before.fvu_at_k - fvu) / max(before.fvu_at_k - after.fvu_at_k, 1e-12)
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def load(data: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the rows [n_tokens, d_in] of a file or folder, and the index of each row's text, or None."""
+    """Return the rows [n_tokens, d_in] from a file or folder, and the text index for each row, or None."""
     files = [load_file(file) for file in (sorted(data.glob("*.safetensors")) if data.is_dir() else [data])]
     documents = [file["document"].long() for file in files if "document" in file]
     x = torch.cat([file["activations"].float() for file in files])
@@ -199,7 +199,7 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """Write a result; called after every point, so that an interrupted run leaves the points measured so far."""
+    """Write a result; called after every point, so an interrupted run leaves the points measured so far."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
@@ -255,7 +255,7 @@ def error_over_texts(reconstruct: Any, data: Data) -> float:
 
 @torch.no_grad()
 def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
-    """Return FVU and L0 over the rows of x, and a mask [d_sae] of the latents that fired."""
+    """Return FVU and L0 over the rows of x, and a mask [d_sae] for the latents that fired."""
     error, n_active, fired = 0.0, 0, None
     mean = x.mean(dim=0, dtype=torch.float32)
     variance = sum(float((chunk.float() - mean).square().sum()) for chunk in x.split(CHUNK))
@@ -297,7 +297,7 @@ def over_seeds(results: list[list[Result]]) -> Table:
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
     """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
 
-    The peer's lowest FVU is used rather than its last one, since FVU can rise again: sparsify's FVU was 0.1226 after
+    The peer's lowest FVU is used rather than its last one, because FVU can rise again: sparsify's FVU was 0.1226 after
     300 of 500 steps and 0.1260 at the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]

@@ -1,13 +1,13 @@
-"""Measures strong scaling: the speed of several processes that shard tokens or latents, compared with one process.
+"""Measures strong scaling: the speed of several processes that shard tokens or latents, compared with a single process.
 
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 
 Each process has one thread. The global batch size is the same, so two ranks can at best be twice as fast. The modes
-take turns and the medians are compared, so that load from other programs affects all modes equally. The upper limit is
-the sum of the tokens/s of the same number of independent processes, each with all tokens ("alone") or with a share of
-the tokens ("alone, shared tokens"). The bytes that a rank writes for other ranks in a step are compared with the
-expected number: a ring all-reduce of the reconstructions and gradients, and the candidates of all ranks. The last row
-is the mode that `auto` chooses, which should be the fastest mode.
+take turns and the medians are compared, so load from other programs affects all modes equally. The upper limit is the
+total tokens/s of the same number of independent processes, each with all tokens ("alone") or with a share of the tokens
+("alone, shared tokens"). The bytes written by a rank for other ranks during a step are compared with the expected
+number: a ring all-reduce of the reconstructions and gradients, and the candidates from all ranks. The last row is the
+mode chosen by `auto`, which should be the fastest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 D_IN, K = 384, 32
 ALONE = ("alone", "alone, shared tokens")
 MODES = ("single", "ddp", "tensor", *ALONE, "auto")
-# The modes that give each rank a share of the step's tokens.
+# The modes in which each rank gets a share of the tokens for a step.
 SHARES_TOKENS = ("ddp", "alone, shared tokens", "auto")
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure the tokens/s of every mode, and the bytes that a rank sends in a step."""
+    """Measure the tokens/s in every mode, and the bytes sent by a rank per step."""
     runs_of: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode in MODES:
@@ -99,7 +99,7 @@ def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def expected_bytes(mode: str, d_sae: int, options: argparse.Namespace) -> float:
-    """Return the bytes that a rank should send in a step."""
+    """Return the bytes that a rank should send per step."""
     n = options.ranks
     ring = 2 * (n - 1) / n * 4
     if mode == "ddp":

@@ -1,13 +1,13 @@
-"""Prints the modelled speed-up of several GPUs: every mode compared with our step on one GPU.
+"""Prints modelled speed-ups on several GPUs: every mode compared with our step on one GPU.
 
     python tests/benchmarks/speedup.py [--gpu "NVIDIA H200"] [--d-in 2304] [--d-sae 65536] [--batch 4096]
     python tests/benchmarks/speedup.py --markdown | --write
 
-The first command uses the speeds in `box.json` if jobs or `sae-tui doctor --probe` have measured this GPU, otherwise
-published speeds. In weak scaling, every GPU adds `--batch` tokens to a step. In strong scaling, a step has `--batch`
-tokens on any number of GPUs. `--markdown` prints the tables of docs/explanation/parallel.md, from published speeds and
-from the speed-ups of two CPU processes that `scaling.py --json cpu_ranks.json` measured. `--write` replaces the tables
-in the page.
+The first command uses the speeds in `box.json` if this GPU has been measured by jobs or by `sae-tui doctor --probe`,
+and published speeds otherwise. In weak scaling, every GPU adds `--batch` tokens to a step. In strong scaling, a step
+has `--batch` tokens on any number of GPUs. `--markdown` prints the tables for docs/explanation/parallel.md, based on
+published speeds and on the two-process CPU speed-ups measured by `scaling.py --json cpu_ranks.json`. `--write` replaces
+the tables in the page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GIB, PROMISED = 2**30, {2: 1.8, 4: 3.2, 8: 6.8}
 
 
 class Shape(NamedTuple):
-    """The sizes of an SAE, and the number of tokens per GPU in a step."""
+    """The sizes of an SAE, and the number of tokens per GPU and step."""
 
     d_in: int
     d_sae: int
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """A GPU in the tables: its name in the driver, its memory in GiB, and the link between several such GPUs."""
+    """A GPU in the tables: its driver name, its memory in GiB, and the link between several such GPUs."""
 
     name: str
     gib: int
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def show(shape: Shape, gpu: str) -> None:
-    """Print the speed-ups of all modes on this GPU."""
+    """Print the speed-ups for all modes on this GPU."""
     title = f"speed-up over one {gpu}: d_in {shape.d_in}, d_sae {shape.d_sae}, k {shape.k}, {shape.batch} tokens"
     table = Table(title=title)
     for name in ("step", "mode", *(f"{count} GPUs" for count in COUNTS[1:])):
@@ -116,7 +116,7 @@ def forecasts(
     fixed: bool = False,
     gib: int | None = None,
 ) -> list[Forecast]:
-    """Return forecasts for 1, 2, 4 and 8 GPUs with the name `gpu` and, if given, `gib` GiB of memory each."""
+    """Return forecasts for 1, 2, 4 and 8 GPUs named `gpu` with, if given, `gib` GiB of memory each."""
     work = Workload(job(shape, parallel, fixed=fixed), 1, DataShape(shape.d_in, None, 10**9), gpu)
     capacity = DeviceMemory(total_bytes=None if gib is None else gib * GIB)
     return forecast(work, box, counts=COUNTS, capacity=capacity)
@@ -152,7 +152,7 @@ def page_with(page: str) -> str:
 
 
 def exchange_table() -> str:
-    """Return a table of the megabytes that a GPU sends per step in each mode, with weak scaling."""
+    """Return a table of the megabytes sent by a GPU per step in each mode, with weak scaling."""
     heads = [f"{name}, {count} GPUs" for name in SHAPES for count in COUNTS[1:]]
     rows = []
     for mode, parallel in {**MODES, "hybrid of 2": {"mode": "hybrid", "latent_ranks": 2}}.items():
@@ -171,7 +171,7 @@ def sent(shape: Shape, parallel: dict[str, Any], count: int) -> str:
 
 
 def speed_table() -> str:
-    """Return a table of the mode that `auto` selects on each GPU, the step time and the speed-up."""
+    """Return a table with the mode selected by `auto` on each GPU, the step time and the speed-up."""
     heads = ["GPU", "link", "SAE", "1 GPU, ms", *(f"{count} GPUs" for count in COUNTS[1:])]
     rows = []
     for gpu in GPUS:
@@ -193,7 +193,7 @@ def speed_cell(row: Forecast) -> str:
 
 
 def cpu_table() -> str:
-    """Return a table of the measured speed-ups of two CPU processes."""
+    """Return a table of the speed-ups measured with two CPU processes."""
     measured = json.loads(CPU_RANKS.read_text())
     modes = ("ddp", "tensor")
     rows = [

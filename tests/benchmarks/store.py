@@ -1,8 +1,8 @@
-"""Measures how long screens wait for the store if there are many long runs, and how much reporting slows down training.
+"""Measures how long screens wait for the store when there are many long runs, and how reporting slows down training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
-Creates ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
+Creates ten series with `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that
 sometimes locks the store. Every result is printed with its target. For comparison, a peer stores one JSON string per
 step and reads all of them at every refresh, as trackio does. The benchmark needs 1 GiB of disk space.
 """
@@ -37,7 +37,7 @@ from trainer.reporting.progress import StoredProgress
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20
 PEER = "reading the entire run as JSON, as trackio does"
-# A program that locks the store for 0.3 s out of every 0.5 s.
+# A program that locks the store for 0.3 s in every 0.5 s.
 LOCKER = """
 import sqlite3, sys, time
 db = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
@@ -83,14 +83,14 @@ def add(table: Table, what: str, times: list[float], wanted: float | None) -> No
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Return how many milliseconds an action takes."""
+    """Return the duration of an action in milliseconds."""
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)
 
 
 def record_runs(data: DataDir, n_runs: int) -> int:
-    """Record finished jobs and a running one; return the id of the running job."""
+    """Record finished jobs and a running job; return the id of the running job."""
     config, _ = parse_job({"data": {"source": "synthetic"}, "sae": {"d_sae": 64}})
     data.create()
     fields = {"config": dump_job(config), "user": "ann", "host": "box", "device": "cpu", "gpu_source": "none"}
@@ -106,7 +106,7 @@ def record_runs(data: DataDir, n_runs: int) -> int:
 
 
 def fill_metrics(path: Path, n_steps: int) -> None:
-    """Fill the store with the rows that rank 0 would have written one by one."""
+    """Fill the store with the rows that rank 0 would have written one at a time."""
     with contextlib.closing(SeriesWriter(path)) as writer:
         writer.write([MetricRow(name, 0, 0.0) for name in SERIES], Heartbeat("training", n_steps, 2 * n_steps, 0, 0.0))
     with contextlib.closing(sqlite3.connect(path)) as db, db:
@@ -120,7 +120,7 @@ def fill_metrics(path: Path, n_steps: int) -> None:
 
 
 def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time the refreshes of a job's screen."""
+    """Time how long a job screen takes to refresh."""
     path = data.run(job_id).metrics_db
     first, later, idle = [], [], []
     for _ in range(3):
@@ -145,7 +145,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
 
 
 def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time the refreshes of the jobs list."""
+    """Time how long the jobs list takes to refresh."""
     first, changed = [], []
     for _ in range(5):
         with contextlib.closing(JobsReader(data)) as reader:
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """Return how many milliseconds a refresh of the peer takes."""
+    """Return the duration of a peer refresh in milliseconds."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

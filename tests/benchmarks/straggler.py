@@ -1,10 +1,10 @@
-"""Measures the throughput before, during and after the slowdown of one rank, with fixed and with adjusted shares.
+"""Measures the throughput before, during and after a slowdown of one rank, with fixed and with adjusted shares.
 
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
-Two CPU ranks are each pinned to a core. After a while, `--burners` busy processes are pinned to the core of rank 1;
-later, they are killed. The throughput is measured once with fixed shares and once with shares that are adjusted to the
-speeds of the ranks. Run this benchmark on two otherwise idle cores.
+Two CPU ranks are pinned to one core each. After a while, `--burners` busy processes are pinned to rank 1's core; later,
+they are killed. The throughput is measured once with fixed shares and once with shares adjusted to the speed of each
+rank. Run this benchmark on two otherwise idle cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of every recipe, and the settings that all recipes of a comparison share."""
+"""The interface for every recipe, and the settings shared by all recipes in a comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that all recipes of one comparison share."""
+    """The settings shared by all recipes in one comparison."""
 
     d_in: int
     d_sae: int
@@ -62,7 +62,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def __init__(self, setup: Setup, sample: Tensor) -> None:
-        """Build a fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
+        """Build a fresh SAE for inputs like the rows in `sample` [n_tokens, d_in]."""
 
     def steps_of(self, setup: Setup) -> tuple[int, int]:
         """Return the rows per step and the number of steps."""
@@ -81,12 +81,12 @@ class Recipe(ABC):
         return self.reconstruct(x)
 
     def save(self, folder: Path) -> None:
-        """If the recipe `writes_sae`, save the SAE to an empty folder as its library does."""
+        """If the recipe `writes_sae`, save the SAE to an empty folder as the library does."""
         raise NotImplementedError
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return the missing requirement of the recipe, or None."""
+        """Return the requirement missing for this recipe, or None."""
         return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
 
     @classmethod

@@ -38,7 +38,7 @@ class DictionaryLearningTopK(Recipe):
         self._setup, self._n_done = setup, 0
 
     def _own(self, setup: Setup) -> dict[str, Any]:
-        """Return the settings that only this kind of SAE needs."""
+        """Return the settings needed only for this kind of SAE."""
         return {}
 
     def step(self, x: Tensor) -> None:
@@ -57,7 +57,7 @@ class DictionaryLearningTopK(Recipe):
 
 
 class DictionaryLearningBatchTopK(DictionaryLearningTopK):
-    """BatchTopK; the threshold is an average over about 1,000 steps, so it lags behind the weights in a short run."""
+    """BatchTopK; the threshold is an average over about 1,000 steps and lags behind the weights in a short run."""
 
     name, kind = "dictionary_learning batch_topk", "batchtopk"
     trainer_class = "batch_top_k:BatchTopKTrainer"

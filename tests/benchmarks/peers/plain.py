@@ -12,7 +12,7 @@ from peers.base import Recipe, Seen, Setup
 class PlainSparse(Recipe):
     """A simple sparse loop: tied initial weights with unit rows, b_dec at the mean, Adam at the published rate.
 
-    Only the product in the encoder is dense. Weight gradients are computed from active latents only.
+    Only the encoder matmul is dense. Weight gradients are computed from active latents only.
     """
 
     name = "plain sparse loop"
@@ -20,8 +20,8 @@ class PlainSparse(Recipe):
 
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         W_dec = F.normalize(torch.randn(setup.d_sae, setup.d_in), dim=1)
-        # W_enc has the layout of W_dec, since fused Adam reads a gradient's memory in the parameter's order and would
-        # misread the transposed result of a sparse product.
+        # W_enc has the layout of W_dec, because fused Adam reads a gradient's memory in the parameter's order and would
+        # misread the transposed result of a sparse matmul.
         weights = W_dec.clone(), torch.zeros(setup.d_sae), W_dec, sample.mean(dim=0)
         self._weights = [nn.Parameter(weight.to(setup.device)) for weight in weights]
         self._lr = 2e-4 * (2**14 / setup.d_sae) ** 0.5
@@ -40,7 +40,7 @@ class PlainSparse(Recipe):
 
     @torch.no_grad()
     def _differentiate(self, x: Tensor) -> None:
-        """Compute the gradient of the mean squared error and store it in the weights."""
+        """Compute the gradient of the mean squared error, and store it in the weights."""
         W_enc, b_enc, W_dec, b_dec = self._weights
         values, latents = self._encode(x)
         x_hat = F.embedding_bag(latents, W_dec, per_sample_weights=values, mode="sum") + b_dec

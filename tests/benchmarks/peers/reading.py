@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Asked(NamedTuple):
-    """The inputs of a reader: the model's folder, a .jsonl file with the text, the layers to read, and the sizes."""
+    """The inputs for a reader: the model's folder, a .jsonl file with the text, the layers to read, and the sizes."""
 
     model: Path
     text: Path
@@ -77,7 +77,7 @@ class Ours(Reader):
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
-        # The extraction counts all tokens of the last batch, although not all of this batch's rows are kept.
+        # The extraction counts all tokens in the last batch, although it does not keep all rows from this batch.
         return self._extraction.run().tokens_per_s or 0.0
 
 
@@ -108,7 +108,7 @@ class Plain(Reader):
 
 
 class SaeLensRunner(Reader):
-    """`CacheActivationsRunner`, which reads one hook at a time, with a buffer that is as large as the text."""
+    """`CacheActivationsRunner` reads one hook at a time, with a buffer as large as the text."""
 
     name, does = "SAELens cache_activations_runner", "reads one hook and writes Arrow files"
 
@@ -144,7 +144,7 @@ class SaeLensRunner(Reader):
 
 
 class SaeLensStore(SaeLensRunner):
-    """`ActivationsStore`, which SAELens uses for training, but without its mixing of batches."""
+    """`ActivationsStore`, used by SAELens for training, but without its batch mixing."""
 
     name, does = "SAELens ActivationsStore", "reads one hook without writing"
 
@@ -160,8 +160,8 @@ READERS: tuple[type[Reader], ...] = (Ours, Plain, SaeLensStore, SaeLensRunner)
 
 
 def measure(kind: type[Reader], asked: Asked) -> float:
-    """Return the tokens per second of one reader, measured once."""
+    """Return one reader's tokens per second, measured once."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # Ignore warnings that the texts are not tokenised and that there are few of them.
+        # Ignore warnings about texts that are not tokenised and about too few texts.
         warnings.simplefilter("ignore")
         return kind(asked, Path(folder)).tokens_per_s()

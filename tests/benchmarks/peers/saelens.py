@@ -35,7 +35,7 @@ class SaeLensTopK(Recipe):
         self._trainer: Any = SAETrainer(config, self.sae, data_provider=iter(()))
 
     def _own(self, setup: Setup) -> dict[str, Any]:
-        """Return the settings that only this kind of SAE needs."""
+        """Return the settings needed only for this kind of SAE."""
         return {}
 
     def step(self, x: Tensor) -> None:
@@ -52,7 +52,7 @@ class SaeLensTopK(Recipe):
 
 
 class SaeLensBatchTopK(SaeLensTopK):
-    """BatchTopK, evaluated as the JumpReLU SAE that it becomes on export: a learned threshold selects latents."""
+    """BatchTopK, evaluated as the JumpReLU SAE it becomes on export: a learned threshold selects latents."""
 
     name, kind = "SaeLens batchtopk", "batchtopk"
     sae_class = "batchtopk_sae:BatchTopKTrainingSAE"
