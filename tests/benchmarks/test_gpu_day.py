@@ -1,4 +1,4 @@
-"""Tests the parts of `make test-gpu` without a GPU: runs them on the CPU, and evaluates their results."""
+"""Tests the parts of `make test-gpu` without a GPU by running them on the CPU and evaluating their results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_run_on_a_cpu_prints_and_records_each_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_on_one_device_train_like_one_rank_in_fp32_and_bf16() -> None:
+def test_two_ranks_on_one_device_train_like_a_single_rank_in_fp32_and_bf16() -> None:
     argv = [sys.executable, str(SCRIPT.with_name("gpu_shared.py")), "--device", "cpu"]
     done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | PATHS)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,7 +78,7 @@ def test_two_ranks_on_one_device_train_like_one_rank_in_fp32_and_bf16() -> None:
     assert {(case["mode"], case["precision"]) for case in cases} == set(product(SHARING, ("fp32", "bf16")))
 
 
-def test_host_waits_and_an_fvu_that_differs_on_several_ranks_are_reported() -> None:
+def test_host_waits_and_differing_fvus_on_several_ranks_are_reported() -> None:
     case = {"mode": "ddp", "kind": "topk", "precision": "fp32", "fvu": 0.3, "one": 0.3, "waits": {}}
     assert not wrong_of([case, case | {"precision": "bf16", "fvu": 0.31}])
     (wrong,) = wrong_of([case | {"fvu": 0.31}])
@@ -115,7 +115,7 @@ def test_the_most_important_parts_run_first_and_peers_last(tmp_path: Path) -> No
     assert names[-1] == "peers"
 
 
-def test_with_several_gpus_additional_parts_and_all_possible_modes_run() -> None:
+def test_with_several_gpus_all_possible_modes_and_additional_parts_run() -> None:
     names = [part.name for part in several("auto", 3)]
     assert names[:3] == ["bus", "bench B topk ddp", "bench B topk tensor"]
     of_four = {part.name: part.argv for part in several("auto", 4)}
@@ -190,7 +190,7 @@ def gpu(uuid: str = "GPU-a", total: int | None = 80 * GIB, used: int | None = GI
         ([gpu() | {"healthy": False}], {}, []),
     ],
 )
-def test_the_gpus_that_the_app_lists_are_compared_with_cuda(
+def test_gpus_listed_by_the_app_are_compared_with_cuda(
     gpus: list[Any], by_cuda: dict[str, int], words: list[str]
 ) -> None:
     wrong = differs_from_cuda(gpus, by_cuda)
@@ -209,9 +209,7 @@ def test_the_gpus_that_the_app_lists_are_compared_with_cuda(
         (gpu(total=None, used=None), ""),
     ],
 )
-def test_the_gpus_that_the_app_lists_are_compared_with_nvidia_smi_before_and_after(
-    one: dict[str, Any], words: str
-) -> None:
+def test_gpus_listed_by_the_app_are_compared_with_nvidia_smi_before_and_after(one: dict[str, Any], words: str) -> None:
     before, after = (read_tool(f"GPU-a, {80 * 1024}, {used}\n") for used in (1000, 1024))
     assert after == {"GPU-a": Memory(80 * GIB, GIB)}
     wrong = differs_from_tool([one], before, after)
@@ -226,7 +224,7 @@ def test_a_value_missing_from_nvidia_smi_is_not_compared() -> None:
     assert not differs_from_tool([gpu()], unknown, unknown)
 
 
-def test_modes_whose_fvu_differs_from_that_on_one_gpu_are_named() -> None:
+def test_modes_whose_fvu_differs_from_the_single_gpu_fvu_are_named() -> None:
     one = dict.fromkeys(KINDS, 0.3)
     assert not differing({"one": one, "ddp": dict.fromkeys(KINDS, 0.3002)})
     (wrong,) = differing({"one": one, "ddp": one | {"jumprelu": 0.3004}})
@@ -250,7 +248,7 @@ def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:
     )
 
 
-def test_a_new_entry_replaces_the_entry_of_the_same_gpu_and_commit(tmp_path: Path) -> None:
+def test_a_new_entry_replaces_the_entry_for_the_same_gpu_and_commit(tmp_path: Path) -> None:
     file = tmp_path / "days.json"
     for entry in (day("H100", "a"), day("H200", "a"), day("H100", "b"), day("H100", "a", 1.25)):
         gpu_days.record(file, entry)
@@ -258,7 +256,7 @@ def test_a_new_entry_replaces_the_entry_of_the_same_gpu_and_commit(tmp_path: Pat
     assert kept == [("H200", "a", 1.5), ("H100", "b", 1.5), ("H100", "a", 1.25)]
 
 
-def test_the_table_contains_the_newest_entry_of_each_gpu_and_omits_missing_values() -> None:
+def test_the_table_contains_the_newest_entry_for_each_gpu_and_omits_missing_values() -> None:
     table = gpu_days.table([day("H100", "a"), day("H200", "a"), day("H100", "b", 1.25)])
     words = "topk with AuxK, d_in 768, 24,576 latents"
     assert f"| H100 | {words} | 1.25 | 6.00 | 40% | 1.00 |  |  |" in table
@@ -267,6 +265,6 @@ def test_the_table_contains_the_newest_entry_of_each_gpu_and_omits_missing_value
     assert "parts 3 ok, 1 not run; ddp on 1: 1.25 ms" in table
 
 
-def test_the_performance_page_contains_the_table_of_the_recorded_entries() -> None:
+def test_the_performance_page_contains_the_table_with_the_recorded_entries() -> None:
     page = gpu_days.PAGE.read_text()
     assert page == gpu_days.page_with(page, gpu_days.read(gpu_days.FILE)), "tests/benchmarks/gpu_days.py --write"

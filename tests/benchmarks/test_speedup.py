@@ -8,7 +8,7 @@ from benchmarks.speedup import GPUS, PAGE, SHAPES, forecasts, markdown, page_wit
 from trainer.contract.planning.hardware import MeasuredHardware
 
 
-def test_the_page_contains_the_current_tables_of_the_cost_model() -> None:
+def test_the_page_contains_the_current_cost_model_tables() -> None:
     page = PAGE.read_text()
     assert page == page_with(page), "PYTHONPATH=tests python tests/benchmarks/speedup.py --write"
 
@@ -19,7 +19,7 @@ def test_every_gpu_and_shape_has_a_row() -> None:
         assert sum(line.startswith(f"| {gpu.name} |") for line in lines) == len(SHAPES)
 
 
-def test_only_ddp_sends_more_for_a_larger_sae() -> None:
+def test_only_ddp_sends_more_data_for_a_larger_sae() -> None:
     small, large = (SHAPES["A"]._replace(d_sae=d_sae) for d_sae in (16384, 65536))
 
     def megabytes(mode: str, n_gpus: int) -> list[int]:

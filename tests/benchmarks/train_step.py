@@ -1,16 +1,16 @@
-"""Measures the speed of a training step of our trainer, other trainers and plain loops, on the same data.
+"""Measures the speed of a training step in our trainer, other trainers and plain loops, on the same data.
 
     python tests/benchmarks/train_step.py [--data FILE] [--d-sae 3072] [--batch 4096] [--k 32] [--steps 110]
         [--peers NAME ...] [--device cuda] [--precision bf16] [--d-in 384] [--json FILE]
 
-Each recipe runs in its own process, so that its peak memory is measured separately. The processes take turns in rounds
-of several steps, so that other load affects all recipes equally. The first step of a round is not timed, since the
-caches then contain other data. Tokens/s are medians over the rounds. The CPU rate is computed from the CPU time per
+Each recipe runs in its own process, which allows its peak memory to be measured separately. The processes take turns in
+rounds of several steps, so other load affects all recipes equally. The first step in each round is not timed, because
+the caches then contain other data. Tokens/s are medians over the rounds. The CPU rate is computed from the CPU time per
 thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave threads
 idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded. FVU is
 measured on held-out rows after all steps.
 
-The floor is the time of one sparse step's arithmetic or of its memory traffic at this machine's own measured speed,
+The floor is the time for one sparse step's arithmetic or for its memory traffic at the measured speed of this machine,
 whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of
 random directions.
 """
@@ -43,8 +43,8 @@ from torch import Tensor
 
 MiB = 2**20
 N_SYNTHETIC = 65_536
-# The size of the matrices and the number of bytes with which the machine's speed is measured. Both exceed every cache,
-# but fit into the memory of a laptop.
+# The size of the matrices and the number of bytes used to measure the machine's speed. Both exceed every cache, but fit
+# into a laptop's memory.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
 
@@ -93,7 +93,7 @@ def setup_of(options: argparse.Namespace, d_in: int | None = None) -> peers.Setu
 
 
 class Worker:
-    """A process that trains one recipe, one round per request."""
+    """A process training one recipe, one round per request."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
@@ -103,7 +103,7 @@ class Worker:
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the process's reply to a request, as JSON; raise `EOFError` if it has died."""
+        """Return the process's reply to a request, as JSON; raise `EOFError` if the process has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -119,7 +119,7 @@ class Worker:
 
 
 def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of all recipes in turn, then evaluate them; omit failing recipes, with the reason on stderr."""
+    """Run rounds of all recipes in turn, then evaluate the recipes; omit failing recipes, with the reason on stderr."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     ends: dict[str, dict[str, Any]] = {}
     for question in ["start", *["round"] * (options.steps // options.round), "end"]:
@@ -159,7 +159,7 @@ def table(results: dict[str, Any], options: argparse.Namespace, floor_s: float, 
 
 
 def rate(key: str, result: dict[str, Any], results: dict[str, Any]) -> tuple[str, str]:
-    """Return a rate, and the speed-up of our recipe over it."""
+    """Return a rate, and the speed-up of our recipe over this rate."""
     ours = results.get(peers.Ours.name)
     return f"{result[key]:,.0f}", f"{ours[key] / result[key]:.2f}" if ours else ""
 
@@ -176,11 +176,11 @@ def title(options: argparse.Namespace, floor_s: float, speeds: dict[str, float])
 
 
 def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Return the minimum time of a sparse step in seconds, max(FLOPs/peak, bytes/bandwidth), and both speeds."""
+    """Return the minimum time for a sparse step in seconds, max(FLOPs/peak, bytes/bandwidth), and both speeds."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
-    # The encoder's dense product is followed by four products on k latents per token: decoding, its two gradients and
-    # the encoder's gradient.
+    # The encoder's dense matmul is followed by four matmuls on k latents per token: decoding, its two gradients and the
+    # encoder's gradient.
     n_flops = 2 * tokens * d_in * options.d_sae + 8 * tokens * options.k * d_in
     # Fused Adam reads p, g, m and v, and writes p, m and v. In addition, gradients are written, and pre-activations are
     # written and read.
@@ -191,7 +191,7 @@ def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
 
 
 def measured_speeds(options: argparse.Namespace) -> dict[str, float]:
-    """Measure the FLOP/s of a large matrix product and the bytes/s of a large copy."""
+    """Measure the FLOP/s of a large matmul and the bytes/s of a large copy."""
     torch.set_num_threads(options.threads)
     kind = options.device.partition(":")[0]
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
@@ -232,7 +232,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 class Trial:
-    """Trains one recipe in rounds."""
+    """Trains a recipe in rounds."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._device = options, options.device
@@ -251,7 +251,7 @@ class Trial:
         return {}
 
     def round(self) -> dict[str, float]:
-        """Train one round; return the mean seconds of its steps except the first."""
+        """Train one round; return the mean seconds per step, excluding the first step."""
         self._recipe.step(next(self._batches))
         batches = [next(self._batches) for _ in range(self._options.round - 1)]
         cpu = time.process_time()
@@ -269,7 +269,7 @@ class Trial:
 
 
 def reset_peak(device: str) -> int:
-    """Reset the peak memory; return the bytes in use now."""
+    """Reset the peak memory; return the number of bytes currently in use."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
@@ -287,14 +287,14 @@ def peak_bytes(device: str) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """Return a value of /proc/self/status in bytes, or None on systems other than Linux, which lack this file."""
+    """Return a value from /proc/self/status in bytes, or None on systems without this file (other than Linux)."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Return the rows of the file, or sums of k out of 2·d_sae random directions with different frequencies."""
+    """Return the rows from the file, or sums of k out of 2·d_sae random directions with different frequencies."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

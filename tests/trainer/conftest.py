@@ -45,14 +45,14 @@ def _no_data_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _foreign_formats() -> Iterator[None]:
-    """Register the shard formats of other tools, as the trainer's commands do."""
+    """Register the shard formats used by other tools, as the trainer's commands do."""
     with inspecting_by(foreign.inspect):
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that creates the tiny model of a family on the first call, and returns its folder."""
+    """Return a function that creates a family's tiny model on the first call, and returns the model folder."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda family: make_model(root / family, family))
 
@@ -76,7 +76,7 @@ class Kept(RunProgress):
 
 @pytest.fixture(autouse=True)
 def answers_as_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all JSON output of commands in this process matches the trainer's schemas."""
+    """Check that all JSON output from commands in this process matches the trainer's schemas."""
     for module, name in ((cli, "_say"), (foreground_extraction, "show_text")):
         monkeypatch.setattr(module, name, functools.partial(_check_and_tell, getattr(module, name)))
 
@@ -100,7 +100,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activations(tmp_path: Path) -> Path:
-    """Write 3,000 tokens to two shards of different dtypes. Each token is a sum of a few of 40 directions."""
+    """Write 3,000 tokens to two shards with different dtypes. Each token is a sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, D_IN, generator=generator)
     used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
@@ -114,7 +114,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """Return a function that creates a small job. Each keyword argument overrides settings of one section."""
+    """Return a function that creates a small job. Each keyword argument overrides settings in one section."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -160,7 +160,7 @@ def kept() -> Kept:
 
 
 class Ranks:
-    """The rank processes of one attempt, and the spec that they share."""
+    """The rank processes in one attempt, and the spec they share."""
 
     def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
         self.spec = spec
@@ -220,7 +220,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Return a function that waits until a condition is true and fails after a timeout."""
+    """Return a function that waits until a condition is true, and fails after a timeout."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
-"""Tests that kernels work on a row that starts 2³¹ elements into a matrix, so that its offset needs 64 bits.
+"""Tests that kernels work on a row starting 2³¹ elements into a matrix, where the offset needs 64 bits.
 
-`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All rows of a matrix except the last are 0, and only the
-last programs of each launch are run. Each result must equal the result for the last row alone.
+`test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All matrix rows except the last are 0, and only the last
+programs of each launch are run. Each result must equal the result for the last row alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 
 def below(n_rows: int, row: Tensor) -> Tensor:
-    """Return a matrix of `n_rows` rows whose last row is `row` [1, ...]."""
+    """Return a matrix with `n_rows` rows, the last of which is `row` [1, ...]."""
     whole = torch.empty(n_rows, *row.shape[1:], dtype=row.dtype)
     whole[-1:] = row
     return whole
@@ -137,7 +137,7 @@ def test_the_errors_of_levels_and_their_gradients_are_computed() -> None:
     assert_alike(*alike)
 
 
-def test_the_errors_of_levels_are_computed_from_sparse_activations() -> None:
+def test_errors_of_levels_are_computed_from_sparse_activations() -> None:
     row, alike = numbers(1, LEVEL_WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_TOKENS, 1):
         acts = last_active(n_tokens * N_LEVELS, 1)

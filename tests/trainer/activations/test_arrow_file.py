@@ -48,7 +48,7 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
-def test_rows_of_a_saelens_cache_are_the_rows_that_saelens_reads(
+def test_rows_of_a_saelens_cache_equal_the_rows_read_by_saelens(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
@@ -74,7 +74,7 @@ def test_rows_of_a_saelens_cache_are_the_rows_that_saelens_reads(
     ],
     ids=str,
 )
-def test_lists_of_numbers_of_every_type_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
+def test_lists_of_every_number_type_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
     inner, shape = kind, [8]
     while pa.types.is_nested(inner.value_type):
         inner, shape = inner.value_type, [3, *shape]
@@ -94,7 +94,7 @@ def test_lists_of_numbers_of_every_type_are_read(kind: pa.DataType, form: Any, t
     assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
 
 
-def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path: Path) -> None:
     x, other = rows(20, 4), rows(20, 6)
     table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     write(tmp_path / "a.arrow", table)

@@ -56,7 +56,7 @@ def test_reading_resumes_exactly_where_it_stopped(activations: Path) -> None:
             assert torch.equal(batches.next().hooks[0][0], expected.hooks[0][0])
 
 
-def test_the_next_batch_is_read_while_the_current_batch_is_used(activations: Path, eventually) -> None:
+def test_the_next_batch_is_read_while_the_current_batch_is_in_use(activations: Path, eventually) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
         batches.next()
         eventually(batches._ready.full)
@@ -71,7 +71,7 @@ def test_a_read_error_is_raised_by_the_next_batch(activations: Path) -> None:
         batches.next()
 
 
-def test_ranks_that_read_together_stop_at_the_same_batch_and_resume_from_it(activations: Path) -> None:
+def test_ranks_reading_together_stop_at_the_same_batch_and_resume_from_it(activations: Path) -> None:
     class Together(IndexedData):
         reads_together = True
 
@@ -104,7 +104,7 @@ def test_ranks_that_read_together_stop_at_the_same_batch_and_resume_from_it(acti
             assert torch.equal(one, batches.next().hooks[0][0])
 
 
-def test_a_reader_that_waits_for_another_rank_is_abandoned_after_a_failure(activations: Path) -> None:
+def test_a_reader_waiting_for_another_rank_is_abandoned_after_a_failure(activations: Path) -> None:
     class Waiting(IndexedData):
         reads_together = True
 
@@ -130,7 +130,7 @@ def test_the_target_of_an_sae_is_its_input(activations: Path) -> None:
     assert (x.dtype, x.shape) == (torch.float32, (64, 16))
 
 
-def test_a_transcoder_gets_the_target_of_every_row(activations: Path, tmp_path: Path) -> None:
+def test_a_transcoder_gets_a_target_for_every_row(activations: Path, tmp_path: Path) -> None:
     path = str(activations)
     targets = 2 * Shards(path=path).rows(np.arange(3000)).float()[:, :5]
     (tmp_path / "targets").mkdir()
@@ -141,7 +141,7 @@ def test_a_transcoder_gets_the_target_of_every_row(activations: Path, tmp_path: 
             assert torch.equal(y, 2 * x[:, :5])
 
 
-def test_only_the_time_without_a_batch_counts_as_waiting(activations: Path, eventually) -> None:
+def test_only_time_without_a_batch_counts_as_waiting(activations: Path, eventually) -> None:
     asked = threading.Event()
 
     class Slow(Shards):

@@ -96,7 +96,7 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-def test_data_larger_than_memory_can_be_trained_on(tmp_path: Path) -> None:
+def test_training_works_on_data_larger_than_memory(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     rows, folder = generator.standard_normal((2**17, 64), np.float32), tmp_path / "acts"
     folder.mkdir()

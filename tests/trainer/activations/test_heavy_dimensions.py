@@ -15,7 +15,7 @@ def variance(d_in: int, **heavy: float) -> torch.Tensor:
     return values
 
 
-def test_the_fewest_dimensions_that_hold_over_half_of_the_variance_are_named() -> None:
+def test_the_fewest_dimensions_accounting_for_over_half_of_the_variance_are_named() -> None:
     found = heavy_dimensions(variance(600, at_7=500.0, at_3=900.0, at_5=20.0))
     assert found is not None
     assert found.numbers == [3, 7]
@@ -29,7 +29,7 @@ def test_no_dimension_is_heavy_if_over_one_percent_of_all_dimensions_are_needed(
     assert heavy_dimensions(torch.zeros(200)) is None
 
 
-def test_with_few_dimensions_one_of_them_may_hold_half_of_the_variance() -> None:
+def test_with_few_dimensions_a_single_dimension_may_hold_half_of_the_variance() -> None:
     assert heavy_dimensions(variance(4, at_1=9.0)) is None
     assert heavy_dimensions(variance(16, at_1=99.0)) is not None
 

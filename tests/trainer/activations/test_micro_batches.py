@@ -11,7 +11,7 @@ from trainer.activations.micro_batches import Cut
     n_parts=st.integers(1, 7),
     shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
 )
-def test_each_token_of_a_step_goes_to_one_rank_and_every_rank_gets_tokens(
+def test_each_token_in_a_step_goes_to_one_rank_and_every_rank_gets_tokens(
     n_tokens: int, n_parts: int, shares: list[float]
 ) -> None:
     n_tokens += n_parts * len(shares)
@@ -23,9 +23,9 @@ def test_each_token_of_a_step_goes_to_one_rank_and_every_rank_gets_tokens(
         assert {token_slice.of_all for token_slice in part} == {sum(token_slice.length for token_slice in part)}
 
 
-def test_tokens_are_divided_in_proportion_to_the_shares() -> None:
+def test_tokens_are_split_in_proportion_to_the_shares() -> None:
     assert [Cut(4000, 2, [3.0, 1.0], index).own_tokens for index in range(2)] == [3000, 1000]
 
 
-def test_micro_batches_differ_by_at_most_one_token() -> None:
+def test_micro_batch_sizes_differ_by_at_most_one_token() -> None:
     assert [token_slice.of_all for token_slice in Cut(100, 3).token_slices] == [34, 33, 33]

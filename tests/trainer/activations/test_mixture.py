@@ -48,7 +48,9 @@ def test_without_weights_each_training_row_occurs_once_per_epoch(
 
 
 @given(mixtures(), st.integers(1, 5))
-def test_each_source_has_its_share_of_an_epoch_and_uses_all_its_rows_in_turn(split: MixedSplit, epochs: int) -> None:
+def test_each_source_has_its_share_of_an_epoch_and_all_its_rows_are_used_in_turn(
+    split: MixedSplit, epochs: int
+) -> None:
     order, n = MixedOrder(split, 0), split.n_train
     held_out = {*split.held_out.tolist()}
     totals: Counter[int] = Counter()
@@ -66,7 +68,7 @@ def test_each_source_has_its_share_of_an_epoch_and_uses_all_its_rows_in_turn(spl
 
 
 @given(mixtures(), st.integers(0, 300), st.integers(2, 200), st.data())
-def test_a_global_batch_does_not_depend_on_how_it_is_divided_among_ranks(
+def test_a_global_batch_does_not_depend_on_how_it_is_split_across_ranks(
     split: MixedSplit, start: int, length: int, data: st.DataObject
 ) -> None:
     order, cut = MixedOrder(split, 3), data.draw(st.integers(1, length - 1))
@@ -103,7 +105,7 @@ def test_held_out_rows_and_the_sample_come_from_each_source_in_proportion() -> N
         (9, [1, 1], [2, 3], [2, 3]),
     ],
 )
-def test_rows_are_apportioned_by_weight_up_to_the_number_that_each_source_has(
+def test_rows_are_apportioned_by_weight_up_to_the_number_available_in_each_source(
     n: int, weights: list[float], most: list[int] | None, expected: list[int]
 ) -> None:
     assert apportion(n, weights, most) == expected
@@ -118,7 +120,7 @@ def _folders(activations: Path, tmp_path: Path) -> list[str]:
     return [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
-def test_the_names_of_rows_from_several_folders_include_the_folder(folders: list[str]) -> None:
+def test_row_names_include_the_folder_if_there_are_several_folders(folders: list[str]) -> None:
     source = Shards(path=folders)
     assert (source.n_tokens, source.sizes) == (3000, [1700, 1300])
     assert source.name_of(1701) == "row 1 of b/x.safetensors"
@@ -165,7 +167,7 @@ def test_folders_of_different_widths_are_refused(folders: list[str], make_job: M
     assert str(caught.value) == f"data.path: {message}"
 
 
-def test_each_folder_of_a_mixture_has_its_own_targets(folders: list[str], make_job: MakeJob) -> None:
+def test_each_folder_in_a_mixture_has_its_own_targets(folders: list[str], make_job: MakeJob) -> None:
     shape = make_job(data={"path": folders, "target_path": folders}).data_shape()
     assert (shape.d_out, shape.n_tokens) == (16, 3000)
     with pytest.raises(JobFileError, match=r"^data\.target_path: has 1 folder, but data\.path has 2; give one for"):

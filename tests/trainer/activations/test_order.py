@@ -35,7 +35,7 @@ def test_all_ranks_together_read_each_row_once_per_epoch(
 
 
 @given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))
-def test_a_global_batch_does_not_depend_on_how_it_is_divided_among_ranks(
+def test_a_global_batch_does_not_depend_on_how_it_is_split_across_ranks(
     n_tokens: int, start: int, length: int, cut: int
 ) -> None:
     order = order_of(n_tokens, seed=0)
@@ -48,7 +48,7 @@ def test_a_global_batch_does_not_depend_on_how_it_is_divided_among_ranks(
     assert np.concatenate(parts).tolist() == order.token_slice(start, length).tolist()
 
 
-def test_each_seed_and_epoch_gives_a_different_order() -> None:
+def test_each_seed_and_epoch_results_in_a_different_order() -> None:
     first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
     assert first.token_slice(0, 1000).tolist() != other_seed.token_slice(0, 1000).tolist()
     assert first.token_slice(0, 1000).tolist() != first.token_slice(1000, 1000).tolist()

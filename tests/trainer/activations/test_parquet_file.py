@@ -58,7 +58,7 @@ def test_rows_are_read_back_unchanged(kind: pa.DataType, options: dict[str, Any]
     assert source.name_of(6001) == "row 1 of b.parquet"
 
 
-def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path: Path) -> None:
     x = rows(20, 4)
     table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -93,7 +93,7 @@ def test_lists_of_different_lengths_or_with_missing_values_fail_to_decode(table:
     assert problem(tmp_path, shards).endswith("contains lists of different lengths, or missing values")
 
 
-def test_a_damaged_page_gives_an_error_when_it_is_decoded(tmp_path: Path) -> None:
+def test_decoding_a_damaged_page_raises_an_error(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pq.write_table(lists(*rows(1000, 8).tolist()), file, use_dictionary=False, row_group_size=500)
     content = bytearray(file.read_bytes())
@@ -112,7 +112,7 @@ def test_a_data_set_too_large_for_the_temporary_folder_is_refused(
     assert "set TMPDIR to a folder with more space, or store the rows as safetensors" in problem(tmp_path, shards)
 
 
-def test_a_missing_pyarrow_is_reported_with_the_install_command(
+def test_if_pyarrow_is_missing_the_error_shows_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pq.write_table(lists([1.0]), tmp_path / "a.parquet")

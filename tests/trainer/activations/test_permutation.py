@@ -10,7 +10,7 @@ from trainer.activations.permutation import Permutation, RunPermutation, permuta
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**40))
 @settings(max_examples=200)
-def test_every_position_has_a_different_row(n: int, seed: int, epoch: int) -> None:
+def test_each_position_has_a_different_row(n: int, seed: int, epoch: int) -> None:
     assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
 
 

@@ -41,7 +41,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 class Plan(NamedTuple):
-    """A batch of `n_tokens` rows that starts at position `start` of a source with the given kind, width and dtype."""
+    """A batch of `n_tokens` rows starting at position `start` in a source with the given kind, width and dtype."""
 
     kind: str
     d_in: int
@@ -97,7 +97,7 @@ def open_batches(source: IndexedSource, plan: Plan, readers: Group, *, outliers:
 
 
 def batches_of(plan: Plan, place: Path, readers: Group) -> tuple[list[list[Pair]], list[Tensor]]:
-    """Return several batches of all hooks, with outliers replaced, and the number of dropped rows per hook."""
+    """Return several batches from all hooks, with outliers replaced, and the number of dropped rows per hook."""
     source = source_of(plan, place)
     samples = [source.of_hook(hook).pairs(range_of(60)) for hook in range(source.n_hooks)]
     outliers = [Outliers(x.float(), x.float() if y is x else y.float(), 5.0, drops_zero=True) for x, y in samples]
@@ -115,7 +115,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=PLANS, size=st.integers(1, 4))
-def test_every_rank_gets_the_bits_that_a_single_reader_would_get(tmp_path: Path, plan: Plan, size: int) -> None:
+def test_every_rank_gets_the_same_bits_as_a_single_reader(tmp_path: Path, plan: Plan, size: int) -> None:
     expected, left_out = batches_of(plan._replace(n_parts=min(plan.n_parts, plan.n_tokens)), tmp_path, Group())
     plan = plan._replace(n_parts=min(plan.n_parts, plan.n_tokens))
     for batches, counts in on_all(size, lambda readers: batches_of(plan, tmp_path, readers), timeout_s=60):
@@ -128,7 +128,7 @@ def test_every_rank_gets_the_bits_that_a_single_reader_would_get(tmp_path: Path,
 
 
 class Counted(Shards):
-    """Shards that count how many rows are read."""
+    """Shards that count the rows read."""
 
     n_read = 0
 
@@ -209,7 +209,7 @@ class Failing(Shards):
         raise OSError("the disk went away")
 
 
-def test_a_rank_that_cannot_read_releases_the_ranks_that_wait_for_its_rows(activations: Path) -> None:
+def test_a_rank_that_cannot_read_releases_the_ranks_waiting_for_its_rows(activations: Path) -> None:
     errors: dict[int, BaseException] = {}
 
     def train(readers: Threads) -> None:
@@ -227,7 +227,7 @@ def test_a_rank_that_cannot_read_releases_the_ranks_that_wait_for_its_rows(activ
     assert [type(errors[rank]) for rank in range(3)] == [PeerLost, OSError, PeerLost]
 
 
-def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_for_data(
+def test_waiting_for_a_slow_reader_counts_as_waiting_for_ranks_and_not_for_data(
     activations: Path, eventually: Callable[..., None]
 ) -> None:
     asked = threading.Event()
@@ -252,7 +252,7 @@ def test_a_wait_for_a_slow_reader_counts_as_a_wait_for_ranks_and_not_for_data(
     assert slow_data_s > fast_data_s
 
 
-# Maps the name of each grid to the number of ranks, the mode, and the number of ranks that read different tokens.
+# Maps the name of each grid to the number of ranks, the mode, and the number of ranks reading different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -265,7 +265,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the exported SAEs and of the latest checkpoint, and all metrics except timings."""
+    """Return the tensors of the exported SAEs and the latest checkpoint, and all metrics except timings."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -338,12 +338,12 @@ def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_all_of_it(
 
 
 def read_of_a_batch(counts: Path, size: int) -> list[set[int]]:
-    """Return the set of the sizes of each rank's reads, in rows."""
+    """Return the set of read sizes for each rank, in rows."""
     return [set(json.loads(counts.with_suffix(f".{rank}").read_text())) for rank in range(size)]
 
 
 @pytest.mark.slow
-def test_a_stopped_run_continues_with_the_rows_that_an_uninterrupted_run_reads(
+def test_a_stopped_run_continues_with_the_same_rows_as_an_uninterrupted_run(
     make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     job = make_job(data=awkward_data, sae=SAE, train=TRAIN, parallel=STEADY | {"mode": "tensor"})
@@ -361,7 +361,7 @@ def test_a_stopped_run_continues_with_the_rows_that_an_uninterrupted_run_reads(
     same_files(*same)
 
 
-def test_if_a_rank_cannot_read_the_other_ranks_exit_with_a_one_sentence_error(
+def test_if_a_rank_cannot_read_data_the_other_ranks_exit_with_a_one_sentence_error(
     make_job: MakeJob, start_ranks: Callable
 ) -> None:
     job = make_job(parallel={"mode": "tensor"}, train={"n_steps": 10**6})

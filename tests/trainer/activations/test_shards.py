@@ -68,7 +68,7 @@ def test_data_larger_than_memory_is_read_with_little_memory(tmp_path: Path) -> N
     header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
     text = json.dumps(header).encode().ljust(512)
     with (tmp_path / "x.safetensors").open("wb") as file:
-        # Create a sparse file of 76 GiB that takes almost no disk space.
+        # Create a sparse 76 GiB file that takes almost no disk space.
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + 4 * n_rows * d_in)
         file.seek(-4, os.SEEK_END)
@@ -112,7 +112,7 @@ def test_if_there_are_no_targets_the_input_is_its_own_target(activations: Path) 
     assert torch.equal(x, source.rows(np.array([3, 5])))
 
 
-def test_targets_can_have_other_shard_boundaries_than_the_inputs(activations: Path, tmp_path: Path) -> None:
+def test_targets_can_have_different_shard_boundaries_from_the_inputs(activations: Path, tmp_path: Path) -> None:
     target_path, targets = write_targets(tmp_path / "targets", [1, 2000, 999])
     source = Shards(path=str(activations), target_path=target_path)
     assert (source.d_in, source.d_out, source.n_tokens) == (16, 4, 3000)

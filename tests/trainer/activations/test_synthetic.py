@@ -28,7 +28,7 @@ def synthetic(**settings: Any) -> Synthetic:
 
 
 def coefficients(source: Synthetic, n_rows: int) -> torch.Tensor:
-    """Return each row's coefficients of all features, which are exact if there are fewer features than dimensions."""
+    """Return each row's coefficients for all features; these are exact if there are fewer features than dimensions."""
     rows = source.rows(np.arange(n_rows)).double()
     return torch.linalg.lstsq(source.features.double().T, rows.T).solution.T
 
@@ -39,7 +39,7 @@ def test_features_are_unit_directions() -> None:
     torch.testing.assert_close(features.norm(dim=1), torch.ones(256))
 
 
-def test_an_sae_with_the_same_seed_does_not_start_from_the_features() -> None:
+def test_an_sae_with_the_same_seed_is_not_initialised_to_the_features() -> None:
     start = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
     assert mmcs(start, synthetic().features) < 0.45
 
@@ -117,11 +117,11 @@ def test_a_row_without_an_active_feature_is_zero() -> None:
         {"active": 200.0, "skew": 3.0},
     ],
 )
-def test_extreme_settings_give_finite_rows(settings: dict[str, Any]) -> None:
+def test_extreme_settings_produce_finite_rows(settings: dict[str, Any]) -> None:
     source = synthetic(**settings)
     assert source.rows(np.arange(500)).isfinite().all()
 
 
-def test_too_many_active_features_give_a_one_sentence_error() -> None:
+def test_too_many_active_features_cause_a_one_sentence_error() -> None:
     with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
         synthetic(active=231)

@@ -57,7 +57,7 @@ def test_no_text_is_both_trained_on_and_held_out(parts: list[np.ndarray], wanted
 
 
 @given(shards_of_texts(), st.integers(1, 100), st.integers(0, 99))
-def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray], wanted: int, seed: int) -> None:
+def test_held_out_rows_stay_held_out_after_rows_are_added(parts: list[np.ndarray], wanted: int, seed: int) -> None:
     n_first = len(parts[0])
     wanted = min(wanted, n_first - 1)
     before = split_of(n_first, wanted, seed, hold_out="texts", texts=Texts(parts[:1]))
@@ -102,7 +102,7 @@ def test_texts_longer_than_the_request_are_held_out_only_if_no_text_is_shorter()
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
     assert held_out.max() < 1000
-    # One of ten texts of 100 rows each is held out, although only 50 rows are requested.
+    # One of ten texts with 100 rows each is held out, although only 50 rows are requested.
     assert len(Split(1000, 50, 0, hold_out="texts", texts=Texts([np.repeat(np.arange(10), 100)])).held_out) == 100
 
 
@@ -143,7 +143,7 @@ def test_equal_text_numbers_mean_the_same_text_unless_the_numbers_restart() -> N
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
-def test_a_mixture_holds_out_entire_texts_of_each_folder() -> None:
+def test_a_mixture_holds_out_entire_texts_from_each_folder() -> None:
     of_rows = [np.repeat(np.arange(60), 20), np.repeat(np.arange(40), 50)]
     texts = [Texts([one]) for one in of_rows]
     split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
@@ -171,7 +171,7 @@ def split_by(job: JobConfig) -> Any:
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 
-def test_texts_are_held_out_if_all_shards_record_them_and_for_any_training_seed(
+def test_texts_are_held_out_if_all_shards_record_them_and_with_any_training_seed(
     activations: Path, make_job: MakeJob
 ) -> None:
     assert make_job().hold_out == "blocks"
@@ -187,7 +187,7 @@ def test_texts_are_held_out_if_all_shards_record_them_and_for_any_training_seed(
     assert make_job().hold_out == "rows"
 
 
-def test_holding_out_unrecorded_texts_gives_a_one_sentence_error(activations: Path, make_job: MakeJob) -> None:
+def test_holding_out_unrecorded_texts_causes_a_one_sentence_error(activations: Path, make_job: MakeJob) -> None:
     why = "whole texts cannot be held out, since the texts of the rows are unknown"
     with pytest.raises(UserError, match=rf'^data\.hold_out: {why}; use "blocks"$'):
         split_by(make_job(data={"hold_out": "texts"}))

@@ -33,7 +33,7 @@ def saved(value: object, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_equal_those_that_torch_load_returns(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_equal_those_returned_by_torch_load(dtype: torch.dtype, tmp_path: Path) -> None:
     first = {"token_ids": torch.arange(30), "activations": rows(30, 8, dtype=dtype), "hook": "resid", "layer": 3}
     torch.save(first, tmp_path / "a.pt")
     torch.save(rows(4, 5, 8, dtype=dtype), tmp_path / "b.pth")
@@ -44,7 +44,7 @@ def test_rows_equal_those_that_torch_load_returns(dtype: torch.dtype, tmp_path: 
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_a_pickle_that_torch_can_only_read_by_running_code_is_refused(protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_that_torch_can_read_only_by_running_code_is_refused(protocol: int, tmp_path: Path) -> None:
     torch.save({"activations": rows(30, 8), "hook": "resid"}, tmp_path / "a.pt", pickle_protocol=protocol)
     assert "damaged, or contains more than tensors; save it again with torch.save(" in problem(tmp_path)
 
@@ -111,7 +111,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [saved(rows(3, 4), _use_new_zipfile_serialization=False), pickle.dumps([1]), saved(rows(3, 4))[:-30]],
-    # Without explicit ids, pytest would name the cases after their bytes, which differ between processes.
+    # Without explicit ids, pytest would name the cases by their bytes, which differ between processes.
     ids=["torch before 1.6", "a pickle", "cut short"],
 )
 def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -90,7 +90,7 @@ BY_TEXTS = HowHeldOut("texts", 0)
 
 
 def numbers_of(rows: list[tuple[float, ...]]) -> list[int]:
-    """Return the row numbers of rows in the toy stream."""
+    """Return the row numbers for rows from the toy stream."""
     every = {row: number for number, row in enumerate(rows_of(toy()._made.rows(np.arange(4000))))}
     return [every[row] for row in rows]
 
@@ -104,7 +104,7 @@ def test_a_stream_with_known_texts_holds_out_entire_texts_in_all_its_parts(size:
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
     # The held-out texts are not the first texts of the stream.
-    # Fewer than four texts are skipped in training for each held-out text.
+    # During training, fewer than four texts are skipped for each held-out text.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
@@ -112,7 +112,7 @@ def test_a_stream_with_known_texts_holds_out_entire_texts_in_all_its_parts(size:
     assert parts[0].of_hook(0).clusters().labels.tolist() == [number // 6 for number in kept_back[0]]
 
 
-def test_no_text_of_a_stream_is_in_different_halves_on_different_ranks() -> None:
+def test_no_text_in_a_stream_is_in_different_halves_on_different_ranks() -> None:
     def begin(group: Group) -> StreamData:
         return StreamData(toy(text_rows=6), 45, 0, Parallel(torch.device("cpu"), data=group), None, BY_TEXTS)
 
@@ -140,7 +140,7 @@ def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_position() 
     assert held_out(first) != held_out(stream_data(how=HowHeldOut("texts", 1), text_rows=6))
 
 
-def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_gives_an_error() -> None:
+def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_raises_an_error() -> None:
     data = stream_data(how=BY_TEXTS, text_rows=3000)
     assert numbers_of(held_out(data)) == list(range(45))
     assert data.hold_out == "rows"

@@ -72,7 +72,9 @@ def batches_of(source: IndexedSource, n: int, lane: LateLane | None = None) -> l
         return [batches.next().hooks[0] for _ in range(n)]
 
 
-def test_the_read_ahead_thread_uses_the_gpu_of_its_rank(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_read_ahead_thread_uses_the_gpu_assigned_to_its_rank(
+    activations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made_current: list[tuple[str, torch.device]] = []
 
     def note(device: torch.device) -> None:
@@ -87,7 +89,7 @@ def test_the_read_ahead_thread_uses_the_gpu_of_its_rank(activations: Path, monke
 
 
 class Unaware(Shards):
-    """Shards that ignore the given buffer, and allocate new memory for their rows."""
+    """Shards that ignore the given buffer and allocate new memory for their rows."""
 
     def rows(self, indices: Indices) -> Tensor:
         return super().rows(indices)
@@ -96,7 +98,7 @@ class Unaware(Shards):
 
 
 @pytest.mark.parametrize("kind", [Shards, Unaware])
-def test_rows_are_unchanged_even_if_they_are_copied_late(kind: type[Shards], activations: Path) -> None:
+def test_rows_are_unchanged_even_if_copied_late(kind: type[Shards], activations: Path) -> None:
     source, lane = kind(path=str(activations)), LateLane()
     for (x, y), (expected, _) in zip(batches_of(source, 60, lane), batches_of(source, 60), strict=True):
         assert y is x
@@ -140,7 +142,7 @@ def test_a_buffer_is_not_overwritten_before_it_has_been_copied() -> None:
     for number in range(5):
         rows = transfer.begin()(3, 2, torch.float32).fill_(number)
         sent.append(transfer.send((rows, rows)))
-        # At this point, only the copies from the buffer that is needed next have been performed.
+        # At this point, only the copies from the buffer needed next have been performed.
         assert len(lane.waiting) == min(number + 1, 2)
     for number, one in enumerate(sent):
         assert transfer.receive(one)[0].tolist() == [[number] * 2] * 3

@@ -49,7 +49,7 @@ def saved(tmp_path: Path) -> Path:
     return save(tmp_path / "c", 7)
 
 
-def test_a_checkpoint_is_loaded_as_it_was_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+def test_a_checkpoint_is_loaded_exactly_as_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     def learner(seed: int) -> Learner:
         made = Learner(make_job(train={"seed": seed}), 16, None, Parallel(torch.device("cpu")))
         x = torch.randn(300, 16, generator=torch.Generator().manual_seed(seed))
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_refused_if_given_directly_and_skipped_in_a_fold
     assert load(tmp_path / "c")[1] == Position(7, 210)
 
 
-def test_a_run_saves_again_after_it_skipped_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
+def test_a_run_saves_again_after_skipping_a_damaged_checkpoint(saved: Path, tmp_path: Path) -> None:
     cut_short(save(tmp_path / "c", 9, keep=1) / "tensors.safetensors")
     shutil.copytree(tmp_path / "c" / "step-00000009", tmp_path / "c" / "step-00000010")
     save(tmp_path / "c", 8, keep=1)
@@ -161,12 +161,12 @@ def test_an_invalid_manifest_counts_as_damage_and_raises_no_error(content: str, 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
-def test_a_pipe_or_a_device_among_the_files_of_a_checkpoint_counts_as_damage(
+def test_a_pipe_or_device_among_the_files_in_a_checkpoint_counts_as_damage(
     name: str, put: Callable[[Path], object], saved: Path
 ) -> None:
     (saved / name).unlink()
     put(saved / name)
-    # Read the file in another process, since reading a pipe or a device might block forever.
+    # Read the file in another process, because reading a pipe or a device might block forever.
     looks = "from trainer.contract.runs.checkpoint_manifest import damage; print(damage(Path(sys.argv[1])))"
     code = f"import sys; from pathlib import Path; {looks}"
     done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
@@ -250,14 +250,14 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_gives_a_one_sentence_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_causes_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         require_previous_checkpoint_only(
             in_loaded_process(save_until_full, disk, 0, 0), "it needs 4 MiB, but only 1 MiB are free"
         )
 
 
-def test_a_full_quota_gives_a_one_sentence_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_full_quota_causes_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
         # Quotas do not apply to root, so the process runs as another user.
         lines = in_loaded_process(save_until_full, disk, 0, 65534)
@@ -270,7 +270,7 @@ def test_the_error_for_a_full_quota_names_the_quota(tmp_path: Path) -> None:
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota on it and try again")
 
 
-def test_no_space_for_a_parent_folder_is_reported_as_a_full_disk(
+def test_lack_of_space_for_a_parent_folder_is_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path, *_: object, **__: object) -> None:
@@ -301,7 +301,7 @@ def test_old_checkpoints_are_deleted_to_free_space_but_never_the_last_good_one(t
         assert damage(disk / "c" / "step-00000005") is None
 
 
-def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_reported_like_a_full_disk(tmp_path: Path) -> None:
     lines = in_loaded_process(save_until_full, tmp_path / "c", 500_000, 0)
     require_previous_checkpoint_only(lines, "File too large")
 
@@ -310,7 +310,7 @@ def test_a_limit_on_file_size_is_reported_like_a_full_disk(tmp_path: Path) -> No
 
 
 class Clock(RunProgress):
-    """A `RunProgress` whose clock advances by `seconds` with each training step."""
+    """A `RunProgress` whose clock advances by `seconds` at each training step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ def test_a_checkpoint_is_due_some_minutes_after_the_last_one_of_any_kind(
         job = make_job(train={"keep_checkpoints": 99, "checkpoint_every_minutes": 2.5} | train)
         return saved_steps(make_trainer, job, tmp_path / folder, Clock(monkeypatch, seconds=30))
 
-    # A save is requested in the step after the 2.5-minute interval has elapsed.
+    # A save is requested at the first step after the 2.5-minute interval has elapsed.
     assert steps("a") == [6, 12, 18, 20]
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
@@ -367,7 +367,7 @@ def test_a_checkpoint_of_a_sweep_contains_every_sae_under_its_label(
     assert read_state(tmp_path / "checkpoints" / "step-00000010").heldout_fvu is not None
 
 
-def test_the_best_checkpoint_of_a_run_outlives_newer_ones(
+def test_the_best_checkpoint_in_a_run_outlives_newer_ones(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([0.4, 0.1, 0.3, 0.2, 0.25])
@@ -416,7 +416,7 @@ def test_a_run_killed_during_a_step_and_during_a_save_ends_with_the_same_weights
         assert (tmp_path / "run" / "sae" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
 
 
-def test_held_out_fvus_on_different_rows_are_not_compared(tmp_path: Path) -> None:
+def test_held_out_fvus_measured_on_different_rows_are_not_compared(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", keep=3)
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)

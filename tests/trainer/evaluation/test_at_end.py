@@ -1,4 +1,4 @@
-"""Tests that a finished run cheaply writes correct report cards, and that errors in writing do not fail the run."""
+"""Tests that a finished run cheaply writes correct report cards, and that write errors do not fail the run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained(make_trainer: MakeTrainer, job: JobConfig, kept) -> Trainer:
     return trainer
 
 
-def test_the_report_card_of_a_run_equals_the_one_that_eval_writes(
+def test_the_report_card_written_by_a_run_equals_the_one_written_by_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job()
@@ -110,8 +110,8 @@ def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # The run records the report card's standard error. This error is valid for all held-out rows, since the measured
-    # rows come from the same texts.
+    # The run records the standard error from the report card. This error is valid for all held-out rows, because the
+    # measured rows come from the same texts.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 
@@ -135,7 +135,7 @@ def test_contexts_are_found_if_the_data_has_tokens(
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
     features = Features(tmp_path / "sae" / "features.safetensors")
-    # The examples of a report card come from 1,024 rows, scaled as in training.
+    # The examples in a report card come from 1,024 rows, scaled as in training.
     assert features.n_rows == 1024
     ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
     with learner.evaluating():
@@ -191,7 +191,7 @@ def test_a_report_card_is_written_even_if_its_features_cannot_be_written(
 
 
 @pytest.mark.parametrize("mode", ["tensor", "ddp", "dp", "sweep"])
-def test_one_rank_measures_all_rows_in_every_mode(
+def test_a_single_rank_measures_all_rows_in_every_mode(
     mode: str, make_job: MakeJob, start_ranks: Callable, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)

@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return the folder of a finished run on data with tokens, which has two checkpoints and an evaluation on rows."""
+    """Return the folder of a finished run on data with tokens, with two checkpoints and an evaluation on rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Update the report card as an evaluation that measures only the given parts would."""
+    """Update the report card like an evaluation that measures only the given parts."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -58,7 +58,7 @@ def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
     write_card(folder, msgspec.structs.replace(bare, step=there.step if step is None else step, **parts))
 
 
-def test_an_evaluation_on_rows_keeps_figures_of_the_model_and_promoted_tokens(run: Path) -> None:
+def test_an_evaluation_on_rows_keeps_model_figures_and_promoted_tokens(run: Path) -> None:
     sae = run / "sae"
     add(sae, spliced=msgspec.convert(SPLICED, PatchedModel), probing=msgspec.convert(PROBING, Probing))
     write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
@@ -73,17 +73,17 @@ def test_an_evaluation_on_rows_keeps_figures_of_the_model_and_promoted_tokens(ru
         assert [one.text for one in latent.promoted] == [" w1", " w2"]
         assert latent.contexts
         assert features.search("w7")
-    # Only the first of the two evaluations measures the rows again.
+    # Only the first of the two evaluations remeasures the rows.
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # An evaluation of the SAE's folder does not know the step, so the report card keeps its step.
+    # An evaluation of the SAE's folder does not know the step, so the report card keeps its old step.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced
 
 
-def test_figures_of_replaced_weights_are_archived_and_return_with_these_weights(run: Path) -> None:
+def test_figures_for_replaced_weights_are_archived_and_return_with_these_weights(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
     add(sae, spliced=msgspec.convert(SPLICED, PatchedModel))
     fvu = card_of(sae).figures.fvu
@@ -135,7 +135,7 @@ def test_all_parts_of_one_evaluation_form_one_version(run: Path) -> None:
     spliced = msgspec.convert(SPLICED, PatchedModel)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # A report card that another evaluation has written in the meantime becomes an older version.
+    # A report card written by another evaluation in the meantime becomes an older version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 
@@ -162,7 +162,7 @@ def test_the_results_of_two_concurrent_evaluations_are_both_kept(run: Path) -> N
     assert card.parts.keys() >= {ROWS, IN_MODEL, PROBES}
 
 
-def test_identical_content_is_stored_once_and_the_oldest_versions_are_removed(run: Path) -> None:
+def test_identical_content_is_stored_only_once_and_the_oldest_versions_are_removed(run: Path) -> None:
     sae = run / "sae"
     for _ in range(2):
         evaluate(run)

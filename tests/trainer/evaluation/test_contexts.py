@@ -41,7 +41,7 @@ W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
 WORDS = [f" w{number}" for number in range(50)]
 
 
-def test_the_activations_shipped_with_the_app_record_their_text() -> None:
+def test_activations_bundled_with_the_app_record_their_text() -> None:
     place = Path(__file__).parents[3] / "data" / "sample"
     (text,) = texts_of(place)
     words = json.loads((place / "tokens.json").read_text())
@@ -126,7 +126,7 @@ def test_contexts_match_a_loop_over_all_rows(tmp_path_factory, lengths, seed) ->
 
 
 @pytest.mark.parametrize("words", ["w7", "w", " W4", "nothing"])
-def test_a_search_matches_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path, words: str) -> None:
+def test_a_search_matches_a_loop_over_all_tokens_in_all_contexts(tmp_path: Path, words: str) -> None:
     read = features([text([30, 20, 9], 2), text([25], 3, 3)], tmp_path)
     latents = [read.feature(latent) for latent in read.order()]
     has = {
@@ -146,7 +146,7 @@ def test_a_search_matches_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path,
     assert densities == sorted(densities, reverse=True)
 
 
-def test_sparse_activations_give_the_same_file_as_dense_activations(tmp_path: Path) -> None:
+def test_sparse_activations_produce_the_same_file_as_dense_activations(tmp_path: Path) -> None:
     found = [text([30, 5], 1)]
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -155,7 +155,7 @@ def test_sparse_activations_give_the_same_file_as_dense_activations(tmp_path: Pa
     assert (tmp_path / "a" / FEATURES).read_bytes() == (tmp_path / "b" / FEATURES).read_bytes()
 
 
-def test_each_token_of_a_context_is_stored_with_the_activation_of_the_latent(tmp_path: Path) -> None:
+def test_each_token_in_a_context_is_stored_with_the_activation_of_the_latent(tmp_path: Path) -> None:
     found = [text([40], 3)]
     read, acts = features(found, tmp_path), dense(found[0].x).dense()
     for latent in read.order():
@@ -189,7 +189,7 @@ def test_the_nearest_latents_match_a_loop_in_float64() -> None:
         assert cosines[latent].tolist() == pytest.approx([cosine for cosine, _ in others[:5]], abs=1e-6)
 
 
-def test_the_rows_of_an_extraction_are_read_in_text_order(tmp_path: Path) -> None:
+def test_the_rows_from_an_extraction_are_read_in_text_order(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(tmp_path / "model", "llama")
     corpus = tmp_path / "corpus.jsonl"
@@ -209,7 +209,7 @@ def test_the_rows_of_an_extraction_are_read_in_text_order(tmp_path: Path) -> Non
         assert said.strip() in texts[document]
 
 
-def test_data_without_tokens_gives_no_contexts(tmp_path: Path) -> None:
+def test_data_without_tokens_results_in_no_contexts(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(8, D_IN)}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
     assert contexts_of(dense, texts_of(tmp_path), no_outliers(), D_SAE, N_CONTEXTS) is None
@@ -222,14 +222,14 @@ def test_without_active_latents_there_are_no_contexts_but_all_latents_are_counte
     assert read.search("w") == []
 
 
-def test_tokens_of_an_unexpected_shape_give_no_contexts(tmp_path: Path) -> None:
+def test_tokens_of_an_unexpected_shape_result_in_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
     save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
 
 
-def test_rows_shuffled_in_an_unknown_order_give_no_contexts(tmp_path: Path) -> None:
+def test_rows_shuffled_in_an_unknown_order_result_in_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     save_file({"activations": one.x, **one.origin._asdict()}, tmp_path / "shard.safetensors")
     assert [len(read.x) for read in texts_of(tmp_path)] == [8]
@@ -240,7 +240,7 @@ def test_rows_shuffled_in_an_unknown_order_give_no_contexts(tmp_path: Path) -> N
 SPREAD_TEXTS = ["今天天气很好，我们去公园。", "naïve 🎉 café", "明天的天气会怎么样？", "the cat sat on the mat"]
 
 
-def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -> None:
+def test_contexts_with_byte_level_tokens_match_the_original_text(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(tmp_path / "model", "gpt2")
     corpus = tmp_path / "corpus.jsonl"
@@ -261,7 +261,7 @@ def test_contexts_of_byte_level_tokens_match_the_original_text(tmp_path: Path) -
     told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
             for latent in read.order()}  # fmt: skip
     assert sum(map(len, told.values())) > 10
-    # A character that is cut off at the end of the model's context is displayed as �.
+    # A character cut off at the end of the model's context is displayed as �.
     assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
     for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
         assert sorted(read.search(words)) == sorted(

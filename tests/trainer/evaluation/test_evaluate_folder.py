@@ -1,4 +1,4 @@
-"""Tests for report cards of SAE folders, measured on the run's held-out rows or, if there is no run, on given rows."""
+"""Tests for report cards for SAE folders, measured on the run's held-out rows or, without a run, on given rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cards(capsys: Shown, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
-def test_an_sae_next_to_its_run_is_measured_on_held_out_rows_of_the_run(
+def test_an_sae_next_to_its_run_is_measured_on_the_held_out_rows_of_the_run(
     is_launched: bool,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -94,7 +94,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
     assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
-    # Inputs and targets have the same width, but the inputs are never used as targets.
+    # Inputs and targets have the same width, but inputs are never used as targets.
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], "--targets: is required, since "),
@@ -113,7 +113,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     ["saelens 5: rows scaled to a mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"],
 )
 @torch.no_grad()
-def test_an_sae_of_another_tool_is_measured_if_its_missing_settings_are_given(
+def test_an_sae_from_another_tool_is_measured_if_its_missing_settings_are_given(
     name: str, tmp_path: Path, capsys: Shown
 ) -> None:
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_an_sae_of_another_tool_is_measured_if_its_missing_settings_are_given(
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
 
 
-def test_rows_from_a_different_hook_give_a_warning(
+def test_rows_from_a_different_hook_cause_a_warning(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     def is_of(hook: str) -> None:

@@ -55,7 +55,7 @@ def test_a_report_card_matches_the_held_out_fvu_and_lies_next_to_the_weights(
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Store a text number with each row of both shards. Each text has `n_rows` rows."""
+    """Store a text number for each row in both shards. Each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -78,7 +78,7 @@ def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_compariso
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # All rows of zeros are identical, so 2 of the 150 held-out rows have copies.
+    # All zero rows are identical, so 2 of the 150 held-out rows have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -86,7 +86,7 @@ def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_compariso
     assert len(sums.errors) == 6
     assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
     assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
-    # The sums of two SAEs can be compared only if both SAEs were measured on the same rows.
+    # The sums for two SAEs can be compared only if both SAEs were measured on the same rows.
     for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
         job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
         other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
@@ -95,7 +95,7 @@ def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_compariso
         assert (of_other.rows == sums.rows) == (split_seed == 0)
 
 
-def test_a_run_of_an_earlier_program_version_is_measured_on_its_own_held_out_rows(
+def test_a_run_from_an_earlier_program_version_is_measured_on_its_own_held_out_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -126,7 +126,7 @@ def test_held_out_rows_that_are_copies_of_training_rows_are_reported(
     assert sentence in capsys.readouterr().out
 
 
-def test_a_model_card_contains_no_path_of_this_machine(
+def test_a_model_card_contains_no_path_from_this_machine(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     meta = {"model_name": str(tmp_path / "models" / "smol"), "dataset_path": str(tmp_path / "corpus.jsonl")}
@@ -144,7 +144,7 @@ def test_a_model_card_contains_no_path_of_this_machine(
     assert " rows, – rare, " in card
 
 
-def test_a_sweep_gets_one_report_card_per_sae_and_keeps_the_readme_of_the_user(
+def test_a_sweep_gets_one_report_card_per_sae_and_keeps_a_user_written_readme(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, data={"held_out_tokens": 0})
@@ -159,7 +159,7 @@ def test_a_sweep_gets_one_report_card_per_sae_and_keeps_the_readme_of_the_user(
     assert (run / "sae" / "k=4" / "card.json").exists()
 
 
-def test_the_report_card_of_a_transcoder_compares_its_output_with_the_targets(
+def test_the_report_card_for_a_transcoder_compares_its_output_with_the_targets(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = tmp_path / "targets"
@@ -188,7 +188,7 @@ def test_non_finite_rows_and_outliers_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("of_targets", [False, True])
-def test_a_report_card_names_dimensions_that_hold_most_of_the_variance(
+def test_a_report_card_names_dimensions_accounting_for_most_of_the_variance(
     of_targets: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     heavy = tmp_path / "heavy"
@@ -265,7 +265,7 @@ def test_a_report_card_is_kept_only_next_to_the_weights_that_it_was_measured_on(
     assert (sae / "card.json").exists()
 
 
-def test_the_report_card_of_a_launched_job_is_written_next_to_its_sae(
+def test_the_report_card_for_a_launched_job_is_written_next_to_its_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, run, output = make_job(), tmp_path / "runs" / "1", tmp_path / "saes" / "1"
@@ -278,7 +278,7 @@ def test_the_report_card_of_a_launched_job_is_written_next_to_its_sae(
     assert not (run / "sae").exists()
 
 
-def test_a_folder_without_a_run_gives_a_one_sentence_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_causes_a_one_sentence_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
 
@@ -310,7 +310,7 @@ def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
     assert may_tell_tokens(job.hooks.values())
     told = evaluate(folder, best=False, device="cpu")
     assert len(told) == 2
-    # The text is read once for all SAEs of a hook, and its temporary rows are deleted afterwards.
+    # The text is read once for all SAEs at a hook, and the temporary rows are deleted afterwards.
     assert len(read) == 1
     assert not read[0].exists()
     for one in told:

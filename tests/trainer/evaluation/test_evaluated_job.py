@@ -35,7 +35,7 @@ def write(file: Path, more: str, mode: int) -> Path:
     return file
 
 
-def test_remote_code_requires_consent_and_a_file_that_only_the_user_can_write(
+def test_remote_code_requires_consent_and_a_file_writable_only_by_the_user(
     file: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"job\.toml"):
@@ -64,7 +64,7 @@ def test_no_command_runs_remote_code_without_consent(file: Path, command: str, c
     assert sorted(file.parent.iterdir()) == [file]
 
 
-def test_the_run_of_another_user_is_measured_in_fp32_if_it_needs_no_remote_code(file: Path) -> None:
+def test_a_run_by_another_user_is_measured_in_fp32_if_it_needs_no_remote_code(file: Path) -> None:
     job = evaluated_job(write(file, "", 0o666))
     assert job.train.precision == "fp32"
     assert not job.data.settings.remote_code

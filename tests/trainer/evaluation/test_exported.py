@@ -1,4 +1,4 @@
-"""Tests that an SAE loaded from its files computes the same results as the SAE that was exported."""
+"""Tests that an SAE loaded from its files computes the same results as the exported SAE."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_sae_loaded_from_files_reconstructs_like_the_trained_sae(
     assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
 
 
-def test_a_transcoder_loaded_from_files_gives_the_same_output_as_the_trained_one(
+def test_a_transcoder_loaded_from_files_has_the_same_output_as_the_trained_one(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
@@ -79,7 +79,7 @@ def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported
 
 
 @pytest.mark.parametrize("form", ["sparsify", "dictionary_learning"])
-def test_an_sae_in_the_format_of_another_tool_gives_the_same_reconstruction(
+def test_an_sae_in_the_format_of_another_tool_has_the_same_reconstruction(
     form: str, exported: Path, tmp_path: Path
 ) -> None:
     shared = FORMATS["saelens"].load()().read(exported)

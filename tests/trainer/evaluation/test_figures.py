@@ -88,7 +88,7 @@ def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Te
 
 
 @torch.no_grad()
-def test_figures_that_saelens_also_computes_equal_those_of_saelens(tmp_path: Path) -> None:
+def test_figures_that_saelens_also_computes_match(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from sae_lens.evals import get_sparsity_and_variance_metrics
     from sae_lens.load_model import load_model
@@ -141,7 +141,7 @@ def test_the_clustered_standard_error_of_the_fvu_equals_a_jackknife_over_texts()
     jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
     by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
     assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
-    # Treating rows as independent would give less than half this standard error.
+    # If rows were treated as independent, this standard error would be less than half as large.
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
@@ -175,7 +175,7 @@ def test_the_share_of_rare_latents_is_measured_only_if_there_are_enough_rows() -
     assert rare(len(fires) - 1000) is None
 
 
-def test_densities_of_latents_that_fire_are_counted_by_half_decades() -> None:
+def test_densities_of_firing_latents_are_counted_by_half_decades() -> None:
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
     counts = histogram(torch.tensor([0.0, 1.0, 0.5, 0.2, 0.011, 1e-9]))
     assert len(counts) == n_bins

@@ -29,7 +29,7 @@ def test_the_default_sets_come_first_and_then_the_other_sets_by_number(packages:
     assert [one.name for one in read_sets(4)] == [*DEFAULTS[:2], "4_early", "30_later"]
 
 
-def test_the_first_texts_of_each_class_are_used_and_both_classes_have_equally_many(packages: Path) -> None:
+def test_the_first_texts_in_each_class_are_used_and_both_classes_have_equally_many(packages: Path) -> None:
     rows = two_classes(PER_CLASS + 10) + [("the cat sat on", "0")] * 40 + [("", "1"), ("no label", "")]
     write_set(packages, "1_texts", rows)
     (one,) = read_sets(1)
@@ -48,7 +48,7 @@ def test_sets_with_more_than_two_classes_or_few_texts_are_skipped(packages: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"not packed", b"\x28\xb5\x2f\xfd" + b"\x00" * 20])
-def test_a_damaged_data_set_gives_a_one_sentence_error(packages: Path, content: bytes) -> None:
+def test_a_damaged_data_set_causes_a_one_sentence_error(packages: Path, content: bytes) -> None:
     file = write_set(packages, "1_texts", two_classes(70))
     file.write_bytes(content)
     with pytest.raises(UserError) as refused:
@@ -57,7 +57,7 @@ def test_a_damaged_data_set_gives_a_one_sentence_error(packages: Path, content: 
     assert "\n" not in str(refused.value)
 
 
-def test_a_table_with_other_columns_gives_a_one_sentence_error(packages: Path) -> None:
+def test_a_table_with_other_columns_causes_a_one_sentence_error(packages: Path) -> None:
     import zstandard
 
     write_set(packages, "1_texts", []).write_bytes(zstandard.compress(b"words,class\na,0\n"))
@@ -75,7 +75,7 @@ def test_the_default_sets_exist_in_the_real_package(monkeypatch: pytest.MonkeyPa
     assert all(sum(one.labels) * 2 == len(one.labels) == len(one.texts) <= 2 * PER_CLASS for one in sets)
 
 
-def test_the_error_for_a_missing_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(probe_sets._NEEDED, "no_such_package", "no-such-package")
     with pytest.raises(UserError, match=r"^--probe: needs .*no-such-package: `pip install 'sae-tui\[eval\]'`$"):
         read_sets(1)

@@ -1,4 +1,4 @@
-"""Tests for k-sparse probing: latents that are known to separate two classes, and a comparison with scikit-learn."""
+"""Tests for k-sparse probing, with latents known to separate two classes and a comparison with scikit-learn."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_standard_errors_are_computed_over_seeds_and_over_data_sets() -> None:
 
 
 @pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), pytest.param("bert", False, marks=pytest.mark.slow)])
-def test_the_report_card_of_a_run_contains_the_probing_results(
+def test_the_report_card_for_a_run_contains_the_probing_results(
     family: str,
     has_loss: bool,
     make_job: Callable[..., JobConfig],
@@ -169,7 +169,7 @@ def test_each_text_gets_the_same_row_as_without_batching(tiny: Callable[[str], P
     torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_full_model_gives_the_same_rows_and_stops_at_the_hook(tiny: Callable[[str], Path]) -> None:
+def test_the_full_model_produces_the_same_rows_and_stops_at_the_hook(tiny: Callable[[str], Path]) -> None:
     texts, model = sentences(5), load(tiny("gpt2"), whole=True)
     reads: list[object] = []
     model._model.get_output_embeddings().register_forward_pre_hook(lambda *_: reads.append(1))
@@ -179,6 +179,6 @@ def test_the_full_model_gives_the_same_rows_and_stops_at_the_hook(tiny: Callable
     torch.testing.assert_close(rows, last_rows(load(tiny("gpt2")), texts, CONTEXT))
 
 
-def test_a_text_without_a_token_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_a_text_without_tokens_is_refused(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="tokenizer produces no tokens for the text"):
         last_rows(load(tiny("gpt2")), ["the cat", ""], CONTEXT)

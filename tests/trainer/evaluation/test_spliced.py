@@ -36,7 +36,8 @@ from trainer.training.loop import Trainer
 HOOK = "resid_post.1"
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# Maps each family to its final norm's path, whether this norm subtracts the mean, and the number added to its weight.
+# Maps each family to the path of its final norm, whether this norm subtracts the mean, and the number added to its
+# weight.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -158,7 +159,7 @@ def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, 
     assert spliced.ce_score_error == pytest.approx(error, rel=1e-3)
 
 
-def test_the_output_of_a_transcoder_replaces_that_of_a_different_hook(gpt2: Path, job: ExtractJob) -> None:
+def test_the_output_of_a_transcoder_replaces_the_output_of_a_different_hook(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     mlp = spied.model.transformer.h[1].mlp
     read: list[Tensor] = []
@@ -189,7 +190,7 @@ def test_the_output_of_a_transcoder_replaces_that_of_a_different_hook(gpt2: Path
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
-    """Return the document pieces of all contexts of `length` tokens."""
+    """Return the document pieces for all contexts of `length` tokens."""
     return [piece for context in contexts_of(spied, length) for piece in context]
 
 
@@ -204,7 +205,7 @@ def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
 
 
 class LensModel:
-    """The part of TransformerLens's model interface that SAELens's evaluation uses."""
+    """The part of TransformerLens's model interface used by SAELens's evaluation."""
 
     def __init__(self, spied: Spied) -> None:
         self._spied = spied
@@ -281,7 +282,7 @@ def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: Extract
     assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
 
 
-def test_text_beyond_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
+def test_ablations_at_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
@@ -292,7 +293,7 @@ def test_text_beyond_the_extracted_part_is_used_if_there_is_any(job: ExtractJob)
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_a_model_without_an_unembedding_is_refused(family: str, tmp_path: Path, job: ExtractJob) -> None:
+def test_text_beyond_the_extracted_part_is_used_if_available(family: str, tmp_path: Path, job: ExtractJob) -> None:
     other = extraction_job(make_model(tmp_path / family, family), Path(job.text.path or ""), tmp_path / "rows")
     with pytest.raises(UserError, match=r"model.path: .* choose"):
         SplicedModel(other, HOOK, CPU)
@@ -366,7 +367,7 @@ def test_a_transcoder_with_a_skip_connection_replaces_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_report_card_of_a_run_on_extracted_rows_contains_the_loss_of_the_model(
+def test_the_report_card_for_a_run_on_extracted_rows_contains_the_loss_of_the_model(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)
@@ -413,7 +414,7 @@ def job_of(folder: Path, hook: str = "resid_post.1") -> ExtractJob:
 
 
 def in_a_loop(model: Any, family: str) -> list[list[float]]:
-    """Return the logits of each decoder direction, computed one at a time from the definition in float64."""
+    """Return the logits for each decoder direction, computed one at a time from the definition in float64."""
     path, takes_mean, added = NORMS[family]
     scale = (model.get_submodule(path).weight.double() + added).tolist()
     w_u = model.lm_head.weight.double().tolist()

@@ -35,7 +35,7 @@ COMMON = 261
 
 
 def digests(job: ExtractJob) -> dict[str, str]:
-    """Return the SHA-256 of each file in a job's output, except for the lock."""
+    """Return the SHA-256 of each file in a job's output, except for the lock file."""
     output = Path(job.extract.output)
     files = [file for file in output.rglob("*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -75,7 +75,7 @@ def example(tiny, corpus, tmp_path_factory) -> tuple[ExtractJob, ExtractionResul
     return job, run(job)
 
 
-def test_the_rows_of_all_hooks_belong_to_the_same_tokens(example) -> None:
+def test_rows_from_all_hooks_belong_to_the_same_tokens(example) -> None:
     job, result = example
     assert (result.state, result.n_tokens) == ("finished", 300)
     assert result.outputs == {hook: str(job.folder(hook)) for hook in job.model.hooks}
@@ -85,7 +85,7 @@ def test_the_rows_of_all_hooks_belong_to_the_same_tokens(example) -> None:
         assert all(torch.equal(first[name], other[name]) for name in ("token_ids", "positions", "document"))
 
 
-def test_a_row_is_the_activation_of_the_model_for_its_token(example, tiny) -> None:
+def test_a_row_is_the_activation_in_the_model_at_its_token(example, tiny) -> None:
     job, _ = example
     tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))
@@ -143,7 +143,7 @@ def test_metadata_records_the_text_and_tokenizer_and_weights_and_limits(make: Ma
     assert meta(without, "mlp_out.0")["norm_limit"] is None
 
 
-def test_the_same_job_gives_the_same_bytes_in_any_folder(make: Make) -> None:
+def test_the_same_job_writes_the_same_bytes_in_any_folder(make: Make) -> None:
     first, second, other = make(name="a"), make(name="b"), make(name="c", seed=1)
     results = [run(job) for job in (first, second, other)]
     assert results[0].left_out == results[1].left_out == results[2].left_out
@@ -190,7 +190,7 @@ def test_an_extraction_killed_just_before_its_end_writes_the_same_files(make: Ma
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return the total number of tokens in the contexts of a text, and the number of document pieces."""
+    """Return the total number of tokens in the contexts for a text, and the number of document pieces."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -223,7 +223,7 @@ def test_the_requested_number_of_first_tokens_is_skipped(make: Make) -> None:
     assert int(tensors(job, "mlp_out.0")["positions"].min()) == 3
 
 
-def test_the_rows_of_an_encoder_belong_to_its_text_and_not_to_padding(make: Make, corpus: Path) -> None:
+def test_rows_from_an_encoder_belong_to_its_text_and_not_to_padding(make: Make, corpus: Path) -> None:
     job = make("bert", n_tokens=10**6, max_norm=0)
     result = run(job)
     tokenizer = transformers.AutoTokenizer.from_pretrained(job.model.path)
@@ -238,7 +238,7 @@ def test_the_rows_of_an_encoder_belong_to_its_text_and_not_to_padding(make: Make
 
 @pytest.fixture
 def changed(tiny, tmp_path: Path) -> Callable[[float], Path]:
-    """Return a function that copies GPT-2 and scales the embedding of a common token by a factor."""
+    """Return a function that copies GPT-2 and scales the embedding of a common token by a given factor."""
 
     def copy(factor: float) -> Path:
         folder = Path(shutil.copytree(tiny("gpt2"), tmp_path / f"gpt2-{factor}"))
@@ -326,7 +326,7 @@ def test_a_stopped_extraction_does_not_continue_in_a_different_dtype(make: Make)
     job = make()
     assert run(job, *stop_after(4)).state == "stopped"
     file = Path(job.extract.output) / STATE
-    # Pretend that the rows were extracted on a GPU, which would have used another dtype.
+    # Pretend that the rows were extracted on a GPU, where another dtype would have been used.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "bfloat16"}))
     was = r"^extract.output: the shards in .* contain bfloat16, but this device computes in float32; continue"
     with pytest.raises(UsageError, match=was):
@@ -339,7 +339,7 @@ def test_a_finished_extraction_is_recognised_under_a_different_job_name(example)
     assert (state.is_finished, state.n_stored, state.left_out) == (True, 300, result.left_out)
 
 
-def test_extracted_shards_are_not_mixed_with_shards_of_other_origin(make: Make) -> None:
+def test_extracted_shards_are_not_mixed_with_shards_from_another_source(make: Make) -> None:
     job = make()
     job.folder("mlp_out.0").mkdir(parents=True)
     save_file({"activations": torch.zeros(2, 2)}, job.folder("mlp_out.0") / "shard-00007.safetensors")
@@ -347,7 +347,7 @@ def test_extracted_shards_are_not_mixed_with_shards_of_other_origin(make: Make) 
     assert refusal(job).startswith(shown)
 
 
-def test_the_error_for_a_deleted_shard_names_it(make: Make) -> None:
+def test_the_error_for_a_deleted_shard_names_the_shard(make: Make) -> None:
     run(job := make())
     (file := job.folder("mlp_out.0") / "shard-00001.safetensors").unlink()
     shown = f"extract.output: {file} is missing; delete {job.extract.output} or choose another folder"
@@ -375,8 +375,8 @@ def test_two_simultaneous_extractions_into_one_folder_are_refused(make: Make) ->
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
-def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None:
-    """Simulate a GPU, where the extraction waits for a batch's rows only after it has read the next batch."""
+def test_reading_ahead_produces_the_same_bytes(make: Make, max_norm: float) -> None:
+    """Simulate a GPU, on which the extraction waits for the rows of a batch only after reading the next batch."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)
@@ -390,7 +390,7 @@ def test_reading_ahead_gives_the_same_bytes(make: Make, max_norm: float) -> None
 
 @pytest.fixture
 def fill_disk() -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the size of files once rows are stored, to simulate a full disk."""
+    """Return a function that limits the file size once rows are stored, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda n_stored: resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if n_stored else soft, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -399,7 +399,7 @@ def fill_disk() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # The file that cannot be written may be a shard or the extraction's state.
+    # The file that cannot be written may be a shard or the state of the extraction.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)

@@ -29,7 +29,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Restore the signal handlers that a command replaces."""
+    """Restore the signal handlers replaced by a command."""
     numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -88,7 +88,7 @@ def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file
     lines = capsys.readouterr().out.splitlines()
     at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
     assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
-    # A hook that is specified by its module path has no other names.
+    # A hook specified by its module path has no other names.
     assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
 
 
@@ -137,7 +137,7 @@ def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, 
     assert "unpaired surrogates in 30 documents were replaced with U+FFFD\n" in capsys.readouterr().err
 
 
-def test_a_missing_tokenizer_or_a_git_lfs_pointer_gives_a_one_sentence_error(
+def test_a_missing_tokenizer_or_a_git_lfs_pointer_causes_a_one_sentence_error(
     job_file: Path, tmp_path: Path, tiny, capsys
 ) -> None:
     bare, pointers = tmp_path / "bare", tmp_path / "pointers"
@@ -176,7 +176,7 @@ def test_if_packing_is_impossible_the_use_of_one_document_per_context_is_reporte
         ("extract.output=job.toml", EXIT_USAGE, "extract.output: "),
     ],
 )
-def test_bad_input_gives_a_one_sentence_error(
+def test_bad_input_causes_a_one_sentence_error(
     job_file: Path, override: str, code: int, sentence: str, capsys, no_gpus
 ) -> None:
     assert main(["extract", str(job_file), "--set", override]) == code
@@ -185,7 +185,7 @@ def test_bad_input_gives_a_one_sentence_error(
     assert lines[0].startswith(sentence)
 
 
-def test_running_out_of_memory_gives_a_one_sentence_error(
+def test_running_out_of_memory_causes_a_one_sentence_error(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
@@ -208,7 +208,7 @@ def test_run_refuses_extraction_jobs_and_extract_refuses_training_jobs(job_file:
 
 
 @pytest.mark.slow
-def test_a_training_job_can_read_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_a_training_job_can_read_the_folder_for_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file)]) == EXIT_FINISHED
     (training := tmp_path / "training.toml").write_text(
         '[data]\npath = "activations/mlp_out.0"\n[sae]\nd_sae = 64\nk = 4\n'
@@ -222,7 +222,7 @@ def test_a_training_job_can_read_the_folder_of_a_hook(job_file: Path, tmp_path: 
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file, except for the lock and for temporary files left by a killed process."""
+    """Return the SHA-256 of each file, except for lock files and temporary files left by a killed process."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

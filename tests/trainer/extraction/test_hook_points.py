@@ -34,7 +34,7 @@ BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
 # Maps each model family to the module paths of its sites.
 # `mlp_in` is the input of its module, and all other sites are outputs.
-# For Gemma, `mlp_out` and `attn_out` are the outputs of the norms that follow the MLP and the attention.
+# For Gemma, `mlp_out` and `attn_out` are the outputs of the norms following the MLP and the attention.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {
@@ -58,7 +58,7 @@ MODULES["gemma3"] = MODULES["llama"] | {
 
 
 def reference(folder: Path, family: str) -> dict[str, Tensor]:
-    """Return the rows of each hook, computed with the unmodified model from the transformers library."""
+    """Return the rows from each hook, computed with the unmodified model from the transformers library."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     rows: dict[str, Tensor] = {}
     for layer in range(N_BLOCKS):
@@ -82,7 +82,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def both(tiny: Callable[[str], Path]) -> Callable[[str], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return a function that reads the rows of a family's hooks with `LanguageModel` and with the reference."""
+    """Return a function that reads rows from a family's hooks with `LanguageModel` and with the reference."""
 
     @functools.cache
     def read(family: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -145,7 +145,7 @@ def linear(_: int) -> nn.Linear:
     return nn.Linear(2, 2)
 
 
-def test_the_blocks_are_the_longest_module_list_that_is_not_nested_in_another() -> None:
+def test_the_blocks_are_the_longest_module_list_not_nested_in_another_list() -> None:
     assert find_blocks(Mixed()) == BlockList("layers", 2)
 
 
@@ -177,7 +177,7 @@ def test_a_hook_that_does_not_exist_in_the_model_is_refused(hook: Hook, sentence
     assert str(error.value) == sentence
 
 
-def test_with_a_hook_outside_the_blocks_no_block_is_dropped() -> None:
+def test_with_a_hook_outside_the_blocks_no_blocks_are_dropped() -> None:
     model = Mixed()
     assert (
         drop_blocks_above(model, BlockList("layers", 2), [HookPoint("layers.0", False), HookPoint("norms", False)]) == 2

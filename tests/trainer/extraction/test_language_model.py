@@ -34,7 +34,7 @@ def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
 
 
 def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
-    """Return the first hook's rows for each token of a batch, [n_contexts, n_tokens, d]."""
+    """Return the rows from the first hook for each token in a batch, [n_contexts, n_tokens, d]."""
     return model.rows(batch, torch.arange(batch.ids.size))[0].reshape(*batch.ids.shape, -1)
 
 
@@ -64,7 +64,7 @@ def require_like_alone(folder: Path, model: LanguageModel, made: list[ContextBat
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_packed_document_gives_the_same_rows_as_on_its_own(tiny: Callable[[str], Path], family: str) -> None:
+def test_a_packed_document_has_the_same_rows_as_on_its_own(tiny: Callable[[str], Path], family: str) -> None:
     model = load(tiny(family))
     assert model.packs
     # The last context is shorter than the others, so it is in a separate batch.
@@ -107,7 +107,7 @@ def test_documents_are_not_packed_if_a_model_isolates_them_only_in_batches_of_on
 
 @pytest.fixture
 def copy(tiny, tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies the tiny model of a family, so that a test can damage the copy."""
+    """Return a function that copies a family's tiny model, so that a test can damage the copy."""
     return lambda family: Path(shutil.copytree(tiny(family), tmp_path / family))
 
 
@@ -132,14 +132,14 @@ def test_a_damaged_weight_file_is_refused(copy) -> None:
     require_refused('model.path: "', folder)
 
 
-def test_missing_weights_are_refused_and_not_randomly_initialised(copy) -> None:
+def test_missing_weights_are_refused_rather_than_randomly_initialised(copy) -> None:
     file = (folder := copy("llama")) / "model.safetensors"
     weights = load_file(file)
     lacking = [name for name in weights if ".1.mlp" in name]
     save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
     sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
     require_refused(sentence, folder)
-    # A hook in block 0 does not need the later block whose weights are missing.
+    # A hook in block 0 does not need the later block with the missing weights.
     load(folder, "resid_post.0")
 
 
@@ -184,7 +184,7 @@ def test_an_excessive_configuration_is_refused_before_building_the_model(copy, s
         ("tokenizer.json", {"added_tokens": None}, r"one of its files is damaged \(TypeError: .*\); download it again"),
     ],
 )
-def test_a_damaged_model_gives_a_one_sentence_error(copy, file, settings, sentence) -> None:
+def test_a_damaged_model_causes_a_one_sentence_error(copy, file, settings, sentence) -> None:
     folder = copy("gpt2")
     edit(folder / file, **settings)
     with pytest.raises(UserError, match=f" cannot be loaded: {sentence}"):
@@ -202,7 +202,7 @@ def test_a_damaged_model_gives_a_one_sentence_error(copy, file, settings, senten
     ],
     ids=["Llama 405B", "DeepSeek-V3", "Gemma 3", "Qwen3 MoE", "Doge"],
 )
-def test_the_configurations_of_large_models_are_accepted(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_configurations_of_large_models_are_accepted(settings: dict[str, Any], tmp_path: Path) -> None:
     refuse_odd_config(settings, tmp_path, allows_code=False)
 
 
@@ -315,7 +315,7 @@ def test_special_tokens_around_a_text_are_added_to_each_packed_piece(tiny) -> No
 
 @pytest.fixture
 def load_whole(tiny: Callable[[str], Path]) -> Load:
-    """Return a function that loads the tiny model of a family, with hooks in its first and last blocks."""
+    """Return a function that loads a family's tiny model, with hooks in its first and last blocks."""
     hooks = ["mlp_in.0", f"resid_post.{N_BLOCKS - 1}"]
     return lambda family: LanguageModel(extraction_job(tiny(family), Path("text"), Path("rows"), hooks=hooks), CPU)
 
@@ -337,7 +337,7 @@ def test_each_block_is_placed_on_a_single_gpu_and_blocks_keep_their_order(load_w
         assert len({gpu for name, gpu in gpus.items() if name.startswith(f"{blocks}.{number}.")}) == 1
 
 
-def test_a_model_too_large_for_all_gpus_together_gives_a_one_sentence_error(load_whole: Load) -> None:
+def test_a_model_too_large_for_all_gpus_together_causes_a_one_sentence_error(load_whole: Load) -> None:
     with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; add more to launch.gpus$"):
         indices(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
 
@@ -347,7 +347,7 @@ def test_rows_are_the_same_if_modules_move_their_inputs_between_devices(load_who
     model, ids = load_whole(family), np.arange(24).reshape(2, 12)
     batch = ContextBatch(ids, np.tile(np.arange(12), (2, 1)), np.repeat([[0], [1]], 12, axis=1))
     before = model.rows(batch, torch.arange(24))
-    # Accelerate wraps the forward pass of each module, even if all modules are on one device.
+    # Accelerate wraps the forward pass of each module, even if all modules are on the same device.
     modules = {name: torch.device("cpu") for name, part in model._model.named_modules() if not [*part.children()]}
     dispatch_model(model._model, modules, force_hooks=True)
     assert any(hasattr(part, "_hf_hook") for part in model._model.modules())

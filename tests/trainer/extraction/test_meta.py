@@ -1,4 +1,4 @@
-"""Tests that the hashes in metadata identify a model or tokenizer regardless of its folder."""
+"""Tests that metadata hashes identify a model or tokenizer regardless of its folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def test_local_weights_are_hashed_but_weights_on_the_hub_are_not(tiny: Tiny, tmp_path: Path) -> None:
+def test_local_weights_are_hashed_but_hub_weights_are_not(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"not what is read")
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in WEIGHTS}
@@ -37,7 +37,7 @@ def test_a_model_in_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None
     }
 
 
-def test_large_weights_are_hashed_by_samples_and_labelled_accordingly(
+def test_large_weights_are_hashed_by_sampling_and_labelled_accordingly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meta, "WHOLE_BYTES", 1000)
@@ -63,7 +63,7 @@ def test_the_hash_of_a_tokenizer_depends_on_its_rules_and_not_on_its_folder(tiny
     assert tokenizer_hash(Tokenizer(changed)) != own
 
 
-def test_reading_texts_does_not_change_the_hash_of_a_tokenizer(tiny: Tiny) -> None:
+def test_reading_texts_does_not_change_a_tokenizer_hash(tiny: Tiny) -> None:
     one = tokenizer(tiny("llama"))
     before = tokenizer_hash(one)
     list(one.tokens(["a text", "and a longer one"]))

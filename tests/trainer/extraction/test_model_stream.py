@@ -54,7 +54,7 @@ Make = Callable[..., ExtractJob]
 
 
 def stream_of(job: ExtractJob, **settings: Any) -> ModelStream:
-    """Return the stream of the first hook of an extraction job."""
+    """Return the stream for the first hook in an extraction job."""
     given = {"model": job.model.path, "hook": job.model.hooks[0], "text": job.text.path, "context": job.text.context}
     return ModelStream(**given | {"batch_tokens": job.extract.batch_tokens} | settings)
 
@@ -111,7 +111,7 @@ def long_text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_stream_gives_the_rows_that_an_extraction_stores(make: Make, family: str) -> None:
+def test_a_stream_yields_the_rows_stored_by_an_extraction(make: Make, family: str) -> None:
     job = make(family, n_tokens=10_000, max_norm=0.0, hooks=["resid_post.1"])
     run(job)
     stored = torch.cat([load_file(file)["activations"] for file in sorted(job.folder("resid_post.1").glob("*.saf*"))])
@@ -125,7 +125,7 @@ def test_a_stream_gives_the_rows_that_an_extraction_stores(make: Make, family: s
     assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
-def test_the_parts_that_ranks_read_make_up_the_stream_without_overlap(make: Make) -> None:
+def test_the_parts_read_by_the_ranks_make_up_the_stream_without_overlap(make: Make) -> None:
     whole, first, second = (stream_of(make()) for _ in range(3))
     whole.begin(0, 1, CPU)
     first.begin(0, 2, CPU)
@@ -186,7 +186,7 @@ def test_ranks_with_the_same_tokens_each_read_a_part_of_the_text_and_get_all_row
             assert len(pairs) == len(expected) > 5
             assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
             assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
-    # After the first batch, the remaining text is read twice, each time divided among the ranks.
+    # After the first batch, the remaining text is read twice, each time split across the ranks.
     # Before these two passes, each rank reads at most two batches.
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
@@ -194,7 +194,7 @@ def test_ranks_with_the_same_tokens_each_read_a_part_of_the_text_and_get_all_row
 
 
 @pytest.mark.parametrize("hooks", [["resid_post.1"], ["resid_post.0", "resid_post.1"], ["mlp.0"]])
-def test_models_on_separate_devices_give_the_same_rows_in_order(make: Make, hooks: list[str]) -> None:
+def test_models_on_separate_devices_produce_the_same_rows_in_order(make: Make, hooks: list[str]) -> None:
     alone, several = (stream_of_hooks(make(), hooks) for _ in range(2))
     several.own_devices = [CPU] * 3
     for stream in (alone, several):
@@ -210,7 +210,7 @@ def test_models_on_separate_devices_give_the_same_rows_in_order(make: Make, hook
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_ranks_that_divide_the_reading_also_divide_their_part_among_their_devices(make: Make) -> None:
+def test_ranks_sharing_the_reading_also_split_their_part_across_their_devices(make: Make) -> None:
     alone, *streams = (stream_of(make()) for _ in range(3))
     for stream in streams:
         stream.own_devices = [CPU] * 2
@@ -254,7 +254,7 @@ def test_models_on_separate_devices_read_ahead_only_up_to_a_limit(make: Make, mo
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
 
 
-def test_the_error_of_one_model_is_raised_once_and_after_the_rows_before_it(
+def test_an_error_in_one_model_is_raised_once_and_after_the_rows_before_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, several = (stream_of(make()) for _ in range(2))
@@ -281,7 +281,7 @@ def test_the_error_of_one_model_is_raised_once_and_after_the_rows_before_it(
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
+def test_running_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def out_of_memory(*_: object) -> None:
@@ -344,7 +344,7 @@ def test_a_run_resumes_to_the_same_weights_after_a_reading_rank_is_killed(
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    # The remainder of the message depends on the machine's count of OOM kills, which other tests may increase too.
+    # The rest of the message depends on the machine's count of OOM kills, which other tests may also increase.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
@@ -417,7 +417,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The sample covers the entire text, so the text is not read again for the sample.
+    # The sample covers the entire text, so the text is not reread for the sample.
     assert n_read == n_all > 200 * 64
 
 
@@ -457,7 +457,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
     assert str(error.value).startswith(problem)
 
 
-def test_a_d_in_that_differs_from_the_width_of_the_hook_is_refused(make: Make) -> None:
+def test_a_d_in_that_differs_from_the_hook_width_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
     with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 values, not 7$"):
@@ -493,7 +493,7 @@ def test_memory_and_time_estimates_include_the_language_model(make: Make, corpus
 @pytest.mark.parametrize(
     ("mode", "nodes", "n_parts"), [("ddp", 1, 4), ("tensor", 1, 4), ("tensor", 2, 1), ("ddp", 2, 4)]
 )
-def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
+def test_ranks_on_one_machine_split_the_text_and_the_plan_says_so(
     mode: str, nodes: int, n_parts: int, make: Make, corpus: Path
 ) -> None:
     table = table_of(make(), corpus) | {"parallel": {"mode": mode}}
@@ -501,7 +501,7 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
     assert job, problems
     work = Workload(job.replace("launch", nodes=nodes), 4, job.data_shape(), CPU_PROCESS)
     speeds = assumed_speeds(CPU_PROCESS, "fp32")
-    # Each of the four ranks reads either a quarter of a step's tokens or all of them.
+    # Each of the four ranks reads either a quarter of the tokens for a step or all of them.
     flops = job.data.settings.flops_per_token() * work.tokens_per_step / n_parts
     assert text_parts(work) == n_parts
     assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)

@@ -39,7 +39,7 @@ def pieces(contexts: list[ContextBatch]) -> list[tuple[int, list[int], list[int]
 
 @pytest.mark.parametrize("lay", [pack, separate])
 @given(texts())
-def test_joined_pieces_give_the_original_documents(lay, text: tuple[list[Tokens], int]) -> None:
+def test_joined_pieces_equal_the_original_documents(lay, text: tuple[list[Tokens], int]) -> None:
     documents, length = text
     read: list[list[int]] = [[] for _ in documents]
     for number, ids, _ in pieces(list(lay(documents, length))):
@@ -64,7 +64,7 @@ def test_each_piece_restarts_at_position_0_and_has_the_surrounding_special_token
 
 
 @given(texts())
-def test_packed_contexts_keep_the_order_and_all_but_the_last_are_full(text) -> None:
+def test_packed_contexts_keep_the_order_and_all_contexts_but_the_last_are_full(text) -> None:
     documents, length = text
     contexts = list(pack(documents, length))
     assert all(context.ids.shape == (1, length) for context in contexts[:-1])
@@ -94,7 +94,7 @@ def test_batches_of_packed_contexts_have_no_padding_and_lose_no_tokens(text, n: 
 
 
 @given(texts(), st.integers(1, 5))
-def test_shorter_contexts_of_a_batch_are_padded_on_the_right(text, n: int) -> None:
+def test_shorter_contexts_in_a_batch_are_padded_on_the_right(text, n: int) -> None:
     contexts = list(separate(*text))
     made = list(batches(contexts, n, fills=True))
     assert [len(batch.ids) for batch in made[:-1]] == [n] * (len(made) - 1)

@@ -1,4 +1,4 @@
-"""Tests that several ranks extract exactly the same rows as one rank, despite interruptions."""
+"""Tests that several ranks extract exactly the same rows as a single rank, despite interruptions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.extraction.state import STATE, stored_state
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
-# More tokens than the text has, so that an extraction reads the entire text.
+# Exceeds the number of tokens in the text, so that an extraction reads the entire text.
 ALL = 10**6
 
 
@@ -49,21 +49,21 @@ def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], l
 
 
 def digests(output: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file, except for locks and hidden files."""
+    """Return the SHA-256 of each file, except for lock files and hidden files."""
     files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
     return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 @pytest.fixture(scope="module")
 def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return the number of rows that an extraction of the entire text stores."""
+    """Return the number of rows stored by an extraction of the entire text."""
     from support.extractions import extraction_job
 
     return run(extraction_job(tiny("gpt2"), corpus, tmp_path_factory.mktemp("all") / "rows", n_tokens=ALL)).n_tokens
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_several_ranks_store_the_same_rows_as_one_rank(make: Make, tmp_path: Path, size: int) -> None:
+def test_several_ranks_store_the_same_rows_as_a_single_rank(make: Make, tmp_path: Path, size: int) -> None:
     alone, several = (make(name=name, n_tokens=ALL, max_norm=1.02) for name in ("alone", "several"))
     whole = run(alone)
     result = run_ranks(several, size, tmp_path / "meet")[0]
@@ -77,7 +77,7 @@ def test_several_ranks_store_the_same_rows_as_one_rank(make: Make, tmp_path: Pat
         )
 
 
-def test_metadata_describes_the_rows_of_all_ranks(make: Make, tmp_path: Path) -> None:
+def test_metadata_describes_the_rows_from_all_ranks(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=500)
     run_ranks(job, 2, tmp_path / "meet")
     for hook in job.model.hooks:
@@ -141,7 +141,7 @@ def test_an_extraction_resumes_only_with_the_same_number_of_ranks(make: Make, tm
     undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)
     run_ranks(undisturbed, 2, tmp_path / "undisturbed-meet")
     assert digests(Path(job.extract.output)) == digests(Path(undisturbed.extract.output))
-    # A finished extraction is not repeated with another number of ranks.
+    # A finished extraction is not repeated with a different number of ranks.
     assert stored_state(job, 1).is_finished
 
 
@@ -153,7 +153,7 @@ def test_a_text_without_rows_is_refused_by_the_first_rank(make: Make, tmp_path: 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_killing_a_rank_at_any_moment_changes_no_byte_of_the_output(make: Make, tmp_path: Path, size: int) -> None:
+def test_killing_a_rank_at_any_moment_changes_no_byte_in_the_output(make: Make, tmp_path: Path, size: int) -> None:
     job = make(n_tokens=600, shard_rows=50)
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(to_table(job)))
     (root := tmp_path / "killed").mkdir()

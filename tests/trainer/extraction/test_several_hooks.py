@@ -1,4 +1,4 @@
-"""Tests that training at several hooks gives the same SAEs as one run per hook, but reads the text only once."""
+"""Tests that training at several hooks produces the same SAEs as one run per hook, but reads the text only once."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def table_of(data: dict[str, Any], n_steps: int = 40, **train: Any) -> dict[str,
 
 
 def streamed(job: ExtractJob, text: Path, hook: Any) -> dict[str, Any]:
-    """Return data settings that stream rows from the model of an extraction job."""
+    """Return data settings for streaming rows from the model of an extraction job."""
     sizes = {"context": 32, "batch_tokens": 256, "shuffle_tokens": 500}
     return {"source": "model", "model": job.model.path, "hook": hook, "text": str(text)} | sizes
 
@@ -95,7 +95,7 @@ def hook_name(folder: Path) -> str:
 
 @pytest.fixture
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the contexts that models read. Return a function that returns the count and resets it."""
+    """Count the contexts read by models. Return a function that returns the count and resets it."""
     n_read = [0]
     read = LanguageModel.rows
 
@@ -202,7 +202,7 @@ def test_a_killed_run_at_two_hooks_resumes_to_the_same_weights(make: Make, long_
 
 
 @pytest.mark.slow
-def test_the_checkpoint_and_the_report_cards_record_the_hook_of_each_sae(
+def test_the_checkpoint_and_the_report_cards_record_the_hook_for_each_sae(
     stored: Path, make_trainer: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [f"blocks.{layer}.hook_resid_post" for layer in (0, 1)]
@@ -228,7 +228,7 @@ def test_the_checkpoint_and_the_report_cards_record_the_hook_of_each_sae(
 
 
 @pytest.mark.slow
-def test_the_transcoders_of_one_run_form_a_set_for_circuit_tracer(
+def test_transcoders_from_one_run_form_a_set_for_circuit_tracer(
     stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = table_of({"path": str(stored), "hook": "mlp.0-1"}, 20)
@@ -346,7 +346,7 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
         ),
     ],
 )
-def test_incompatible_hooks_give_a_one_sentence_error(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_incompatible_hooks_cause_a_one_sentence_error(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
     x = torch.randn(2000, 16)
     path = write_hooks(
         tmp_path / "acts",
@@ -374,14 +374,14 @@ def test_a_folder_is_found_by_any_name_of_its_hook(stored: Path) -> None:
         assert [source.of_hook(hook).meta["hook"] for hook in (0, 1)] == ["resid_post.0", "resid_post.1"]
 
 
-def test_estimates_count_the_rows_of_all_hooks_but_only_one_forward_pass(make: Make, long_text: Path) -> None:
+def test_estimates_count_the_rows_from_all_hooks_but_only_one_forward_pass(make: Make, long_text: Path) -> None:
     def work(hook: Any) -> Workload:
         job = parsed(table_of(streamed(make(), long_text, hook)))
         return Workload(job, 1, job.data_shape(), CPU_PROCESS)
 
     one, two, three = (work(hook) for hook in ("resid_post.2", ["resid_post.0", "resid_post.2"], "resid_post.0-2"))
     more, most = (estimate(work).activations for work in (two, three))
-    # The memory grows by the size of the shuffle buffer, twice the rows of a forward pass, and one batch.
+    # The memory grows by the size of the shuffle buffer, twice the rows from a forward pass, and one batch.
     assert most - more >= 4 * D_IN * (500 + 2 * 256 + 64)
     assert estimate(two).weights - estimate(one).weights == estimate(three).weights - estimate(two).weights
     speeds = assumed_speeds(CPU_PROCESS, "fp32")

@@ -1,4 +1,4 @@
-"""Tests that shards of all hooks are shuffled in the same order and written atomically, with exact statistics."""
+"""Tests that shards for all hooks are shuffled in the same order and written atomically, with exact statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffe
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
-    """Return rows of two hooks, with 3 and 2 dimensions. Each row contains its row number."""
+    """Return rows from two hooks, with 3 and 2 dimensions. Each row contains its row number."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
     return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)
@@ -68,7 +68,7 @@ def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: Shar
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_shard_has_the_same_bytes_as_safetensors_would_write(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_shard_has_the_same_bytes_as_a_shard_written_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     blocks, n = ShardBuffer([tmp_path], shard_rows=12_000, seed=0), 12_000
     x = torch.randn(n, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     numbers = torch.arange(n, dtype=torch.int32)
@@ -119,7 +119,7 @@ def test_the_computed_bytes_per_row_equal_the_size_of_a_row_on_disk(blocks: Shar
 
 @pytest.fixture
 def small_files() -> Iterator[int]:
-    """Limit the size of files to simulate a full disk, and yield the limit in bytes."""
+    """Limit the file size to simulate a full disk, and yield the limit in bytes."""
     limit = 4096
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -127,7 +127,7 @@ def small_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_shard_on_a_full_disk_gives_a_one_sentence_error_and_leaves_no_file(tmp_path: Path, small_files) -> None:
+def test_a_full_disk_causes_a_one_sentence_error_and_leaves_no_shard(tmp_path: Path, small_files) -> None:
     blocks = ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
     blocks.add(*rows(0, small_files))
     with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):

@@ -1,4 +1,4 @@
-"""Tests for reading documents from local files, and for the one-sentence errors about files that cannot be read."""
+"""Tests for reading documents from local files, and for the one-sentence errors about unreadable files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_short_text_file_is_one_document(tmp_path: Path) -> None:
     assert read(write(tmp_path / "empty.txt", "")) == []
 
 
-def test_a_long_text_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_long_text_file_is_cut_at_line_ends_without_losing_text(tmp_path: Path) -> None:
     content = "".join(f"{number} a cat sät\n" for number in range(200_000))
     pieces = read(write(tmp_path / "a.txt", content))
     assert "".join(pieces) == content
@@ -82,7 +82,7 @@ def test_a_chat_with_invalid_utf_8_does_not_stop_other_chats_from_being_read(tmp
     assert found == [[{"role": "user", "content": text}] for text in ("a cat", "caf\ufffd")]
 
 
-def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:
+def test_rows_in_jsonl_and_json_files_are_documents(tmp_path: Path) -> None:
     rows = [{"text": "a cat", "id": 1}, {"text": "sat", "id": 2}]
     assert read(lines_of(tmp_path / "a.jsonl", *rows)) == ["a cat", "sat"]
     assert read(write(tmp_path / "a.json", json.dumps(rows))) == ["a cat", "sat"]
@@ -97,7 +97,7 @@ def test_rows_without_a_value_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["text", "content", "document", "messages", "conversations", "input_ids", "tokens"])
-def test_columns_with_the_usual_names_are_found(tmp_path: Path, column: str) -> None:
+def test_columns_with_common_names_are_found(tmp_path: Path, column: str) -> None:
     assert read(lines_of(tmp_path / "a.jsonl", {"id": 1, column: "a cat"})) == ["a cat"]
 
 
@@ -166,7 +166,7 @@ def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
         read(tmp_path / "one")
 
 
-def test_an_unreadable_hub_data_set_gives_a_one_sentence_error() -> None:
+def test_an_unreadable_hub_data_set_causes_a_one_sentence_error() -> None:
     # The name is invalid, so no request is sent to the hub.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
         list(documents(TextSettings(dataset="no//name")))
@@ -188,7 +188,7 @@ def test_an_unreadable_hub_data_set_gives_a_one_sentence_error() -> None:
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],
 )  # fmt: skip
-def test_unreadable_input_gives_a_one_sentence_error(
+def test_unreadable_input_causes_a_one_sentence_error(
     tmp_path: Path, name: str, content: str | bytes, sentence: str
 ) -> None:
     file = write(tmp_path / name, content)
@@ -198,12 +198,12 @@ def test_unreadable_input_gives_a_one_sentence_error(
     assert str(error.value).startswith(sentence.format(file))
 
 
-def test_deeply_nested_json_gives_a_one_sentence_error(tmp_path: Path) -> None:
+def test_deeply_nested_json_causes_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_parquet_file_that_would_exceed_memory_gives_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_parquet_file_that_would_exceed_memory_causes_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -260,7 +260,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_pipe_is_refused_and_does_not_block(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.txt")
     with pytest.raises(UserError, match=r"^text.path: "):
         read(tmp_path / "a.txt")

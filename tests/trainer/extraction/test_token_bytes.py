@@ -80,7 +80,7 @@ def test_wordpiece_words_include_the_space_before_them() -> None:
 @pytest.mark.parametrize(
     "decoder", [None, tokenizers.decoders.BPEDecoder(), tokenizers.decoders.Replace(tokenizers.Regex("h+"), "h")]
 )
-def test_tokens_of_a_tokenizer_with_another_decoder_are_decoded_one_by_one(decoder: Any) -> None:
+def test_tokens_of_a_tokenizer_with_another_decoder_are_decoded_individually(decoder: Any) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "▁cat": 1}, unk_token="the"))
     if decoder:
         tokenizer.decoder = decoder
@@ -103,7 +103,7 @@ def test_stored_tokens_are_read_back_unchanged(tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize(
     "content", ["", "{}", "[1]", '[{"base64": "#"}]', '[{"hex": "e5"}]', '["\\ud800"]', "[" * 9999]
 )
-def test_a_file_that_is_not_a_list_of_tokens_gives_no_tokens(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_list_of_tokens_yields_no_tokens(tmp_path: Path, content: str) -> None:
     assert read_tokens(tmp_path) == []
     (tmp_path / TOKENS).write_text(content)
     assert read_tokens(tmp_path) == []

@@ -22,7 +22,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("d", [8, 9])
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Shifted])
-def test_the_weight_and_the_mean_of_a_norm_are_folded_into_the_unembedding(kind: type[nn.Module], d: int) -> None:
+def test_the_weight_and_mean_of_a_norm_are_folded_into_the_unembedding(kind: type[nn.Module], d: int) -> None:
     torch.manual_seed(0)
     norm, w_u = kind(d), torch.randn(5, d)
     with torch.no_grad():

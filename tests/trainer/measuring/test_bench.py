@@ -84,8 +84,8 @@ def test_on_a_gpu_each_phase_has_the_kernels_that_any_thread_launched_in_it() ->
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # The GPU trace also contains each phase mark, which spans the phase's first to last kernel.
-    # The ids of operations and kernels are independent.
+    # The GPU trace also contains each phase mark, spanning the phase's first to last kernel.
+    # Operation and kernel ids are independent.
     of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
     operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
     found = phases_ms([*MARKS, *kernels, of_gpu, operation])
@@ -101,7 +101,7 @@ def test_the_encoder_phase_is_measured_for_each_architecture(
     assert figures["phases_ms"]["forward_encode"] > 0
 
 
-def test_the_floor_is_the_larger_of_matmul_time_and_memory_traffic_of_all_saes(
+def test_the_floor_is_the_larger_of_the_matmul_time_and_memory_traffic_of_all_saes(
     make_job: MakeJob, single: Parallel
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
@@ -176,7 +176,7 @@ def test_ranks_on_gpus_agree_on_kernels_before_the_measurement(
 
     kernels, gpu = triton_kernels.SPARSE_PRODUCTS, torch.device("cuda", 0)
     spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
-    # The test replaces all functions that require a GPU.
+    # The test replaces all functions requiring a GPU.
     monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
     monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
     monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))
