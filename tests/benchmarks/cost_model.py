@@ -1,4 +1,4 @@
-"""Compares step times predicted by the cost model, which `auto` and the forecasts use, with measured step times.
+"""Compares step times predicted by the cost model behind `auto` and the forecasts with measured step times.
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 

@@ -41,7 +41,7 @@ def test_held_out_rows_are_evaluated_and_determine_the_threshold(architecture: s
     assert fitted.values["fvu"] != fitted.values["heldout_fvu"]
 
 
-def test_held_out_rows_with_another_shape_than_the_data_give_a_one_sentence_error() -> None:
+def test_held_out_rows_with_a_different_shape_cause_a_one_sentence_error() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
         with pytest.raises(
             UserError, match=r"^held_out: must have the same shape as the batches of data, \[128, 16\], not "
@@ -90,12 +90,12 @@ def test_a_list_of_batches_is_repeated_but_an_iterator_is_read_only_once() -> No
         ({"k": [1, 2]}, r"^sae\.k: accepts only one value"),
     ],
 )
-def test_the_error_for_a_wrong_setting_names_it(settings: dict[str, object], message: str) -> None:
+def test_the_error_for_a_wrong_setting_names_the_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(JobFileError, match=message):
         train(batches(2), n_steps=2, **settings)
 
 
-def test_non_finite_rows_are_left_out_and_reported() -> None:
+def test_non_finite_rows_are_excluded_and_reported() -> None:
     data = list(batches(3))
     data[1] = data[1].clone()
     data[1][2, 0] = torch.nan
@@ -136,7 +136,7 @@ def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
     ],
     ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
 )
-def test_data_in_an_unsupported_form_gives_a_one_sentence_error(data: Any, told: str) -> None:
+def test_data_in_an_unsupported_form_causes_a_one_sentence_error(data: Any, told: str) -> None:
     with pytest.raises(UserError, match=rf"^data: every batch must be a tensor .*{told}$"):
         train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
 

@@ -86,7 +86,7 @@ def test_a_foreground_run_prints_its_result_last_and_stores_measured_speeds(
 
 
 @pytest.mark.slow
-def test_a_run_shorter_than_its_log_interval_still_reports_the_rows_it_left_out(
+def test_a_run_shorter_than_its_log_interval_still_reports_excluded_rows(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
@@ -117,7 +117,7 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
     assert result["best_sae"] == "k=4"
 
 
-# Signals that batch systems send to all processes of a job. The next test also sends the signals of Ctrl-C and of a
+# Signals sent by batch systems to all processes in a job. The next test also sends the signals for Ctrl-C and for a
 # closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
@@ -182,7 +182,7 @@ def test_the_error_for_a_killed_rank_shows_its_last_log_line_and_how_to_resume(
     assert "Traceback" not in errors
 
 
-def test_ctrl_c_while_ranks_start_ends_all_of_them_without_a_traceback(
+def test_ctrl_c_while_ranks_are_starting_ends_all_of_them_without_a_traceback(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path, process_group=0)
@@ -229,7 +229,7 @@ def test_the_cause_of_a_failed_rank_is_reported_even_if_sigchld_is_ignored(
     # A single NaN row would only be replaced, so the last 100 rows are NaN.
     content[-100 * 16 * 4 :] = 100 * 16 * b"\x00\x00\xc0\x7f"  # NaN
     shard.write_bytes(content)
-    # Some daemons ignore SIGCHLD, so the kernel discards the exit codes of their child processes.
+    # Some daemons ignore SIGCHLD, which makes the kernel discard the exit codes of their child processes.
     ignored = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
     process = start("run", job_file, "--json", cwd=tmp_path, preexec_fn=ignored)
     output, errors = process.communicate(timeout=120)
@@ -358,7 +358,7 @@ def test_an_estimate_uses_measured_speeds_or_if_there_are_none_assumed_speeds(
     assert line.endswith(" by speeds measured here")
 
 
-def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_for_a_sweep_covers_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def per_gpu(*settings: str) -> dict[str, int]:
         overrides = [part for setting in settings for part in ("--set", setting)]
         assert main(["estimate", str(job_file), "--json", *overrides]) == EXIT_FINISHED
@@ -368,7 +368,7 @@ def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pyt
     both = per_gpu("sae.d_sae=[64,256]")
     for name in ("weights", "gradients", "optimizer"):
         assert both[name] == small[name] + large[name], name
-    # The SAEs' forward and backward passes run one after another, so their activations share memory.
+    # The SAEs' forward and backward passes run sequentially, so their activations share memory.
     assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
     assert both["total"] == sum(value for name, value in both.items() if name != "total")
     assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
@@ -376,7 +376,7 @@ def test_the_estimate_of_a_sweep_covers_all_its_saes(job_file: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["resume"], ["export"], ["estimate"], ["bench"]])
-def test_every_example_in_help_texts_parses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_in_the_help_texts_parses(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -431,7 +431,7 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
         (["rank", "ranks.json"], "ranks.json"),
     ],
 )
-def test_a_relative_path_in_a_deleted_working_folder_gives_a_one_sentence_error(
+def test_a_relative_path_in_a_deleted_working_folder_causes_a_one_sentence_error(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path
 ) -> None:
     words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
@@ -488,7 +488,7 @@ def test_gpus_only_for_the_model_have_no_rank_and_a_resumed_run_may_change_them(
     assert placed == [(2, 2, 4), (2, 2, 4), (1, 3, 4), (4, 0, 4)]
 
 
-def test_an_estimate_shows_the_memory_of_a_gpu_that_is_only_for_the_model(
+def test_an_estimate_shows_the_memory_on_a_gpu_that_is_only_for_the_model(
     on_four_gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def estimate(*overrides: str) -> dict[str, Any]:
@@ -498,7 +498,7 @@ def test_an_estimate_shows_the_memory_of_a_gpu_that_is_only_for_the_model(
         assert main(arguments) == EXIT_FINISHED
         return dict(answer | {"lines": capsys.readouterr().out})
 
-    # Without ZeRO-1, every rank holds all weights in fp32, for any number of ranks.
+    # Without ZeRO-1, every rank holds all weights in fp32, regardless of the number of ranks.
     whole = "--set", "parallel.zero=false"
     apart = estimate(*whole, "--set", "data.model_gpus=2")
     together = estimate(*whole, "--set", "data.model_gpus=0")

@@ -1,4 +1,4 @@
-"""Tests for the number of bytes that ranks exchange in a step, counted by running the process group code."""
+"""Tests for the number of bytes exchanged by ranks per step, counted by running the process group code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPECTED = {"sum": 112_000, "broadcast": 64_000, "gather": 56_000, "all to all":
 
 
 @pytest.mark.parametrize("shape", [pytest.param("A", marks=pytest.mark.slow), "B"])
-def test_the_exchanges_of_a_step_match_those_in_the_table(shape: str) -> None:
+def test_the_exchanges_in_a_step_match_those_in_the_table(shape: str) -> None:
     now, (columns, *listed) = list(rows([shape])), TABLE.read_text().splitlines()
     before = [columns, *(row for row in listed if row.split(",")[2] == shape)]
     changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
@@ -44,7 +44,7 @@ def test_the_exchanges_of_a_step_match_those_in_the_table(shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENT)
-def test_the_bytes_of_a_collective_are_counted_as_in_a_ring(kind: str) -> None:
+def test_the_bytes_for_a_collective_are_counted_as_in_a_ring(kind: str) -> None:
     log, ask = OpLog(), SENT[kind]
     with counted_collectives():
         ask(CountedRanks("world", 8, log))
@@ -83,7 +83,7 @@ def test_a_transfer_overlaps_with_operations_before_its_wait() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_replicas_encode_while_they_receive_the_decoder(case: str) -> None:
+def test_replicas_encode_while_receiving_the_decoder(case: str) -> None:
     step = step_of(next(mode for mode in MODES if (mode.name, mode.ranks) == ("ddp", 8)), "B", case)
     (decoder,) = (one for one in step.exchanges if one.ends_later)
     assert "addmm" in {op.name for op in step.ops[: decoder.ends]}

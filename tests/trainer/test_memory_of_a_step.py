@@ -1,4 +1,4 @@
-"""Compares the estimated GPU memory of a step with torch's memory tracker, on tensors that use no memory."""
+"""Compares the estimated GPU memory for a step with torch's memory tracker, on tensors that use no memory."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class DeadLatentKernels:
 
     @staticmethod
     def rows(*arguments: object) -> None:
-        """Do nothing, since the kernel writes to existing tensors."""
+        """Do nothing, because the kernel writes to existing tensors."""
 
     add = rows
 
@@ -176,13 +176,13 @@ class UpdateKernels:
 
     @staticmethod
     def measure(*arguments: object) -> None:
-        """Do nothing, since the kernel writes to existing tensors."""
+        """Do nothing, because the kernel writes to existing tensors."""
 
     measure_vector = measure
 
     @staticmethod
     def step(*arguments: object) -> None:
-        """Do nothing, since the kernel changes weights and moments in place."""
+        """Do nothing, because the kernel changes weights and moments in place."""
 
     step_vector = step
 
@@ -202,7 +202,7 @@ def fake() -> Iterator[None]:
 
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
-    """Return the peak memory in bytes in the second step, when the optimizer already has its state."""
+    """Return the peak memory in bytes during the second step, when the optimizer already has its state."""
     others = OtherInterpreter(n_ranks) if n_ranks > 1 else None
     groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
     parallel = Parallel(CPU, **groups)
@@ -236,7 +236,7 @@ def take_step(
 
 
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
-    """Yield SAE settings, training settings, input and target widths, and the number of ranks that share latents."""
+    """Yield SAE settings, training settings, input and target widths, and the number of ranks sharing latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
     for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(
@@ -262,13 +262,13 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 
 def marked() -> Iterator[Any]:
-    """Yield all cases. Cases of all shapes but one are marked as slow, so that `make test` skips them."""
+    """Yield all cases. All cases except those with one shape are marked as slow and skipped by `make test`."""
     for case in cases():
         yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), list(marked()), ids=str)
-def test_the_estimate_is_within_5_percent_of_the_memory_that_torch_counts(
+def test_the_estimate_is_within_5_percent_of_the_memory_counted_by_torch(
     sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake: None
 ) -> None:
     job = job_of(sae, train, {"mode": "tensor"} if n_ranks > 1 else {})

@@ -22,7 +22,7 @@ def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:
     return recorded_step(job_of(SMALL | sae, {"batch_size": 512} | train), 128, dead=True)
 
 
-def test_the_operations_of_a_step_match_those_in_the_table() -> None:
+def test_the_operations_in_a_step_match_those_in_the_table() -> None:
     now, before = list(rows()), TABLE.read_text().splitlines()
     changed = [f"{was}  ->  {row}" for was, row in zip(before, now, strict=True) if was != row]
     assert not changed, f"if the change is intended, run support/step_table.py: {COLUMNS}\n" + "\n".join(changed)
@@ -52,7 +52,7 @@ def test_the_host_never_waits_with_any_optimizer(train: dict[str, Any]) -> None:
     assert not [op for op in step.ops if op.is_mixed]
 
 
-def test_a_wait_by_the_host_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn_from(sae: TopK, sums: Tensor) -> None:
         float(sums[0])
 

@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make new programs record their sockets and the data that they unpickle, and return the file with the records."""
+    """Make new programs record their sockets and the data they unpickle, and return the file with the records."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))
@@ -118,7 +118,7 @@ def test_probe_and_bench_open_no_port_and_unpickle_nothing(written_down: Path, c
 
 
 @pytest.mark.slow
-def test_only_torchrun_listens_for_ranks_that_join_and_nothing_is_unpickled(
+def test_only_torchrun_listens_for_joining_ranks_and_nothing_is_unpickled(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "job.toml").write_text(

@@ -102,7 +102,7 @@ def test_a_run_from_before_lr_length_existed_keeps_its_learning_rate(run_dir: Pa
 
 
 @pytest.mark.parametrize(("seed", "first"), [("3", 3), ("[5, 6]", 5)])
-def test_a_run_of_an_earlier_program_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
+def test_a_run_from_an_earlier_program_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
     file = run_dir / "job.toml"
     text = file.read_text()
     assert stored_job(run_dir, []).data.hold_out == "auto"
@@ -224,7 +224,7 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
 
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds a run's lock, as a rank does."""
+    """Start a process that holds a run's lock, like a rank."""
     code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -236,7 +236,7 @@ def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_run_that_is_active_is_not_started_a_second_time(
+def test_an_active_run_is_not_started_a_second_time(
     run_dir: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
@@ -257,7 +257,7 @@ def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> No
         first.share()
         with pytest.raises(UserError, match="still running"):
             RunLock(run_dir)
-        # Ranks of the process that holds the lock can share it.
+        # Ranks in the process holding the lock can share it.
         hold(run_dir / "run.lock")
 
 
@@ -271,7 +271,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# Tests for the next attempt of a run.
+# Tests for the next attempt in a run.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_copy_of_a_launched_run_writes_its_own_sae(launched: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("named", ["precious", "data/saes/7", "run/checkpoints", "run/../precious"])
-def test_the_files_of_a_run_cannot_redirect_its_sae_to_another_folder(
+def test_the_files_in_a_run_cannot_redirect_its_sae_to_another_folder(
     named: str, run_dir: Path, tmp_path: Path
 ) -> None:
     write_spec(RankSpec(run_dir, tmp_path / named, 2, 1, "cpu"))
@@ -454,7 +454,7 @@ def test_extending_a_finished_run_on_two_ranks_reports_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
-    # If a run was copied from another user, its spec may name an output folder that contains other files.
+    # If a run was copied from another user, its spec may name an output folder containing other files.
     (precious := run_dir.parent / "precious").mkdir()
     (precious / "thesis.tex").write_text("mine")
     write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))

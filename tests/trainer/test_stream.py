@@ -54,7 +54,7 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """The attempts of a run. Ranks are forked from this process, because the toy source is registered here."""
+    """The attempts in a run. Ranks are forked from this process, because the toy source is registered here."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
@@ -139,7 +139,7 @@ def test_a_stream_is_not_resumed_on_a_different_number_of_data_parallel_ranks(tm
     assert run.go(world_size=2) == [EXIT_FINISHED] * 2
 
 
-def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: Path) -> None:
+def test_ranks_sharing_the_latents_read_the_same_rows_as_a_single_rank(tmp_path: Path) -> None:
     together, alone = Attempts(toy_job(parallel={"mode": "tensor"}), tmp_path / "two"), tmp_path / "one"
     assert together.go(world_size=2) == [EXIT_FINISHED] * 2
     one = Attempts(toy_job(), alone)
@@ -151,7 +151,7 @@ def test_ranks_that_share_the_latents_read_the_same_rows_as_one_rank(tmp_path: P
 # Tests for non-finite rows.
 
 
-def test_a_non_finite_row_of_a_stream_is_replaced_and_reported(make_trainer: Callable, kept: Any) -> None:
+def test_a_non_finite_row_in_a_stream_is_replaced_and_reported(make_trainer: Callable, kept: Any) -> None:
     trainer = make_trainer(toy_job(data={"first_bad": 1000}, train={"log_every": 2}), kept)
     assert trainer.run()
     assert sum(kept.curve("skipped_steps")) == 0
@@ -163,7 +163,7 @@ def test_a_non_finite_row_of_a_stream_is_replaced_and_reported(make_trainer: Cal
 @pytest.mark.parametrize(
     ("first", "what"), [(700, "rows read so far are not fin"), (100, "in row 100 (600 of 600 rows); extract")]
 )
-def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
+def test_a_run_fails_and_names_a_row_if_too_many_rows_are_non_finite(
     first: int, what: str, make_trainer: Callable
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -172,7 +172,7 @@ def test_a_run_fails_and_names_a_row_if_too_many_rows_are_not_finite(
     assert what in str(caught.value)
 
 
-# Tests for the settings and estimates of a stream.
+# Tests for stream settings and estimates.
 
 
 def test_a_job_on_a_stream_without_a_length_is_refused() -> None:

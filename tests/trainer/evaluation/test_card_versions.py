@@ -77,7 +77,7 @@ def test_an_evaluation_on_rows_keeps_model_figures_and_promoted_tokens(run: Path
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # An evaluation of the SAE's folder does not know the step, so the report card keeps its old step.
+    # An evaluation of the SAE's folder does not know the step, so the report card keeps its existing step.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced

@@ -88,7 +88,7 @@ def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Te
 
 
 @torch.no_grad()
-def test_figures_that_saelens_also_computes_match(tmp_path: Path) -> None:
+def test_figures_also_computed_by_saelens_have_the_same_values(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from sae_lens.evals import get_sparsity_and_variance_metrics
     from sae_lens.load_model import load_model

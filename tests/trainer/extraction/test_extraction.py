@@ -85,7 +85,7 @@ def test_rows_from_all_hooks_belong_to_the_same_tokens(example) -> None:
         assert all(torch.equal(first[name], other[name]) for name in ("token_ids", "positions", "document"))
 
 
-def test_a_row_is_the_activation_in_the_model_at_its_token(example, tiny) -> None:
+def test_a_row_is_the_model_activation_at_its_token(example, tiny) -> None:
     job, _ = example
     tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))

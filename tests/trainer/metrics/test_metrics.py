@@ -26,7 +26,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Return sparse activations with an entry for every value, including inactive ones."""
+    """Return sparse activations with an entry for every value, including inactive values."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     indices = SparseIndices(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -58,7 +58,7 @@ def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
 
 
 def sums_of(metric: type[Metric], *seen: Observation) -> Tensor:
-    """Return the sums of a metric on one rank after the given batches."""
+    """Return the sums for a metric on one rank after the given batches."""
     return interval_with(metric, *seen).sums(Latents(D_SAE))["it"]
 
 
@@ -67,7 +67,7 @@ def measured(metric: type[Metric], *seen: Observation) -> float:
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return targets of very different norms, and reconstructions with both a constant and a random error."""
+    """Return targets with very different norms, and reconstructions with both a constant and a random error."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
     return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
@@ -113,7 +113,7 @@ def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
     assert measured(ExplainedVariance, observed) == pytest.approx(1, abs=1e-5)
 
 
-def test_constant_data_gives_finite_numbers() -> None:
+def test_constant_data_results_in_finite_numbers() -> None:
     observed = observation(torch.full((20, 5), 2.0))
     assert measured(Fvu, observed) == 0
     assert measured(ExplainedVariance, observed) == 1
@@ -137,7 +137,7 @@ def test_l0_l1_and_dense_latents_match_a_loop(kind: str) -> None:
 
 
 def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
-    # The latent is dense on the first rank's tokens, but not on the tokens of both ranks.
+    # The latent is dense over the first rank's tokens, but not over the tokens from both ranks.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
@@ -156,7 +156,7 @@ def test_the_dead_fraction_is_measured_at_the_end_of_the_interval() -> None:
     ("metric", "expected"),
     [(L0, 3.0), (L1, 3.5), (DeadFraction, 0.1), (DenseLatents, 0.3), (Fvu, 0.0), (ExplainedVariance, 1.0)],
 )
-def test_a_ratio_is_the_same_for_one_rank_and_for_three_ranks(metric: type[Metric], expected: float) -> None:
+def test_a_ratio_is_the_same_on_one_rank_and_on_three_ranks(metric: type[Metric], expected: float) -> None:
     y, _ = random_batch(8)
     for ranks in (1, 3):
         assert metric().value(sums_of(metric, observation(y)) * ranks) == pytest.approx(expected)
@@ -177,7 +177,7 @@ def interval_of(*batches: Observation) -> dict[str, float]:
     return interval.values(interval.sums(Latents(batches[0].dead.numel())))
 
 
-def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_loss_term() -> None:
+def test_an_interval_yields_every_registered_metric_and_the_mean_of_every_loss_term() -> None:
     y, x_hat = random_batch()
     values = interval_of(observation(y[:30], x_hat[:30]), observation(y[30:], x_hat[30:]))
     assert set(values) == {*catalog.METRICS, "loss", "mse"}
@@ -200,7 +200,7 @@ def test_sums_restart_after_every_log_and_are_exact_over_a_long_interval() -> No
         assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
 
 
-def test_counts_and_sums_that_the_training_pass_has_computed_are_reused() -> None:
+def test_counts_and_sums_already_computed_by_the_training_pass_are_reused() -> None:
     y, x_hat = random_batch(8)
     sums = Sums(Moments(torch.tensor(17.0), torch.full((5,), 2.0)), Moments(torch.tensor(34.0), torch.zeros(5)))
     seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float(), sums=sums)
@@ -211,7 +211,7 @@ def test_counts_and_sums_that_the_training_pass_has_computed_are_reused() -> Non
 
 
 def with_a_nan(n: int = 50) -> Observation:
-    """Return a batch with much larger values, and a NaN in one row of its targets and activations."""
+    """Return a batch with much larger values, and a NaN in one row of both its targets and its activations."""
     y, x_hat = random_batch(n, seed=1)
     y[7, 2] = torch.nan
     acts = three_active(n)
@@ -220,14 +220,14 @@ def with_a_nan(n: int = 50) -> Observation:
     return observation(100 * y, 90 * x_hat, acts=acts.with_values(values))
 
 
-def test_a_batch_with_a_nan_is_left_out_as_in_training() -> None:
+def test_a_batch_with_a_nan_is_excluded_as_in_training() -> None:
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     assert interval_of(good, with_a_nan()) == pytest.approx(interval_of(good))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_batch_is_left_out_even_if_only_its_loss_is_non_finite(value: float) -> None:
+def test_a_batch_is_excluded_even_if_only_its_loss_is_non_finite(value: float) -> None:
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     interval = Interval(("loss", "mse"))
@@ -242,11 +242,11 @@ def test_an_interval_with_only_nan_batches_has_nan_values() -> None:
         assert math.isnan(values[name]), name
 
 
-# Tests for the pace of a run.
+# Tests for the speed of a run.
 
 
 class Waiting(Parallel):
-    """A single rank that claims to have waited `waited` seconds for other ranks."""
+    """A single rank that claims to have spent `waited` seconds waiting for other ranks."""
 
     waited = 0.0
 
@@ -269,13 +269,13 @@ def parallel() -> Waiting:
 
 
 def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 4000, data_s: float = 0.0) -> dict:
-    """Return the sums of an interval of 4 steps that took `seconds` seconds."""
+    """Return the sums for an interval of 4 steps that took `seconds` seconds."""
     pace.begin(10.0)
     clock[0] += seconds
     return pace.sums(pace.end(n_tokens, 4, 10.0 + data_s))
 
 
-def test_the_pace_of_all_ranks_is_their_tokens_divided_by_the_mean_of_their_seconds(parallel, clock) -> None:
+def test_the_total_speed_is_the_tokens_on_all_ranks_divided_by_their_mean_seconds(parallel, clock) -> None:
     pace = Pace(parallel)
     sums = after(pace, clock, 2.0, data_s=0.5)
     assert pace.values(sums)["tokens_per_s"] == pytest.approx(2000)
@@ -287,7 +287,7 @@ def test_the_pace_of_all_ranks_is_their_tokens_divided_by_the_mean_of_their_seco
     assert values["memory_bytes"] > 2**20
 
 
-def test_the_speed_of_a_rank_excludes_its_waits_for_other_ranks(parallel, clock) -> None:
+def test_the_speed_of_a_rank_excludes_waits_for_other_ranks(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0
@@ -298,7 +298,7 @@ def test_the_speed_of_a_rank_excludes_its_waits_for_other_ranks(parallel, clock)
     assert sums["busy_ms"].tolist() == pytest.approx([125])
 
 
-def test_a_rank_that_waits_for_data_is_not_busy(parallel, clock) -> None:
+def test_a_rank_waiting_for_data_is_not_busy(parallel, clock) -> None:
     sums = after(Pace(parallel), clock, 2.0, data_s=0.5)
     assert sums["busy_ms"].tolist() == pytest.approx([375])
     assert sums["data_ms"].tolist() == pytest.approx([125])
@@ -318,7 +318,7 @@ def test_the_busy_share_of_a_rank_has_a_minimum(parallel, clock) -> None:
     assert pace.sums(pace.end(4000, 4, 0.0))["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
 
 
-def test_memory_that_is_in_use_from_the_start_does_not_count_as_foreign(parallel, clock, monkeypatch) -> None:
+def test_memory_already_in_use_at_the_start_does_not_count_as_foreign(parallel, clock, monkeypatch) -> None:
     gb, pace = 10**9, Pace(parallel)
     held = iter([4 * gb, 4 * gb, 7 * gb, 3 * gb])
     monkeypatch.setattr(trainer.metrics.pace, "foreign_bytes", lambda device: next(held))
@@ -337,7 +337,7 @@ def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> N
 
 def test_a_lasting_wait_for_data_and_its_end_are_each_reported_once() -> None:
     wait = DataWait()
-    # Each value is the share of a 4-second interval that was spent waiting for data.
+    # Each value is the share of a 4-second interval spent waiting for data.
     # A wait is reported once the share exceeds 10 % for 10 s, and its end once the share is below 5 %.
     shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
     found = [wait.look(share, 4.0) for share in shares]

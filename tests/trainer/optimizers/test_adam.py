@@ -20,7 +20,7 @@ def made(state: str, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Return gradients of rare and frequent latents. In each step, a fifth of the latents have a zero gradient."""
+    """Return gradients for rare and frequent latents. At each step, a fifth of the latents have a zero gradient."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
@@ -38,7 +38,7 @@ def trained(state: str, n_steps: int, **settings: float) -> tuple[Adam, list[nn.
 
 
 def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
-    """Return the weights after `n_steps` steps of the Adam paper's Algorithm 1, in float64."""
+    """Return the weights after `n_steps` steps of Algorithm 1 from the Adam paper, in float64."""
     weights = [parameter.detach().double().numpy() for parameter in made("fp32")[1]]
     m, v = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(n_steps):
@@ -66,7 +66,7 @@ def test_a_step_computed_in_tiles_equals_a_fused_step(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-def test_a_checkpoint_can_be_resumed_with_moments_of_another_dtype(stored: str, to: str) -> None:
+def test_a_checkpoint_can_be_resumed_with_moments_in_another_dtype(stored: str, to: str) -> None:
     before, parameters = trained(stored, 20)
     after, own_parameters = made(to)
     for parameter, own in zip(parameters, own_parameters, strict=True):
@@ -107,7 +107,7 @@ def test_moments_take_the_configured_number_of_bytes(state: str, n_bytes: int) -
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> None:
-    # Each step reduces the moment by a thousandth, which is less than half the spacing of representable values.
+    # Each step reduces the moment by a thousandth, which is less than half the spacing between representable values.
     optimizer, parameters = trained(state, 20)
     before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
     for parameter in parameters:
@@ -140,7 +140,7 @@ def test_the_second_moment_never_decays_if_it_is_rounded_to_nearest() -> None:
 
 @pytest.mark.parametrize("state", list(CODECS))
 @pytest.mark.parametrize("dim", [0, 1])
-def test_decoding_and_encoding_moments_again_gives_the_same_bits(state: str, dim: int) -> None:
+def test_decoding_and_re_encoding_moments_produces_the_same_bits(state: str, dim: int) -> None:
     codec, generator = CODECS[state], torch.Generator().manual_seed(4)
     m = torch.randn(BLOCK, 500, generator=generator) * 10 ** (-20 * torch.rand(BLOCK, 500, generator=generator))
     m[:, 7], m[9] = 0, 0

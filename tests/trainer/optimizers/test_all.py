@@ -110,7 +110,7 @@ def test_evaluation_changes_no_state(choice: dict[str, Any], make: Callable[...,
 
 
 @each
-def test_decoder_rows_have_length_1_in_evaluation(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_decoder_rows_have_unit_norm_in_evaluation(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
     for step in range(20):
         take_alone(one, step, batch(step))
@@ -120,7 +120,7 @@ def test_decoder_rows_have_length_1_in_evaluation(choice: dict[str, Any], make: 
 
 
 @each
-def test_a_loss_scale_is_divided_out_of_the_gradients(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+def test_gradients_are_divided_by_the_loss_scale(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     plain, scaled = make(choice), make(choice)
     for step in range(5):
         for one in (plain, scaled):

@@ -45,7 +45,7 @@ def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -
 
 
 @pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
-def test_updates_of_matrices_match_the_algorithm_of_muon(shape: tuple[int, int]) -> None:
+def test_matrix_updates_match_the_muon_algorithm(shape: tuple[int, int]) -> None:
     weight, gradients = nn.Parameter(random(*shape)), [random(*shape, seed=seed) for seed in range(1, 9)]
     expected = naive(weight.detach(), gradients, 0.1, 0.95)
     optimizer = Muon([weight], 0.1, momentum=0.95, beta1=0.9, beta2=0.999)
@@ -55,7 +55,7 @@ def test_updates_of_matrices_match_the_algorithm_of_muon(shape: tuple[int, int])
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_updates_of_matrices_are_about_as_large_as_those_of_adam() -> None:
+def test_matrix_updates_are_about_as_large_as_those_of_adam() -> None:
     lengths = []
     for optimizer_class, settings in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
         weight = nn.Parameter(torch.zeros(30, 200))

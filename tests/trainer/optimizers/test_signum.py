@@ -21,7 +21,7 @@ def gradient(weight: Tensor, step: int) -> Tensor:
 
 
 def naive(start: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Compute x and y of Defazio et al. in float64, with each step weighted by the square of its learning rate."""
+    """Compute x and y from Defazio et al. in float64, with each step weighted by the square of its learning rate."""
     x = z = start.double()
     total = 0.0
     for step, rate in enumerate(RATES):
@@ -51,7 +51,7 @@ def test_the_weights_and_their_average_follow_the_equations_in_the_paper(
     torch.testing.assert_close(weight.detach().double(), y, rtol=1e-5, atol=1e-6)
 
 
-def test_the_size_of_a_gradient_does_not_change_the_step() -> None:
+def test_gradient_magnitude_does_not_change_the_step() -> None:
     results = []
     for size in (1e-20, 1.0, 1e20):
         weight = nn.Parameter(torch.zeros(3, 4))

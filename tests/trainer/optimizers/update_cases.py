@@ -1,4 +1,4 @@
-"""Compares the kernels of an optimizer update with a float64 reference, and with the tensor passes that they replace.
+"""Compares the kernels for an optimizer update with a float64 reference, and with the tensor passes they replace.
 
 `test_triton_update.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -30,7 +30,7 @@ from trainer.training.following import Following
 from trainer.training.learner import Learner, RowUpdate, Update
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Variants of an update: architectures, settings, and dtypes of the moments.
+# Variants of an update: architectures, settings, and moment dtypes.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"architecture": "topk"}, "fp32"),
     ({"architecture": "topk"}, "bf16"),
@@ -70,7 +70,7 @@ def test_measured_norms_and_dot_products_match_float64(width: int, size: float) 
     torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
-def test_measuring_some_rows_gives_the_same_values_as_measuring_all_rows() -> None:
+def test_measuring_some_rows_returns_the_same_values_as_measuring_all_rows() -> None:
     grad, weight = rows(5, 36, 1), nn.functional.normalize(rows(5, 36, 2))
     whole, some = (torch.zeros(2, 5, device=DEVICE) for _ in range(2))
     triton_update.measure(grad, weight, *whole)
@@ -93,7 +93,7 @@ def test_vectors_can_be_measured_in_parts_or_as_a_whole(n: int) -> None:
 
 
 class Twin(Group):
-    """A group of two replicas. The other replica always has the same values, but updates no weights."""
+    """A group of two replicas. The other replica always has the same values, but does not update any weights."""
 
     size = 2
 
@@ -118,7 +118,7 @@ def learners(
 
 
 def step(one: Learner, number: int, bad: float | None = None) -> None:
-    """Take a step. If `bad` is given, it replaces one value of the gradient."""
+    """Take a step. If `bad` is given, it replaces one value in the gradient."""
     one.begin_step(number)
     x = rows(16, 72, number)
     one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
@@ -139,7 +139,7 @@ def assert_alike(one: Learner, other: Learner) -> None:
     for name, value in found.items():
         assert value.stride() == expected[name].stride(), name
         if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
-            # A value halfway between two codes may be rounded to either.
+            # A value halfway between two codes may be rounded either way.
             codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
             different = (codes.int() - others.int()).abs()
             assert int(different.max()) <= 1, name
@@ -157,19 +157,19 @@ def test_steps_match_passes_over_entire_matrices(sae: dict[str, Any], moments: s
         step(by_rows, number)
         step(by_passes, number)
         torch.testing.assert_close(by_rows.grad_norm, by_passes.grad_norm, rtol=1e-4, atol=0)
-    # The loss scale is not compared, since the other learner has none.
+    # The loss scale is not compared, because the other learner has none.
     by_rows.loss_scale.enabled = False
     assert_alike(by_rows, by_passes)
 
 
-def test_steps_of_transcoders_match_passes_over_entire_matrices() -> None:
+def test_transcoder_steps_match_passes_over_entire_matrices() -> None:
     one, other = learners({"architecture": "batch_topk", "skip": True}, d_out=132)
     step(one, 0)
     step(other, 0)
     assert_alike(one, other)
 
 
-def test_steps_of_replicas_with_sharded_latents_match_passes_over_entire_matrices() -> None:
+def test_steps_on_replicas_with_sharded_latents_match_passes_over_entire_matrices() -> None:
     one, other = learners({"architecture": "topk"}, data=Twin(), state="int8")
     before = one.sae.W_dec.detach().clone()
     step(one, 0)
@@ -196,7 +196,7 @@ def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
 
 
 class Measuring:
-    """A wrapper around the kernels that records the rows measured of each gradient, or None for all rows."""
+    """A wrapper around the kernels that records which rows of each gradient are measured, or None for all rows."""
 
     def __init__(self) -> None:
         self.asked: list[list[int] | None] = []
@@ -212,14 +212,14 @@ class Measuring:
 
 @pytest.fixture
 def measuring() -> Iterator[Measuring]:
-    """Use kernels to sum gradients as well, and record which rows are measured again."""
+    """Use kernels to sum gradients as well, and record which rows are remeasured."""
     kernels = Measuring()
     with use_kernels({OPTIMIZER_STEPS: kernels, SPARSE_PRODUCTS: triton_sparse}):
         yield kernels
 
 
 def assert_measured(one: Learner) -> None:
-    """Assert that the gradient norms and dot products of a step match a float64 reference."""
+    """Assert that the gradient norms and dot products for one step match a float64 reference."""
     (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
     torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
@@ -255,12 +255,12 @@ def test_gradients_are_measured_while_they_are_summed(
     x = rows(16, 72, 0)
     one.accumulate(x, x)
     assert_measured(one)
-    # Only rows whose entries are divided among several windows of 20 entries are measured again.
+    # Only rows whose entries are split across several windows of 20 entries are remeasured.
     assert len(measuring.asked) == 2
     assert all(some is not None and len(set(some)) <= 3 for some in measuring.asked)
 
 
-def test_rows_that_auxk_adds_are_measured_again(measuring: Measuring) -> None:
+def test_rows_added_by_auxk_are_remeasured(measuring: Measuring) -> None:
     by_rows, by_passes = learners({"architecture": "topk", "d_sae": 12})
     for one in (by_rows, by_passes):
         one.sae.n_tokens_since_fired[[2, 7]] = one.sae._longest_since_fired = 10**6
@@ -317,7 +317,7 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_is_the_same_with_16_bit_copies_kept_from_the_last_step_or_made_anew() -> None:
+def test_a_step_is_the_same_with_16_bit_copies_kept_from_the_last_step_or_recreated() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
     for number in range(3):
         for copy in copies(other).values():
@@ -350,7 +350,7 @@ def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
         assert all(torch.equal(value, moments[kind]) for kind, value in one.optimizer.state[weights].items())
 
 
-def test_any_other_change_of_weights_invalidates_their_16_bit_copies() -> None:
+def test_any_other_change_to_the_weights_invalidates_their_16_bit_copies() -> None:
     one, _ = learners({"architecture": "topk"}, precision="bf16")
     step(one, 0)
     saved = state(one)
@@ -385,9 +385,9 @@ def test_a_run_updated_by_kernels_can_continue_with_passes_over_entire_matrices(
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_the_step_of_a_latent_does_not_depend_on_the_other_latents_of_its_rank(moments: str) -> None:
-    # A latent's step has the same bits whichever other latents are updated with it, so the step depends neither on the
-    # sharding nor on the order of programs.
+def test_the_step_for_a_latent_does_not_depend_on_the_other_latents_on_its_rank(moments: str) -> None:
+    # A latent's step has the same bits whichever other latents are updated with it, and therefore depends neither on
+    # the sharding nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:
         weights = nn.Parameter(nn.functional.normalize(rows(7, 72, 1))[some])
         encoder = nn.Parameter(rows(7, 72, 2)[some].T)
@@ -433,7 +433,7 @@ def test_the_weights_match_a_float64_reference() -> None:
 
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
-def test_steps_of_vectors_match_float64_and_torch_can_continue_them(n: int, beta1: float) -> None:
+def test_vector_steps_match_float64_and_can_be_continued_by_torch(n: int, beta1: float) -> None:
     matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
     optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
     optimizer.latent_axes = {one: LatentAxis(0, torch.arange(len(one), device=DEVICE)) for one in (matrix, vector)}
@@ -442,7 +442,7 @@ def test_steps_of_vectors_match_float64_and_torch_can_continue_them(n: int, beta
     exact = vector.detach().double()
     m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
     for number in range(7):
-        # These gradients differ by orders of magnitude, like the gradients of rare and frequent latents.
+        # These gradients differ by orders of magnitude, like gradients for rare and frequent latents.
         vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
         grad, is_bad = vector.grad.double() / 3, number in (0, 4)
         optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)

@@ -1,4 +1,4 @@
-"""Tests that ranks choose a mode that fits into the memory they may use."""
+"""Tests that ranks choose a mode that fits into the memory they are allowed to use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_ranks_read_parts_of_the_rows_only_if_all_ranks_agree() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor"])
-def test_memory_that_nccl_already_holds_is_not_reserved_again(
+def test_memory_already_held_by_nccl_is_not_reserved_again(
     mode: str, make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = workload(make_job(parallel={"mode": mode}), 384, 2).on_device("NVIDIA H100 80GB HBM3")

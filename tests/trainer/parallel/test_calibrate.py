@@ -43,7 +43,7 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# The memory limits leave space for all of the test data, for a quarter of it, or for none.
+# The memory limits leave space for all of the test data, for a quarter of the data, or for none.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
@@ -59,7 +59,7 @@ def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_al
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_products_are_measured_on_random_data_without_changing_the_random_state(
+def test_matmuls_are_measured_on_random_data_without_changing_the_random_state(
     precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     products: list[Tensor] = []
@@ -102,7 +102,7 @@ def test_other_failures_are_not_mistaken_for_a_lack_of_memory() -> None:
         within_memory(lambda parts: torch.ones(2, 3) @ torch.ones(2, 3), torch.device("cpu"))
 
 
-def test_if_the_memory_is_too_small_for_a_sum_all_ranks_skip_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_memory_is_too_small_for_a_sum_all_ranks_skip_measuring_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert None not in on_all(2, lambda group: bus_of(group, cpu), timeout_s=60)
     monkeypatch.setitem(calibrate._SUMMED, "cpu", 2**60)

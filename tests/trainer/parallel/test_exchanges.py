@@ -19,7 +19,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.saes.kernels import dead_latents
 
-# No latent is dead in the first step, but some latents are dead in the second step.
+# No latent is dead at the first step, but some latents are dead at the second step.
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -47,7 +47,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one_rank(
+def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_a_single_rank(
     architecture: str, path: str, data: Tensor
 ) -> None:
     (alone,) = trained(job(architecture, 1, 1), data, 1, 1, N_STEPS)
@@ -62,7 +62,7 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_one_rank(
 
 
 @pytest.mark.parametrize("path", ["gpu"], indirect=True)
-def test_auxk_candidates_that_kernels_find_on_each_rank_match_those_of_one_rank(
+def test_auxk_candidates_found_by_kernels_on_each_rank_match_those_on_one_rank(
     path: str, data: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let each rank find the AuxK candidates among its own latents, and order them by id, as the kernel does."""

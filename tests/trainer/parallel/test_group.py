@@ -21,7 +21,7 @@ def test_running_out_of_memory_in_an_exchange_does_not_count_as_a_lost_connectio
         raise error
 
 
-def test_other_failures_are_reported_with_the_operation_that_failed() -> None:
+def test_other_failures_are_reported_with_the_failed_operation() -> None:
     sentence = "the ranks could not find each other"
     with pytest.raises(PeerLost, match=rf"^{sentence} \(timed out\)$"), peers_expected(sentence):
         raise RuntimeError("timed out\nat somewhere.cpp:12")
@@ -69,7 +69,7 @@ def test_any_number_of_rows_is_gathered_from_each_rank_that_has_rows() -> None:
     assert nobody == [[], []]
 
 
-def test_ranks_with_dense_and_sparse_products_send_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_dense_and_sparse_matmuls_send_the_same_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.dtype] = []
     part_of_sum = Threads.part_of_sum
 

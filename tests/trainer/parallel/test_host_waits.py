@@ -1,4 +1,4 @@
-"""Tests that with several GPUs, the host waits for its GPU only in steps that log metrics.
+"""Tests that with several GPUs, the host waits for its GPU only at steps that log metrics.
 
 Other steps read no values from the GPU, so their exchanges cannot depend on values that might differ between ranks.
 """
@@ -18,7 +18,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
-# Maps each grid to the number of ranks with different tokens and the number of ranks that share the latents.
+# Maps each grid to the number of ranks with different tokens and the number of ranks sharing the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
 # Maps each case to its parallel and training settings.
 SETTINGS: dict[str, Settings] = {
@@ -45,7 +45,7 @@ def test_the_host_never_waits_for_the_device_during_a_step(grid: str, settings: 
 
 
 @pytest.mark.parametrize("question", ["nonzero", "__bool__", "cpu", "tolist", "item"])
-def test_a_read_of_a_device_value_is_detected(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_device_value_is_detected(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: getattr(sums[0], question)())
     assert step_of("tensor", "topk").waits
 
@@ -59,7 +59,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_copy_from_the_host_to_the_device_is_detected(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_to_device_copy_is_detected(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: COPIES[copy](sums))
     assert step_of("tensor", "topk").waits
 

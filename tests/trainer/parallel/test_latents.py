@@ -39,7 +39,7 @@ def test_every_prefix_of_the_latents_is_sharded_in_proportion(total: int, wanted
 
 @pytest.mark.parametrize("wanted", [None, [1.0, 3.0, 2.0]])
 @pytest.mark.parametrize(("shape", "dim"), [((11,), 0), ((4, 11), 1), ((11, 4), 0)])
-def test_the_parts_of_all_ranks_make_up_the_full_tensor(
+def test_the_parts_on_all_ranks_make_up_the_full_tensor(
     wanted: list[float] | None, shape: tuple[int, ...], dim: int
 ) -> None:
     whole = torch.randn(shape)
@@ -77,7 +77,7 @@ def test_after_loading_all_ranks_know_that_one_of_them_has_a_dead_latent(make_jo
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # A rank with dead latents exchanges AuxK candidates, and would wait forever for a rank that skips this exchange.
+    # A rank with dead latents exchanges AuxK candidates, and would wait forever for a rank skipping this exchange.
     assert on_all(2, may_have_dead) == [True, True]
 
 
@@ -98,7 +98,7 @@ def test_after_a_log_interval_all_ranks_agree_on_whether_any_latent_is_dead(make
     assert on_all(2, may_have_dead) == [[False, True]] * 2
 
 
-def test_a_checkpoint_of_another_width_is_refused_even_if_a_part_of_it_would_fit(make_job) -> None:
+def test_a_checkpoint_of_another_width_is_refused_even_if_part_of_it_would_fit(make_job) -> None:
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
     tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).state.tensors())
 
@@ -135,7 +135,7 @@ def test_each_rank_gets_its_own_rows_of_a_sum_and_every_part_gets_its_gradient(n
         torch.testing.assert_close(grad, total.grad)
 
 
-def test_the_rows_of_all_ranks_are_gathered_even_if_there_are_fewer_rows_than_ranks() -> None:
+def test_rows_from_all_ranks_are_gathered_even_if_there_are_fewer_rows_than_ranks() -> None:
     rows = torch.randn(2, 3)
     for rows_gathered in on_all(3, lambda group: all_gather(local_shard(rows, group), 2, group)):
         assert torch.equal(rows_gathered, rows)

@@ -1,4 +1,4 @@
-"""Tests that training in every mode gives the same result as one process on the same global batches."""
+"""Tests that training in every mode produces the same result as one process on the same global batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that a run has exported. TopK transcoders are exported in sparsify's format."""
+    """Return the weights exported by a run. TopK transcoders are exported in sparsify's format."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
@@ -75,7 +75,7 @@ def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
 
 
 @pytest.mark.parametrize("mode", slow_except(["dp-2", "ddp-2", "tensor-2", "hybrid-4-uneven"], MODES))
-def test_with_every_architecture_all_modes_learn_the_same_as_one_process(
+def test_with_every_architecture_all_modes_learn_the_same_as_a_single_process(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     n_ranks, parallel, n_data = MODES[mode]
@@ -166,7 +166,7 @@ def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_late
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
-def test_gradients_sent_in_16_bits_give_nearly_the_same_losses(
+def test_gradients_sent_in_16_bits_result_in_nearly_the_same_losses(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     make_trainer(make_job(sae=SAE, train={"batch_size": BATCH}), kept).run()
@@ -207,18 +207,18 @@ def test_a_checkpoint_resumes_in_another_mode_with_the_same_result(
     own_tokens = {"batch_size": BATCH // 2} if mode != "tensor" else {}
     job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode} | parallel)
 
-    # Several ranks resume from a checkpoint of one process.
+    # Several ranks resume from a checkpoint saved by one process.
     from_one = tmp_path / "checkpoints" / "step-00000010"
     ranks = start_ranks(job, n_ranks, resume_from=from_one)
     assert ranks.wait() == [EXIT_FINISHED] * n_ranks
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
     alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
-    # The checkpoints of several ranks and of one process are equal, tensor by tensor.
+    # The checkpoints saved by several ranks and by one process are equal, tensor by tensor.
     last = "step-00000020"
     one, several = (folder / "checkpoints" / last for folder in (tmp_path, ranks.spec.run_dir))
     alike(load_file(several / "tensors.safetensors"), load_file(one / "tensors.safetensors"), atol=2.0)
 
-    # One process resumes from a checkpoint of several ranks.
+    # One process resumes from a checkpoint saved by several ranks.
     whole = start_ranks(job, n_ranks, run_dir=tmp_path / "again")
     assert whole.wait() == [EXIT_FINISHED] * n_ranks
     start = whole.spec.run_dir / "checkpoints" / "step-00000010"
@@ -234,7 +234,7 @@ def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], ato
         torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-3, atol=slack, msg=name)
 
 
-def test_saes_of_a_sweep_spread_over_ranks_learn_the_same_as_in_one_process(
+def test_saes_in_a_sweep_spread_over_ranks_learn_the_same_as_in_a_single_process(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae = SAE | {"architecture": [*ARCHITECTURES], "resample_every_tokens": 960}
@@ -260,7 +260,7 @@ def test_saes_of_a_sweep_spread_over_ranks_learn_the_same_as_in_one_process(
         alike(weights, wanted)
 
 
-def test_a_diverging_sae_of_a_sweep_over_ranks_does_not_stop_the_other_saes(
+def test_a_diverging_sae_in_a_sweep_over_ranks_does_not_stop_the_other_saes(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e-3, 1e15], "n_steps": 40}
@@ -273,7 +273,7 @@ def test_a_diverging_sae_of_a_sweep_over_ranks_does_not_stop_the_other_saes(
     assert kinds.count("given_up") == kinds.count("pace") == 1
 
 
-def test_all_ranks_fail_with_the_reason_if_every_sae_of_a_sweep_diverges(
+def test_all_ranks_fail_with_the_reason_if_every_sae_in_a_sweep_diverges(
     make_job: MakeJob, start_ranks: Callable
 ) -> None:
     train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e15, 2e15], "n_steps": 60}
@@ -282,7 +282,7 @@ def test_all_ranks_fail_with_the_reason_if_every_sae_of_a_sweep_diverges(
     assert "choose a lower rate" in (ranks.processes[0].stderr.read() if ranks.processes[0].stderr else "")
 
 
-def test_replicas_that_share_the_optimizer_reset_the_state_of_resampled_latents(
+def test_replicas_sharing_the_optimizer_reset_the_state_for_resampled_latents(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae, train = SAE | {"resample_every_tokens": 960}, {"state": "int8", "grad_clip": 0.01}

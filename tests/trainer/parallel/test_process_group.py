@@ -22,7 +22,7 @@ from trainer.ranks.training_work import meeting_place_of
 
 
 @pytest.mark.parametrize(("on_one_host", "interface"), [(True, "lo"), (False, None)])
-def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
+def test_only_ranks_on_the_same_host_are_bound_to_its_loopback_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_one_host: bool, interface: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
@@ -97,7 +97,7 @@ def test_the_error_for_a_file_system_without_locks_suggests_a_fix(
         process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous")
 
 
-def test_ranks_that_slurm_restarts_use_another_rendezvous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_restarted_by_slurm_use_another_rendezvous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RankSpec(tmp_path, tmp_path / "sae", attempt=1, world_size=2, device="cpu", by_files=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

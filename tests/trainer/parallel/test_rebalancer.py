@@ -52,7 +52,7 @@ def test_a_persistently_slow_rank_and_its_recovery_are_each_reported_once() -> N
         ({}, "its device is slower or throttled"),
     ],
 )
-def test_the_likely_cause_of_the_slowness_of_a_rank_is_reported(own: dict[str, Any], said: str) -> None:
+def test_the_likely_cause_of_a_slow_rank_is_reported(own: dict[str, Any], said: str) -> None:
     (message,) = told(looks(Balancer(even(2, 1), rebalance=False), [10, 13], **own))
     assert said in message
 
@@ -99,8 +99,8 @@ def test_rebalancing_uneven_work_does_not_change_what_the_sae_learns(
 ) -> None:
     # The configured shares make rank 0 slower than rank 1.
     train = {"batch_size": 1024, "global_batch_size": 1024, "n_steps": 32, "log_every": 4, "checkpoint_every": 10}
-    # With seed 0, two latents have bit-identical pre-activations in the first step.
-    # Whichever latent is selected takes a full Adam step, which noticeably changes one of the few held-out rows.
+    # With seed 0, two latents have bit-identical pre-activations at the first step.
+    # Whichever latent is selected takes a full Adam step, noticeably changing one of the few held-out rows.
     train["seed"] = 1
     sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()

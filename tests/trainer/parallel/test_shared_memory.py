@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks, and return the tensors that each rank saved (none if it was killed)."""
+    """Run `size` ranks, and return the tensors saved by each rank (none if the rank was killed)."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -42,7 +42,7 @@ def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> lis
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_exchanges_give_the_same_correct_values_on_all_ranks(size: int, apart: bool, tmp_path: Path) -> None:
+def test_exchanges_return_the_same_correct_values_on_all_ranks(size: int, apart: bool, tmp_path: Path) -> None:
     ranks = run_ranks(size, "exchange", tmp_path, apart=apart)
     check_sums(ranks)
     check_parts(ranks)
@@ -102,11 +102,11 @@ def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -
 
 
 def test_ranks_can_wait_for_file_descriptors_with_large_numbers() -> None:
-    # A process that reads many shards can have 2,000 files open.
+    # A process reading many shards can have 2,000 files open.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()
-    # The data arrives after 0.1 s, when the first rank no longer polls but sleeps.
+    # The data arrives after 0.1 s, when the first rank is no longer polling but sleeping.
     late = threading.Timer(0.1, far.send, [b"."])
     try:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
@@ -119,7 +119,7 @@ def test_ranks_can_wait_for_file_descriptors_with_large_numbers() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# This program opens more connections than fit into the listen backlog.
+# This program opens more connections than the listen backlog can hold.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)

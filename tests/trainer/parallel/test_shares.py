@@ -13,19 +13,19 @@ def normal(shares: tuple[float, ...]) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
-def test_tokens_are_divided_among_replicas_by_speed() -> None:
+def test_tokens_are_split_across_replicas_by_speed() -> None:
     shares = by_speed([3.0, 1.0], 1)
     assert normal(shares.tokens) == pytest.approx([0.75, 0.25])
     assert shares.latents == (1.0,)
 
 
-def test_latents_are_divided_among_the_ranks_of_a_row_by_speed() -> None:
+def test_latents_are_split_across_the_ranks_in_a_row_by_speed() -> None:
     shares = by_speed([1.0, 2.0, 1.0], 3)
     assert normal(shares.latents) == pytest.approx([0.25, 0.5, 0.25])
     assert shares.tokens == (1.0,)
 
 
-def test_ranks_of_similar_speed_get_even_shares() -> None:
+def test_ranks_with_similar_speeds_get_even_shares() -> None:
     assert by_speed([1.0, 1.1, 1.05, 1.0], 1) == even(4, 1)
     assert len(set(by_speed([1.0, 1.1], 2).latents)) == 1
 

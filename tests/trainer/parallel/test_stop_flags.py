@@ -19,7 +19,7 @@ zeros = torch.zeros
 
 
 class Gpu(threading.local):
-    """A simulated GPU for each thread, which stores its queued work and counts how often the host had to wait."""
+    """A simulated GPU for each thread; it stores queued work and counts how often the host had to wait."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
@@ -87,7 +87,7 @@ def test_a_request_on_any_rank_reaches_all_ranks_a_step_later_without_any_wait(r
         parallel, agreed = Parallel(CPU, world=thread, data=thread), []
         parallel.__dict__["_requests"] = CudaRequests()
         for own in requests:
-            # When the host queues this step, the GPU has finished all earlier work.
+            # By the time the host queues this step, the GPU has finished all earlier work.
             gpu.catch_up()
             agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
         return agreed, gpu.waits
@@ -95,7 +95,7 @@ def test_a_request_on_any_rank_reaches_all_ranks_a_step_later_without_any_wait(r
     assert on_all(3, run, 20.0) == [([NOTHING, *requests[:-1]], 0)] * 3
 
 
-def test_if_a_gpu_lags_behind_the_same_decisions_are_made_in_the_same_steps(gpu: Gpu) -> None:
+def test_if_a_gpu_lags_behind_the_same_decisions_are_made_at_the_same_steps(gpu: Gpu) -> None:
     totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
     prompt, late = CudaRequests(), CudaRequests()
     answers = []

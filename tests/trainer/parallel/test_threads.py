@@ -16,7 +16,7 @@ from trainer.runtime.device_queue import CompletedWork
 def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
-        # This tensor is non-contiguous, like a weight matrix that stores each latent contiguously.
+        # This tensor is non-contiguous, like a weight matrix in which each latent is contiguous.
         tensors.append(torch.full((6, 5), float(group.index + 1)).T)
         group.sum_(*tensors)
         return tensors
@@ -25,7 +25,7 @@ def test_tensors_of_many_shapes_are_summed_over_all_ranks_in_place() -> None:
         assert all(torch.equal(tensor, torch.full(tensor.shape, 6.0)) for tensor in tensors)
 
 
-def test_the_tensor_of_the_first_rank_replaces_those_of_the_other_ranks() -> None:
+def test_the_tensor_on_the_first_rank_replaces_those_on_the_other_ranks() -> None:
     def work(group: Threads) -> float:
         own = torch.tensor([float(group.index)])
         group.copy_from_first_([own])
@@ -41,7 +41,7 @@ def test_only_the_first_rank_receives_collected_rows() -> None:
     assert on_all(3, work) == [3, 0, 0]
 
 
-def test_a_failing_thread_releases_the_others_and_its_error_is_raised() -> None:
+def test_a_failing_thread_releases_the_other_threads_and_its_error_is_raised() -> None:
     lost: list[int] = []
 
     def work(group: Threads) -> None:
@@ -67,7 +67,7 @@ def test_each_thread_sums_one_part_and_sends_the_result_to_all_threads(n_rows: i
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
         torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
-        # The thread modifies its part of the tensor, as an optimizer updates its part of the weights.
+        # The thread modifies its part of the tensor, just as an optimizer updates its part of the weights.
         part += 1
         group.spread_parts_([tensor])
         return tensor

@@ -53,7 +53,7 @@ cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
 
 
 def test_the_serial_number_in_a_rocm_uuid_is_decoded(tmp_path: Path):
-    """Check that a serial number is decoded: ROCm stores the digits as ASCII bytes, which PyTorch prints in hex."""
+    """Check that a serial number is decoded: ROCm stores the digits as ASCII bytes, printed by PyTorch in hex."""
     shown = "39663361-3563-3030-6431-653266306130"
     assert uuid_of(shown, "GPU-") == "GPU-9f3a5c00d1e2f0a0"
     nvidia = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
@@ -61,7 +61,7 @@ def test_the_serial_number_in_a_rocm_uuid_is_decoded(tmp_path: Path):
     assert uuid_of("58580000-0000-0000-0000-000000000000", "GPU-") == "GPU-58580000-0000-0000-0000-000000000000"
 
 
-def test_gpus_of_every_vendor_are_listed_in_bus_order(tmp_path: Path):
+def test_gpus_from_every_vendor_are_listed_in_bus_order(tmp_path: Path):
     files = {
         "proc/driver/nvidia/gpus/0000:41:00.0/information": "Model: H100\nGPU UUID: \t GPU-b\n",
         "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\nGPU UUID: \t GPU-a\n",
@@ -75,7 +75,7 @@ def test_gpus_of_every_vendor_are_listed_in_bus_order(tmp_path: Path):
     assert uuids_on_the_bus(VENDORS["amdsmi"], tmp_path) == ["GPU-9f3a5c00d1e2f0a0", "GPU-9f3a5c00d1e2f0a1"]
 
 
-def test_the_vendor_is_the_one_for_which_pytorch_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_vendor_is_the_one_that_pytorch_was_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("nvml", "amdsmi"):
         monkeypatch.setitem(VENDORS, name, msgspec.structs.replace(VENDORS[name], driver_files=("/",)))
     (tmp_path / "torch").mkdir()

@@ -63,7 +63,7 @@ def test_only_the_owner_of_a_run_can_read_its_recorded_environment(tmp_path: Pat
     assert environment["started"][:2] == "20"
 
 
-def test_the_commit_of_a_checkout_and_uncommitted_changes_are_recorded(checkout: Path) -> None:
+def test_the_commit_and_uncommitted_changes_of_a_checkout_are_recorded(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     assert git_state(checkout) == {"commit": commit, "dirty": False}
     (checkout / "a.py").write_text("2\n")
@@ -75,7 +75,7 @@ def test_a_repository_that_contains_an_installed_package_is_ignored(checkout: Pa
     assert git_state(checkout / "site-packages") is None
 
 
-def test_environment_variables_of_a_git_hook_do_not_select_another_repository(
+def test_environment_variables_set_by_a_git_hook_do_not_select_another_repository(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
@@ -114,7 +114,7 @@ def test_unknown_values_are_null_and_raise_no_error(tmp_path: Path, monkeypatch:
     write_environment(tmp_path / "no such folder" / "environment.json")
 
 
-def test_every_attempt_of_a_run_records_its_environment(
+def test_every_attempt_in_a_run_records_its_environment(
     make_job: Callable, start_ranks: Callable, tmp_path: Path
 ) -> None:
     ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3, command=rank_command)

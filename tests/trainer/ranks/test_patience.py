@@ -1,4 +1,4 @@
-"""Tests for how long ranks wait for a rank that is saving a checkpoint."""
+"""Tests for how long ranks wait while another rank is saving a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_ranks_wait_as_long_as_a_slow_disk_takes_to_write_a_checkpoint(make_job:
     assert patience_s(job, 2) == LEAST_PATIENCE_S
     d_in = job.data_shape().d_in
     large = make_job(sae={"d_sae": 2**32 // d_in})
-    # An encoder and a decoder of 2^32 weights each, plus Adam's two moments, take 96 GiB.
+    # An encoder and a decoder with 2^32 weights each, plus Adam's two moments, take 96 GiB.
     # A slow disk writes 50 MB per second.
     assert 96 * 2**30 / 50e6 < patience_s(large, 2) < 1.05 * 96 * 2**30 / 50e6
 

@@ -72,8 +72,8 @@ def test_two_ranks_learn_the_same_as_one_rank_from_the_same_global_batches(
     kept,
     tmp_path: Path,
 ) -> None:
-    # `dead_after_tokens` is small so that AuxK is active and counters over all ranks affect the result.
-    # 40 steps of 256 tokens are more than three epochs.
+    # `dead_after_tokens` is small so that AuxK is active and counters over all ranks affect the result. 40 steps with
+    # 256 tokens each are more than three epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
     alone.run()
@@ -169,7 +169,7 @@ def test_the_rates_of_two_ranks_add_up_to_about_the_rate_of_the_job(
     )
     assert len(job) == len(first) == len(second) == 4
     for of_job, *of_ranks in zip(job, first, second, strict=True):
-        # A rank's rate excludes the time that it waited for other ranks.
+        # A rank's rate excludes the time spent waiting for other ranks.
         assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
     assert max(first + second) < 5 * min(first + second)
 
@@ -181,7 +181,7 @@ def test_garbage_collection_is_enabled_again_after_loading() -> None:
     gc.unfreeze()
 
 
-def test_the_error_for_a_lack_of_memory_in_nccl_names_the_setting_to_change(tmp_path: Path) -> None:
+def test_the_error_for_nccl_running_out_of_memory_names_the_setting_to_change(tmp_path: Path) -> None:
     error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
     report(tmp_path / "left.json", error)
     assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
@@ -208,7 +208,7 @@ def test_each_stop_signal_is_a_separate_request() -> None:
     assert (done.stdout, done.stderr) == ("each time\n", "")
 
 
-def test_a_rank_without_progress_counts_as_stuck_unless_it_saves_or_waits() -> None:
+def test_a_rank_without_progress_counts_as_stuck_unless_it_is_saving_or_waiting() -> None:
     progress = RunProgress()
     progress.heartbeat("saving", 1, 0)
     waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
@@ -263,7 +263,7 @@ def test_a_waiting_rank_exits_with_its_supervisor_not_the_thread_that_started_it
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # Wait until the rank has received the signal that the kernel sent when the thread that started the rank exited.
+        # Wait until the rank has received the signal sent by the kernel when the thread that started the rank exited.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -296,8 +296,8 @@ def test_a_rank_in_a_hanging_exchange_exits_once_its_supervisor_and_rank_0_are_g
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # Wait until the rank has received the signal that the kernel sent when its supervisor died.
-        # The rank still waits for rank 0.
+        # Wait until the rank has received the signal sent by the kernel when its supervisor died.
+        # The rank is still waiting for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()
@@ -329,7 +329,7 @@ def test_log_lines_contain_no_terminal_control_characters(capsys: pytest.Capture
     assert capsys.readouterr().out.removesuffix("\n").isprintable()
 
 
-def test_a_rank_finds_the_gpus_of_its_language_model_or_reports_missing_ones(
+def test_a_rank_finds_the_gpus_for_its_language_model_or_reports_missing_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=2, model_gpus=4, device="cuda")
@@ -378,7 +378,7 @@ def test_a_rank_with_a_mig_slice_from_a_launcher_fails_before_it_connects(
     ("n_visible", "rank", "spec", "index"),
     [
         (8, 3, {}, 3),
-        # With `srun --gpus-per-task=1`, each rank sees only one GPU, whatever its SLURM_LOCALID.
+        # With `srun --gpus-per-task=1`, each rank sees only one GPU, regardless of SLURM_LOCALID.
         (1, 3, {"by_files": True}, 0),
         (1, 3, {"on_one_host": False}, 0),
         (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),

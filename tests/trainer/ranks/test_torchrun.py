@@ -1,4 +1,4 @@
-"""Tests for ranks started by torchrun, with two agents on the loopback interface that act as two hosts."""
+"""Tests for ranks started by torchrun, with two agents on the loopback interface acting as two hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_two_hosts(
 ) -> list[str]:
     """Run both torchrun agents until they exit, and return their outputs.
 
-    With `shares_store`, the first agent hosts the store through which the ranks find each other. Without
+    With `shares_store`, the first agent hosts the store used by the ranks to find each other. Without
     `shares_store`, rank 0 hosts the store.
     """
     with socket.socket() as probe:
@@ -72,7 +72,7 @@ def on_two_hosts(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("hanging", "shares_store"), [("1", True), ("0", False)])
-def test_ranks_of_torchrun_restart_together_if_their_first_exchange_hangs(
+def test_torchrun_ranks_restart_together_if_their_first_exchange_hangs(
     hanging: str, shares_store: bool, make_job: MakeJob, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 3}, parallel={"mode": "ddp"}, launch={"gpus": "cpu"})
@@ -120,7 +120,7 @@ def test_join_without_torchrun_says_how_to_start_it(
     assert not (tmp_path / "run").exists()
 
 
-def test_join_refuses_the_folder_of_a_run_with_a_different_sae(
+def test_join_refuses_the_folder_for_a_run_with_a_different_sae(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     run_dir = tmp_path / "run"

@@ -64,7 +64,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Toy]:
 
 @contextlib.contextmanager
 def reporting(job: JobConfig, folder: Path) -> Iterator[Any]:
-    """Yield a progress object that reports to the store and the mirrors of a job."""
+    """Yield a progress object reporting to the store and mirrors configured in a job."""
     stored = StoredProgress(folder / "metrics.db", 100, threading.Event(), None)
     progress = with_mirrors(stored, job, folder, 0)
     yield progress
@@ -136,7 +136,7 @@ def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob,
     assert not (tmp_path / "mirror.id").exists()
 
 
-def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> None:
+def test_saes_in_a_sweep_get_their_own_values_and_the_values_for_the_run() -> None:
     rows = [
         MetricRow("tokens_per_s", 1, 9.0),
         MetricRow("step_ms", 1, 3.0, rank=0),
@@ -151,7 +151,7 @@ def test_saes_of_a_sweep_get_their_own_values_and_the_values_of_the_run() -> Non
 
 
 @pytest.mark.parametrize("mirror", ["tensorbord", ["toy", "x"], ["toy", "toy"], 5])
-def test_the_error_for_an_unknown_mirror_names_it(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_mirror_names_the_mirror(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, JobFileError), match=r"train\.mirror.*must be \"tensorboard\""):
         make_job(train={"mirror": mirror})
 

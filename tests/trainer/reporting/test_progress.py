@@ -43,7 +43,7 @@ def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
         assert (heartbeat.phase, heartbeat.step, heartbeat.total_steps, heartbeat.tokens) == ("training", 10, 100, 400)
 
 
-def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_write_to_disk(
+def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_disk_write(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -169,7 +169,7 @@ def replace(path: Path) -> None:
 def checkpoint(path: Path) -> None:
     """Move the content of a store from its write-ahead log into its file.
 
-    A small store would otherwise exist only in the log, which this test does not damage.
+    Otherwise, a small store would exist only in the log, which this test does not damage.
     """
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -253,7 +253,7 @@ def test_a_stop_request_sets_the_flag_but_a_request_for_another_job_does_not(
         eventually(stop.is_set, 5)
 
 
-def test_an_unreadable_control_store_gives_no_request(tmp_path: Path, control: Control) -> None:
+def test_an_unreadable_control_store_yields_no_request(tmp_path: Path, control: Control) -> None:
     requests = Requests(tmp_path / "later.db", 1)
     assert not requests.wanted().stop
     assert not (tmp_path / "later.db").exists()

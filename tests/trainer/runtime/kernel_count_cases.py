@@ -1,4 +1,4 @@
-"""Counts the kernels that all trials would compile on a GPU, by running them in Triton's interpreter."""
+"""Counts the kernels that all trials would compile on a GPU by running them in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def test_the_trials_launch_as_many_kernels_as_the_reported_total(monkeypatch: py
         before = len(begun)
         assert try_all(torch.device("cpu"), torch.bfloat16, [one]) == {}
         found[one.module] = len(begun) - before
-    # The number of kernels depends slightly on the version of Triton.
+    # The number of kernels depends slightly on the Triton version.
     assert abs(sum(found.values()) - n_kernels()) <= 2
     assert {module: n for module, n in found.items() if abs(n - KERNELS[module].n) > 1} == {}

@@ -1,4 +1,4 @@
-"""Tests adding a kernel to the registry, using Triton's interpreter on a CPU that pretends to be a GPU."""
+"""Tests adding a kernel to the registry, using Triton's interpreter on a CPU pretending to be a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.arange(150.0)
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start each test with an empty registry of kernels."""
+    """Start each test with an empty kernel registry."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with mock.patch.dict(KERNELS, clear=True):
         yield
@@ -37,7 +37,7 @@ def doubled(kernels: Kernels, x: Tensor) -> Tensor:
 
 
 def reported() -> list[str]:
-    """Return the messages that ranks report when they agree on kernels before a job starts."""
+    """Return the messages reported by ranks when they agree on kernels before a job starts."""
     sentences: list[str] = []
     agree(Group(), CPU, job_of({}, {}), compiles=True, report=sentences.append)
     return sentences

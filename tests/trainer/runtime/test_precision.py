@@ -101,7 +101,7 @@ def test_auto_uses_the_architecture_of_an_amd_gpu_and_a_plan_uses_its_name(
     ("chosen", "expected"),
     [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
-def test_only_matrix_products_use_the_chosen_dtype(chosen: str, expected: torch.dtype) -> None:
+def test_only_matmuls_use_the_chosen_dtype(chosen: str, expected: torch.dtype) -> None:
     a = torch.randn(4, 4)
     with autocast(chosen, CPU):
         assert (a @ a).dtype == expected
@@ -126,7 +126,7 @@ def test_weights_and_optimizer_state_stay_in_fp32(chosen: str, make_job: MakeJob
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
-def test_training_with_16_bit_products_is_similar_to_training_in_fp32(chosen: str, make_job: MakeJob) -> None:
+def test_training_with_16_bit_matmuls_is_similar_to_training_in_fp32(chosen: str, make_job: MakeJob) -> None:
     errors = []
     for name in (chosen, "fp32"):
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
@@ -182,7 +182,7 @@ def test_a_compiler_loaded_later_is_deterministic_but_is_not_loaded_just_for_thi
 
 
 class Older:
-    """A compiler configuration that rejects unknown names, as torch's does."""
+    """A compiler configuration that rejects unknown names, like torch's."""
 
     __slots__ = ()
 
@@ -194,7 +194,7 @@ def test_a_compiler_without_the_deterministic_option_is_left_unchanged(monkeypat
         assert torch.are_deterministic_algorithms_enabled() == deterministic
 
 
-def test_a_cublas_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublas_workspace_chosen_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_deterministic(True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -99,7 +99,7 @@ def test_each_kernel_is_reported_before_triton_compiles_it() -> None:
     run_cases(Path(__file__).with_name("compiling_cases.py"), compiles=True)
 
 
-def test_the_reported_number_of_kernels_equals_the_number_that_the_trials_launch() -> None:
+def test_the_reported_number_of_kernels_equals_the_number_launched_by_the_trials() -> None:
     run_cases(Path(__file__).with_name("kernel_count_cases.py"), on_cpu=True)
 
 

@@ -1,4 +1,4 @@
-"""Tests that ranks that share the latents compute the same AuxK gradients as one rank. See also `test_topk.py`."""
+"""Tests that ranks sharing the latents compute the same AuxK gradients as a single rank. See also `test_topk.py`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(n: int = 26) -> Tensor:
 
 
 def silences(case: str, sharing: int) -> Tensor:
-    """Return the number of tokens since each latent fired, for one of the cases."""
+    """Return the number of tokens since each latent last fired, for one of the cases."""
     silent = torch.arange(D_SAE) % 7
     if case == "few are dead":
         silent[[3, 4, 40]] = DEAD_AFTER
@@ -53,7 +53,7 @@ def silences(case: str, sharing: int) -> Tensor:
 def gradients(
     n_ranks: int, sharing: int, silent: Tensor, n_tokens: int = 26, precision: str = "fp32"
 ) -> dict[str, Tensor]:
-    """Return the gradients of all latents after one pass, summed over the tokens of all ranks."""
+    """Return the gradients for all latents after one pass, summed over the tokens on all ranks."""
     x = rows()
 
     def work(learner: Learner, parallel: Parallel) -> None:
@@ -88,7 +88,7 @@ CASES = ("none is dead", "few are dead", "many are dead", "all are dead", "the l
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_that_share_latents_get_the_gradients_of_one_rank(case: str, path: str) -> None:
+def test_ranks_sharing_latents_get_the_same_gradients_as_one_rank(case: str, path: str) -> None:
     for n_ranks, sharing in GRIDS:
         silent = silences(case, sharing)
         assert_alike(gradients(n_ranks, sharing, silent), gradients(1, 1, silent), f"{n_ranks} ranks, {sharing} share")
@@ -99,7 +99,7 @@ def test_a_rank_without_tokens_takes_part_in_exchanges(path: str) -> None:
     assert_alike(gradients(4, 4, silent, n_tokens=3), gradients(1, 1, silent, n_tokens=3), "")
 
 
-def test_weights_exchanged_in_16_bits_give_the_gradients_of_one_rank(path: str) -> None:
+def test_weights_exchanged_in_16_bits_result_in_the_same_gradients_as_one_rank(path: str) -> None:
     silent = silences("many are dead", 4)
     found, expected = (gradients(n, n, silent, precision="bf16") for n in (4, 1))
     for name, gradient in expected.items():

@@ -64,7 +64,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     assert first.step_sums.abs().sum() == 0
 
 
-def test_the_sums_of_a_step_are_firing_counts_and_tokens_and_the_squared_error() -> None:
+def test_the_sums_for_a_step_are_firing_counts_and_tokens_and_the_squared_error() -> None:
     sae, x = random_topk(), batch(50)
     output = sae(x, x)
     torch.testing.assert_close(sae.step_sums[:40], (output.acts.dense() > 0).sum(dim=0).double())
@@ -98,7 +98,7 @@ def test_a_loaded_sae_knows_which_latents_are_dead() -> None:
     assert new.may_have_dead()
 
 
-def test_the_component_of_the_gradient_along_decoder_rows_is_removed() -> None:
+def test_the_gradient_component_along_decoder_rows_is_removed() -> None:
     sae, x = random_topk(), batch()
     sae.objective(sae(x, x).losses).backward()
     assert sae.W_dec.grad is not None
@@ -110,7 +110,7 @@ def test_the_component_of_the_gradient_along_decoder_rows_is_removed() -> None:
     torch.testing.assert_close(sae.W_dec.grad, across)
 
 
-def test_decoder_rows_are_normalised_to_length_1() -> None:
+def test_decoder_rows_are_normalised_to_unit_norm() -> None:
     sae = random_topk()
     sae.W_dec.data *= 7
     sae.normalise_decoder()
@@ -125,7 +125,7 @@ def test_an_sae_subtracts_b_dec_from_its_input_and_a_transcoder_subtracts_the_me
 
 
 @pytest.mark.parametrize("d_out", [None, 7])
-def test_exported_weights_on_raw_data_equal_the_sae_on_normalised_data(d_out: int | None) -> None:
+def test_exported_weights_on_raw_data_match_the_sae_on_normalised_data(d_out: int | None) -> None:
     sae = random_topk(d_out).eval()
     sae.x_scale.fill_(0.25)
     sae.y_scale.fill_(0.25 if d_out is None else 3.0)

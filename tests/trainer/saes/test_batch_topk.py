@@ -63,9 +63,8 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_the_training_class_of_saelens_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    # Our class and SAELens's class agree under three conditions:
-    # decoder rows have norm 1, at most k_aux = d_in / 2 latents are dead, and dead latents have positive activations.
-    # SAELens's AuxK loss is a plain squared error.
+    # Our class and SAELens's class agree under three conditions: decoder rows have unit norm, at most k_aux = d_in / 2
+    # latents are dead, and dead latents have positive activations. SAELens's AuxK loss is a plain squared error.
     # SAELens's threshold starts at 0. This test uses a rate of 1, so that the initial value has no effect.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
@@ -131,7 +130,7 @@ def test_the_threshold_is_a_running_average_that_starts_with_the_first_value() -
     assert float(sae.threshold) == pytest.approx(0.75 * first + 0.25 * second)
 
 
-def test_the_threshold_of_micro_batches_and_ranks_is_weighted_by_their_tokens() -> None:
+def test_the_threshold_is_weighted_by_the_tokens_in_micro_batches_and_on_ranks() -> None:
     parts = [batch(10, seed=3), batch(30, seed=4)]
     alone = [learn(random_batch_topk(), x) for x in parts]
     first, second = random_batch_topk(), random_batch_topk()

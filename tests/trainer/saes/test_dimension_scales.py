@@ -22,7 +22,7 @@ SHAPES = [(None, False), (7, False), (7, True)]
 
 @torch.no_grad()
 def scaled_sae(kind: str, d_out: int | None, skip: bool, x_scale: Tensor, y_scale: Tensor) -> Any:
-    """Create a random float64 SAE whose weights are zero at dimensions with scale 0, where it stores the mean."""
+    """Create a random float64 SAE whose weights are zero in dimensions with scale 0, where it stores the mean."""
     kind_class, own, _ = KINDS[kind]
     sae = random_sae(kind_class, D_IN, 40, *([d_out] if d_out else []), scales_dimensions=True, **own)
     if skip:
@@ -66,7 +66,7 @@ scales = st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 0.01]), min_size=D_IN, ma
 @settings(max_examples=8)
 @given(of_x=scales, of_y=scales.filter(lambda one: 1.0 in one[:7]), unit=st.sampled_from([0.3, 20.0]))
 @torch.no_grad()
-def test_the_exported_sae_on_raw_rows_equals_the_trained_sae_on_scaled_rows(
+def test_the_exported_sae_on_raw_rows_matches_the_trained_sae_on_scaled_rows(
     kind: str, d_out: int | None, skip: bool, of_x: list[float], of_y: list[float], unit: float
 ) -> None:
     if d_out and kind == "gated":

@@ -24,7 +24,7 @@ def new_topk() -> TopK:
 
 
 def sample(n: int = 500, d: int = 6, seed: int = 0) -> Tensor:
-    """Draw rows whose mean is far from 0, with a different spread in each dimension."""
+    """Draw rows with a mean far from 0 and a different spread in each dimension."""
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1.0, d + 1) + 40
 
 
@@ -49,7 +49,7 @@ def test_the_unit_scale_makes_the_mean_distance_to_the_mean_equal_to_sqrt_of_d_i
 
 @pytest.mark.parametrize(("n_latents", "d"), [(100, 7), (97, 16), (33, 1), (5, 2)])
 @pytest.mark.parametrize("at_once", [1, 320])
-def test_two_ranks_that_draw_rows_in_blocks_get_the_same_rows_as_one_rank(
+def test_two_ranks_drawing_rows_in_blocks_get_the_same_rows_as_one_rank(
     n_latents: int, d: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initial_weights, "_AT_ONCE", at_once)

@@ -117,7 +117,7 @@ def test_evaluation_measures_inner_levels_for_dense_and_sparse_activations() -> 
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """Return the FVU of the first `width` latents after a short training run on sparse sums of 30 directions."""
+    """Return the FVU with the first `width` latents after a short training run on sparse sums of 30 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions
@@ -134,7 +134,7 @@ def left_over_by_the_first(n_levels: int, width: int) -> float:
     return ((x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()).item()
 
 
-def test_the_first_latents_reconstruct_more_with_five_levels_than_with_a_single_one() -> None:
+def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one_level() -> None:
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
 
 

@@ -68,7 +68,7 @@ def test_the_settings_of_a_new_architecture_are_checked(make_loudest: MakeJob, t
     assert not [one for one in check(make_loudest(), here) if one.severity == "error"]
 
 
-def test_the_memory_of_a_new_architecture_is_estimated_from_its_registry_entry(
+def test_the_memory_for_a_new_architecture_is_estimated_from_its_registry_entry(
     make_job: MakeJob, make_loudest: MakeJob
 ) -> None:
     same = make_job(sae={"architecture": "topk", "d_sae": 64, "k": 4, "auxk_alpha": 0.0})
@@ -121,7 +121,7 @@ def test_an_architecture_may_not_override_any_other_name() -> None:
         type("Eager", (toy_architecture.Loudest,), {"end_step": lambda self, n_tokens: None})
 
 
-def test_an_architecture_must_declare_which_parameters_have_an_axis_of_latents(make_loudest: MakeJob) -> None:
+def test_an_architecture_must_declare_which_parameters_have_a_latent_axis(make_loudest: MakeJob) -> None:
     sae = build_sae(Layout(make_loudest(), 1), 16)
     with pytest.raises(TypeError, match="Loudest: add gain to `declared`"):
         sae.gain = torch.nn.Parameter(torch.ones(64))

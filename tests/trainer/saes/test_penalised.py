@@ -42,7 +42,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
     """Create a random SAE in which half of the latents fire, or only a few if `is_sparse` is true."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | settings))
-    # Give decoder rows different norms, since only some architectures keep their norms at 1.
+    # Give decoder rows different norms, because only some architectures keep their norms at 1.
     sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
@@ -78,7 +78,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    """Return the activation of a latent and its sparsity loss."""
+    """Return the activation and the sparsity loss for a latent."""
     norm = sae.W_dec[latent].norm()
     if isinstance(sae, Standard):
         return z.relu(), z.relu() * norm
@@ -88,8 +88,8 @@ def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, T
     threshold, width = sae.threshold[latent], sae.settings.bandwidth
     is_within = bool((z - threshold).abs() < width / 2)
     is_active = z.detach() > threshold.detach()
-    # The value of `act` jumps at the threshold. `slope` gives the gradients for the threshold and, with a tanh penalty,
-    # for z.
+    # The value of `act` jumps at the threshold. `slope` provides the gradients for the threshold and, with a tanh
+    # penalty, for z.
     distance = (z if sae._tanh_scale else z.detach()) - threshold
     slope = is_within * (distance - distance.detach()) / width
     act = z.relu() * is_active + threshold.detach() * slope
@@ -232,7 +232,7 @@ def test_negative_thresholds_are_clamped_to_0() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_activations_in_evaluation_equal_those_in_training(kind: str) -> None:
+def test_activations_in_evaluation_match_those_in_training(kind: str) -> None:
     sae, x = made(kind, is_sparse=True), batch()
     trained = sae(x, x)
     sae.eval()
@@ -257,7 +257,7 @@ def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
     ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_losses_and_gradients_with_presized_buffers_match_those_of_dense_products(
+def test_losses_and_gradients_with_presized_buffers_match_dense_matmuls(
     kind: str, shape: tuple[int, ...], dtype: torch.dtype, foreseeing: Callable[[Penalised], None]
 ) -> None:
     sae, x = made(kind, *shape, is_sparse=True).to(dtype), batch(19, 8).to(dtype)
@@ -293,13 +293,13 @@ def rows(seed: int, n_tokens: int = 128) -> Tensor:
 
 
 def take_cut(one: Learner, number: int, x: Tensor, n_passes: int) -> None:
-    """Take step `number` with its tokens split into `n_passes` passes."""
+    """Take step `number` with its tokens split across `n_passes` passes."""
     take_step([one], ALONE, number, [Batch([(part, part)], len(part)) for part in x.tensor_split(n_passes)])
 
 
 @pytest.mark.parametrize("n_passes", [1, 3])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
-def test_a_run_learns_the_same_with_presized_buffers_as_without_them(
+def test_a_run_learns_the_same_with_and_without_presized_buffers(
     kind: str,
     n_passes: int,
     make_job: MakeJob,
@@ -320,7 +320,7 @@ def test_a_run_learns_the_same_with_presized_buffers_as_without_them(
 @pytest.mark.parametrize("n_passes", [1, 2])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
+def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_step_succeeds(
     kind: str, precision: str, n_passes: int, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     one = learner(make_job, kind, precision=precision, accumulate=n_passes)
@@ -342,7 +342,7 @@ def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_one_succeeds(
     assert skips(one) == (0, 0, 0)
 
 
-def test_all_ranks_skip_a_step_that_overflows_the_buffer_of_one_rank(
+def test_all_ranks_skip_a_step_that_overflows_the_buffer_on_one_rank(
     make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
     ranks = [learner(make_job, "standard") for _ in range(2)]
@@ -425,7 +425,7 @@ def test_the_penalty_weight_has_a_minimum_and_rises_from_it_quickly() -> None:
         assert steer(steered, 40) > 2 * lowest
 
 
-def test_the_change_of_the_penalty_weight_by_one_batch_is_bounded() -> None:
+def test_one_batch_can_change_the_penalty_weight_only_by_a_bounded_amount() -> None:
     assert steer(penalty(), 0) == 0
     assert steer(penalty(), 1e6) == pytest.approx(2 * (1 + 2.1 * float(torch.tensor(10.0).log())))
 

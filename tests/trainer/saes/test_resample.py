@@ -84,7 +84,7 @@ def test_tokens_are_drawn_in_proportion_to_their_squared_loss() -> None:
     torch.testing.assert_close(counts / 400, expected, atol=0.06, rtol=0)
 
 
-def test_if_there_are_more_dead_latents_than_tokens_some_share_a_token() -> None:
+def test_if_there_are_more_dead_latents_than_tokens_some_latents_share_a_token() -> None:
     sae = with_dead()
     sae.n_tokens_since_fired[:30] = 1000
     assert int(resampled(sae, batch(4)).sum()) == 30
@@ -137,7 +137,7 @@ def test_resampled_latents_fire_again_and_have_no_optimizer_state(
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """Return the optimizer moments of all parameters that have one slice per latent."""
+    """Return the optimizer moments for all parameters with one slice per latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
     states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]

@@ -23,7 +23,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_row_gradients_of_several_passes_are_added_even_if_there_is_no_gradient_yet(
+def test_row_gradients_from_several_passes_are_added_even_if_none_exists_yet(
     has_gradient: bool, dtype: torch.dtype
 ) -> None:
     parameters = Weights(*map(nn.Parameter, (torch.randn(6, 4).T, torch.randn(6), torch.randn(6, 3))))
@@ -51,7 +51,7 @@ def test_row_gradients_of_several_passes_are_added_even_if_there_is_no_gradient_
 
 
 def by_autograd(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
-    """Return the AuxK reconstruction; autograd scatters the gradients of the weights over all latents."""
+    """Return the AuxK reconstruction; autograd scatters the weight gradients over all latents."""
     of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
     reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
     # The bias has already been subtracted, so this term is 0 and only propagates the gradient.
@@ -73,7 +73,7 @@ def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_the_auxk_gradients_of_all_weights_match_autograd(
+def test_the_auxk_gradients_for_all_weights_match_autograd(
     sae: dict[str, Any], precision: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = {"precision": precision}
@@ -90,7 +90,7 @@ def test_the_auxk_gradients_of_all_weights_match_autograd(
         assert (found[name] != without[name]).any()
 
 
-def test_a_pass_that_is_undone_leaves_no_row_gradients(make_job: MakeJob) -> None:
+def test_an_undone_pass_leaves_no_row_gradients(make_job: MakeJob) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(100, 16)
     learner.initialise(x, x)
     learner.sae.n_tokens_since_fired[5:25] = 10**6

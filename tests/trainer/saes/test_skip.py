@@ -40,7 +40,7 @@ def of_skip(sae: Sae, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_the_other_weights_learn_from_the_target_minus_the_output_of_the_skip(kind: str) -> None:
+def test_the_other_weights_learn_from_the_target_minus_the_skip_output(kind: str) -> None:
     sae, plain, x, y = random_transcoder(kind), random_transcoder(kind, skip=False), batch(), batch(33, D_OUT, seed=5)
     for one in (sae, plain):
         one.n_tokens_since_fired[3:9] = 1000
@@ -97,7 +97,7 @@ def test_a_resampled_latent_writes_what_the_skip_connection_leaves_unexplained()
 @pytest.mark.parametrize("kind", TRANSCODERS)
 def test_the_skip_connection_learns_the_linear_part_of_the_data(kind: str) -> None:
     torch.manual_seed(0)
-    # The data's mean is far from 0, and its scale is not 1.
+    # The data mean is far from 0, and the data scale is not 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
     data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
     settings = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}

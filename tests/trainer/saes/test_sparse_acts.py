@@ -10,7 +10,7 @@ PLACES = SparseIndices(torch.tensor([3, 1, 0, 2]), torch.tensor([0, 0, 2, 2]), t
 SPARSE = SparseActs(torch.tensor([1.0, 2.0, 3.0, 0.0]), PLACES, 4)
 
 
-def test_sparse_and_dense_activations_give_the_same_results() -> None:
+def test_sparse_and_dense_activations_produce_the_same_results() -> None:
     per_latent = torch.tensor([10.0, 20.0, 30.0, 40.0])
     for acts in (SPARSE, DenseActs(DENSE)):
         assert torch.equal(acts.dense(), DENSE)

@@ -35,7 +35,7 @@ def k_largest(pre_acts: Tensor, k: int) -> Tensor:
 
 
 def naive_losses(sae: TopK, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Compute the losses and x_hat with dense products and plain autograd, with AuxK over all dead latents."""
+    """Compute the losses and x_hat with dense matmuls and plain autograd, with AuxK over all dead latents."""
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
     x_hat = k_largest(pre_acts, sae.k) @ sae.W_dec + sae.b_dec
     losses = {"mse": (x - x_hat).square().sum(), "auxk": torch.zeros((), dtype=x.dtype)}
@@ -71,10 +71,10 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_and_has_no_gradient(
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_the_training_class_of_saelens_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
     # Our class and SAELens's class agree under three conditions.
-    # Decoder rows have norm 1, since SAELens ranks latents by act · ‖W_dec‖.
+    # Decoder rows have unit norm, because SAELens ranks latents by act · ‖W_dec‖.
     # At most k_aux = d_in / 2 latents are dead.
-    # The activations of dead latents are positive, since SAELens applies no ReLU to them.
-    # SAELens's AuxK loss is a plain squared error, whereas ours is divided by the residual's variance.
+    # The activations of dead latents are positive, because SAELens applies no ReLU to them.
+    # SAELens's AuxK loss is a plain squared error, whereas ours is divided by the residual variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -108,7 +108,7 @@ def test_a_latent_that_never_fires_gets_no_gradient_from_the_reconstruction() ->
     assert grads["W_enc"][:, 7].abs().max() == 0
 
 
-def test_auxk_gives_gradients_only_to_the_weights_of_dead_latents() -> None:
+def test_auxk_produces_gradients_only_for_the_weights_of_dead_latents() -> None:
     sae = random_topk()
     dead = [2, 11, 30]
     sae.n_tokens_since_fired[dead] = 1000
@@ -118,7 +118,7 @@ def test_auxk_gives_gradients_only_to_the_weights_of_dead_latents() -> None:
     assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
-def test_auxk_is_0_without_dead_latents_and_in_evaluation_and_if_switched_off() -> None:
+def test_auxk_is_0_without_dead_latents_and_in_evaluation_and_if_disabled() -> None:
     alive, off, evaluated = random_topk(), random_topk(auxk_alpha=0.0), random_topk().eval()
     for sae in (off, evaluated):
         sae.n_tokens_since_fired[:] = 1000
@@ -155,7 +155,7 @@ def test_a_gpu_learns_the_same_without_knowing_the_number_of_dead_latents(
     assert_same(gradients(sae, output.losses["auxk"]), expected)
 
 
-def test_auxk_gives_no_gradient_to_the_error_of_live_latents() -> None:
+def test_auxk_does_not_propagate_gradients_to_the_error_of_live_latents() -> None:
     error = torch.randn(4, 3, requires_grad=True)
     explained = torch.randn(4, 3, requires_grad=True)
     auxk_error(error, explained, torch.tensor(0.5)).backward()
@@ -176,7 +176,7 @@ def test_a_step_updates_the_residual_variance_and_a_skipped_step_does_not() -> N
 def test_k_falls_linearly_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
     counts = []
-    # The fractions are not in order, since a resumed run starts in the middle.
+    # The fractions are not in order, because a resumed run starts in the middle.
     for progress in (0.75, 0.0, 0.25, 0.5, 0.375):
         sae.begin_step(progress)
         counts.append(run(sae, batch(3)).acts.values.numel() / 3)

@@ -20,12 +20,12 @@ def test_the_last_rows_lie_beyond_32_bit_offsets_and_cpus_are_not_checked() -> N
     assert not list(check_long_offsets(CPU))
 
 
-def test_products_and_selections_of_the_last_rows_are_correct_on_a_cpu() -> None:
+def test_matmuls_and_selections_on_the_last_rows_are_correct_on_a_cpu() -> None:
     assert max(products().values()) < TOLERANCE
     assert all(choices().values())
 
 
-def test_a_product_at_a_wrong_offset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_at_a_wrong_offset_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     decode, both_products = sparse.decode, sparse.both_products
 
     def write_elsewhere_too(*given: Any) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ def wrong(checks: Iterator[Check]) -> list[Check]:
 
 @pytest.fixture
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit the products with real models' widths, which take ten seconds on a CPU."""
+    """Omit matmuls with the widths of real models, which take ten seconds on a CPU."""
     monkeypatch.setattr(products, "CASES", {name: case for name, case in products.CASES.items() if "d_in" not in name})
 
 
@@ -41,7 +41,7 @@ def test_matmuls_with_the_widths_of_real_models_are_correct_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("small_cases")
-def test_a_slightly_wrong_product_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slightly_wrong_matmul_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     right = sparse.bag_sums
     monkeypatch.setattr(sparse, "bag_sums", lambda *args, **named: right(*args, **named) * 1.0001)
     names = {check.name.partition(":")[0] for check in wrong(check_products(CPU))}

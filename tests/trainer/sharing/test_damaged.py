@@ -77,7 +77,7 @@ def _run(folder: Path) -> SharedSae:
 
 
 def _import(folder: Path, world: Path) -> SharedSae:
-    """Import an SAE, and return the SAE that the new run exports."""
+    """Import an SAE, and return the SAE exported by the new run."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
     import_sae(folder, folder / "run", str(world / "acts"), sets)
     output = folder / "run" / "sae"
@@ -132,9 +132,7 @@ WHICH = st.integers(0, len(SAES) - 1)
 
 @ANY
 @given(which=WHICH, place=st.integers(0, 30), value=st.one_of(st.just(...), VALUES))
-def test_an_sae_with_any_value_of_a_setting_is_read_or_refused(
-    damaged: Any, which: int, place: int, value: Any
-) -> None:
+def test_an_sae_with_any_setting_value_is_read_or_refused(damaged: Any, which: int, place: int, value: Any) -> None:
     def damage(folder: Path) -> None:
         config = json.loads(config_of(folder).read_text())
         indices = [(table, key) for table in (config, *_tables(config)) for key in table]
@@ -170,7 +168,7 @@ def test_a_file_with_damaged_bytes_is_read_or_refused(
         file = weights_of(folder) if of_weights else config_of(folder)
         content = bytearray(file.read_bytes())
         for place in indices:
-            # Change only the start and the end of the file, since most other bytes are tensor values.
+            # Change only the start and the end of the file, because most other bytes are tensor values.
             content[(place % 600) * (-1 if place % 2 else 1) % len(content)] = byte
         file.write_bytes(content if cut is None else content[: cut % len(content)])
 
@@ -213,7 +211,7 @@ def test_a_safetensors_header_with_any_value_is_read_or_refused(
         st.sampled_from(DTYPES),
     ),
 )
-def test_tensors_of_unexpected_dtypes_shapes_or_values_are_read_or_refused(
+def test_tensors_with_unexpected_dtypes_shapes_or_values_are_read_or_refused(
     damaged: Any, which: int, place: int, change: Any
 ) -> None:
     def damage(folder: Path) -> None:

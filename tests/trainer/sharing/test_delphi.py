@@ -1,4 +1,4 @@
-"""Tests that delphi (downloaded by `make model`) can read the activation caches that are written for it."""
+"""Tests that delphi (downloaded by `make model`) can read the activation caches written for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORIGIN = {"model_name": "gpt2", "dataset_path": "a-text"}
 
 
 def firings(d_sae: int = D_SAE, largest: float = 3.0) -> Firings:
-    """Create random activations of `d_sae` latents in 5 contexts of 64 tokens."""
+    """Create random activations for `d_sae` latents in 5 contexts with 64 tokens each."""
     generator = torch.Generator().manual_seed(0)
     acts = torch.rand(5, 64, d_sae, generator=generator) * largest
     acts[acts < 0.9 * largest] = 0
@@ -36,7 +36,7 @@ def write(of: Firings, folder: Path) -> list[str]:
 
 
 def dense(folder: Path) -> Tensor:
-    """Return the activations in a cache, whose latent ids are relative to the first id in the file name."""
+    """Return the activations from a cache, in which latent ids are relative to the first id in the file name."""
     acts = torch.zeros(5, 64, D_SAE)
     for file in folder.glob("*.safetensors"):
         split = load_file(file)
@@ -71,7 +71,7 @@ def test_every_file_contains_activations_even_if_most_latents_are_dead(tmp_path:
     assert {int(file.stem.split("_")[1]) for file in files} >= {D_SAE - 1}
 
 
-def test_a_second_cache_replaces_all_files_of_the_first_cache(tmp_path: Path) -> None:
+def test_a_second_cache_replaces_all_files_from_the_first_cache(tmp_path: Path) -> None:
     write(firings(), tmp_path)
     write(firings(d_sae=10), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {f"0_{D_SAE - 1}.safetensors", "config.json"}
@@ -92,7 +92,7 @@ def test_data_without_tokens_or_activations_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "sae").exists()
 
 
-def test_delphi_reads_the_activations_of_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delphi_reads_the_activations_for_every_latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # delphi imports these packages, but does not need them to read a cache.
     peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)

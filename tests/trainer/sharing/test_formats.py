@@ -48,7 +48,7 @@ def form_of(name: str) -> Format:
 def written(
     name: str, kind: str, folder: Path, d_out: int | None = None, *, skip: bool = False
 ) -> tuple[Sae, Computed, list[str]]:
-    """Write an SAE in a format. Return the SAE, its results in the trainer, and the export's notes."""
+    """Write an SAE in a format. Return the SAE, its results in the trainer, and notes about the export."""
     sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     x = torch.randn(300, 32) * 3
     put_bar_into_a_gap(sae, x * SCALE)
@@ -181,7 +181,7 @@ def test_a_format_that_cannot_represent_the_sae_is_refused(
         assert refusal.startswith(reason)
 
 
-def test_metadata_that_sparsify_does_not_know_is_kept_next_to_its_settings(tmp_path: Path) -> None:
+def test_metadata_unknown_to_sparsify_is_kept_next_to_its_settings(tmp_path: Path) -> None:
     _, _, notes = written("sparsify", "topk", tmp_path / "sae")
     assert notes == []
     assert form_of("sparsify").read(tmp_path / "sae").metadata == ORIGIN | {
@@ -189,7 +189,7 @@ def test_metadata_that_sparsify_does_not_know_is_kept_next_to_its_settings(tmp_p
     }  # fmt: skip
 
 
-def test_the_name_of_a_layer_is_never_used_as_a_path(tmp_path: Path) -> None:
+def test_a_layer_name_is_never_used_as_a_path(tmp_path: Path) -> None:
     shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
     (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
     assert note == "the data does not name its layer; rename layer_0.safetensors after the layer"
@@ -213,7 +213,7 @@ def with_features(folder: Path, **moved: Any) -> SharedSae:
     return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
 
 
-def test_neuronpedia_shows_the_features_that_eval_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neuronpedia_shows_the_features_stored_by_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = with_features(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
@@ -239,9 +239,7 @@ def test_neuronpedia_shows_the_features_that_eval_has_stored(tmp_path: Path, mon
     assert "pos_str" not in first
 
 
-def test_neuronpedia_shows_the_promoted_tokens_that_eval_has_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neuronpedia_shows_the_promoted_tokens_stored_by_eval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = with_features(tmp_path, **MOVED)
     assert form_of("neuronpedia").write(shared, tmp_path / "out") == []
     batch = json.loads((tmp_path / "out" / "batch-0.json").read_text())

@@ -1,4 +1,4 @@
-"""Tests that an SAE on the hub is read from the local cache, and is downloaded first if it is not cached."""
+"""Tests that an SAE on the hub is read from the local cache, after downloading it if it is not cached."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub.close()
 
 
-def test_an_sae_on_the_hub_is_downloaded_only_once_and_without_files_of_other_saes(
+def test_a_hub_sae_is_downloaded_only_once_and_without_files_from_other_saes(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = find(Path("ada/saes/layers.3"))
@@ -55,7 +55,7 @@ def test_an_sae_on_the_hub_is_downloaded_only_once_and_without_files_of_other_sa
     assert hub.asked == []
 
 
-def test_the_error_for_a_repository_with_many_saes_names_the_first_ones(hub: Hub) -> None:
+def test_the_error_for_a_repository_with_many_saes_names_the_first_few_saes(hub: Hub) -> None:
     listed = r"ada/saes contains 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"
     with pytest.raises(UserError, match=listed):
         find(Path("ada/saes"))

@@ -1,4 +1,4 @@
-"""Tests that another tool's SAEs are read correctly from every file layout that the tool has ever used."""
+"""Tests that another tool's SAEs are read correctly from every file layout the tool has ever used."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def assert_computes(sae: SharedSae, reference: Reference, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_an_sae_read_from_a_layout_computes_the_same_as_in_its_tool(name: str, tmp_path: Path) -> None:
+def test_an_sae_read_from_a_layout_computes_the_same_as_in_its_own_tool(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -307,7 +307,7 @@ def test_reading_an_npz_file_runs_no_code_and_detects_headers_that_claim_too_muc
 
 
 def _promise(file: Path, arrays: dict[str, Any]) -> None:
-    """Write an array of 2 numbers with a header that claims 2^44 numbers."""
+    """Write an array of 2 numbers with a header claiming 2^44 numbers."""
     import io
     import zipfile
 
@@ -320,7 +320,7 @@ def _promise(file: Path, arrays: dict[str, Any]) -> None:
         archive.writestr("threshold.npy", head.getvalue() + bytes(8))
 
 
-def test_the_error_for_a_folder_of_saes_counts_them_all_and_names_the_first_ones(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_of_saes_counts_all_saes_and_names_the_first_few(tmp_path: Path) -> None:
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
     with pytest.raises(
@@ -352,7 +352,7 @@ def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
             parsed_config([bad])
 
 
-def test_given_settings_override_the_settings_in_the_file(tmp_path: Path) -> None:
+def test_given_settings_override_settings_in_the_file(tmp_path: Path) -> None:
     FOREIGN(tmp_path)
     config = json.loads((tmp_path / "cfg.json").read_text())
     given = Given({"activation_fn_str": "topk", "activation_fn_kwargs.k": 3})

@@ -73,7 +73,7 @@ def test_saelens_maps_raw_inputs_to_raw_targets_like_a_transcoder(kind: str, ski
     assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
 
 
-def test_facts_about_the_training_are_in_the_metadata_for_saelens(tmp_path: Path) -> None:
+def test_facts_about_the_training_are_in_the_saelens_metadata(tmp_path: Path) -> None:
     metadata = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
     loaded = round_trip(made("batch_topk"), tmp_path / "sae", **metadata)
     assert {name: loaded.cfg.metadata[name] for name in metadata} == metadata
@@ -97,7 +97,7 @@ def test_an_sae_in_a_shared_folder_is_shared_with_the_group(tmp_path: Path) -> N
         assert stat.S_IMODE((tmp_path / "7").stat().st_mode) == 0o2770
 
 
-def test_an_sae_of_an_earlier_attempt_is_replaced_completely(tmp_path: Path) -> None:
+def test_an_sae_from_an_earlier_attempt_is_replaced_completely(tmp_path: Path) -> None:
     for tokens in (1, 2):
         export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
     assert json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
@@ -142,13 +142,13 @@ def test_killing_an_export_at_any_moment_leaves_a_complete_sae_and_user_files(tm
         assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
         assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
         token_counts.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
-        # The next export removes the files that the killed export left behind.
+        # The next export removes the files left by the killed export.
         export_sae(made(), folder, {"training_tokens": 3})
         assert not list(tmp_path.glob(f".{moment}.*"))
     assert token_counts == {1, 2}
 
 
-def test_the_origin_of_activations_is_stored_under_the_names_that_saelens_uses() -> None:
+def test_the_origin_of_activations_is_stored_under_the_names_used_by_saelens() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
@@ -167,7 +167,7 @@ def test_saelens_metadata_describes_how_to_load_a_model_with_its_hooks(tmp_path:
         assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
 
 
-def test_models_that_transformer_lens_should_load_are_in_its_list_of_models() -> None:
+def test_models_to_be_loaded_by_transformer_lens_are_in_its_list_of_models() -> None:
     loading = pytest.importorskip("transformer_lens.loading_from_pretrained")
     for name in TRANSFORMER_LENS_MODELS:
         assert loading.get_official_model_name(name).lower() == name.lower()
@@ -209,7 +209,7 @@ def test_saelens_computes_the_same_rows_that_an_sae_was_trained_on(family: str, 
             torch.testing.assert_close(cache[facts.hook_name_out].flatten(0, 1), ours[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_read_again(tmp_path: Path) -> None:
+def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_reread(tmp_path: Path) -> None:
     facts = {
         "model_name": "/models/tiny/tiny.gguf", "hook_name": "blocks.1.mlp.hook_in", "hook_layer": 1,
         "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",

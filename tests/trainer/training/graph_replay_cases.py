@@ -1,6 +1,6 @@
-"""Tests that captured steps are bit-identical to eager steps, on a CPU that pretends to be a GPU.
+"""Tests that captured steps are bit-identical to eager steps, on a CPU pretending to be a GPU.
 
-`test_graph_replay.py` runs this file with TRITON_INTERPRET=1, since Triton kernels compute the update.
+`test_graph_replay.py` runs this file with TRITON_INTERPRET=1, because Triton kernels compute the update.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two learners of the same SAE, of which one captures its steps."""
+    """Two learners for the same SAE, one of which captures its steps."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
@@ -86,7 +86,7 @@ class Run:
             self.number += 1
 
     def load_again(self) -> None:
-        """Save the state of each learner, and load it again."""
+        """Save and reload the state of each learner."""
         for one in (self.plain, self.captured):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
@@ -98,7 +98,7 @@ class Run:
         assert self.captured.sae._longest_since_fired == self.plain.sae._longest_since_fired
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return both learners' metrics for the log interval that ends here."""
+        """Return both learners' metrics for the log interval ending here."""
         of = []
         for one in (self.captured, self.plain):
             state = StepState.of(one.take_state())
@@ -166,7 +166,7 @@ def test_a_captured_step_with_a_nan_is_skipped() -> None:
     assert steps.n_replayed == 3
 
 
-def test_a_batch_of_a_different_size_runs_eagerly_before_steps_are_captured_again() -> None:
+def test_a_batch_with_a_different_size_runs_eagerly_before_steps_are_captured_again() -> None:
     run = Run({}, {})
     steps = run.record()
     run.take(3)
@@ -212,7 +212,7 @@ def test_captured_steps_use_weights_that_were_resampled_after_the_capture() -> N
     run.assert_alike()
 
 
-def test_a_run_continues_from_the_state_that_captured_steps_saved() -> None:
+def test_a_run_continues_from_the_state_saved_by_captured_steps() -> None:
     run = Run({}, {})
     run.record()
     run.take(3)
@@ -263,7 +263,7 @@ def test_a_failed_capture_is_reported_and_retried_only_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host sizes the buffer for active latents by the counts in earlier batches.
+# Tests with a penalty, where the host sizes the buffer for active latents by the counts from earlier batches.
 
 
 PENALISED = [
@@ -297,7 +297,7 @@ class Penalty(Run):
     """Two learners whose buffers, from the fourth step on, have space for `capacity` latents per token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # `told` collects the counts from earlier batches that the host has read.
+        # `told` collects the counts from earlier batches that have been read by the host.
         self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)
@@ -312,7 +312,7 @@ class Penalty(Run):
 
     @property
     def capacities(self) -> list[int | None]:
-        """The capacity per token in each learner's last step."""
+        """The capacity per token at each learner's last step."""
         passes = (one.sae._buffer_sizer._pass for one in (self.plain, self.captured))
         return [one.capacity and one.capacity // one.n_tokens for one in passes]
 
@@ -342,7 +342,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_eager_ones(
     run.assert_alike()
 
 
-def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_products_are_dense(
+def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_matmuls_are_dense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sae = {"architecture": "standard", "sparsity_coefficient": 0.02, "sparsity_warmup_fraction": 0.3}
@@ -411,7 +411,7 @@ def test_a_captured_step_that_overflows_is_skipped_and_dense_steps_follow(
     run.assert_alike()
 
 
-def test_a_penalised_run_continues_from_the_state_that_captured_steps_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalised_run_continues_from_the_state_saved_by_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "jumprelu"}, {})
     run.take(5)
     assert run.steps.n_replayed == 1
@@ -449,6 +449,6 @@ def test_the_self_test_detects_a_step_with_a_penalty_that_replays_an_old_batch(
     assert found["changes_off"] > 2 * learning.NEAR_CHANGES
 
 
-def test_a_wait_by_the_host_during_capture_raises_an_error() -> None:
+def test_a_host_wait_during_capture_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="waits"):
         TapeOnCpu().record(lambda: float(torch.ones(())))

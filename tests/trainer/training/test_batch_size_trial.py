@@ -1,4 +1,4 @@
-"""Tests that smaller micro-batches are tried if memory really runs out, since each rank's address space is limited."""
+"""Tests that smaller micro-batches are tried if memory really runs out, with a limited address space for each rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.training.learner import Learner
 from trainer.training.loop import halved_sentence
 
 STEP = 8192
-# The pre-activations of all tokens take 256 MiB. A pass first allocates twice that size, and its threads take 128 MiB.
+# The pre-activations for all tokens take 256 MiB. A pass first allocates twice that size, and its threads take 128 MiB.
 TIGHT_MIB = 900
 # Modes and architectures whose passes include an exchange between ranks.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 
 def shared_job(mode: str, architecture: str, batch_size: object) -> JobConfig:
-    """Create a job with even shares, since measured shares would differ between runs."""
+    """Create a job with even shares, because measured shares would differ between runs."""
     table = {
         "data": {"source": "synthetic", "d_in": 32, "held_out_tokens": 1000},
         "sae": {"d_sae": 8192, "k": 8, "architecture": architecture},
@@ -85,7 +85,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "architecture"), EXCHANGING)
-def test_both_ranks_halve_their_micro_batches_if_one_rank_lacks_memory(
+def test_both_ranks_halve_their_micro_batches_if_one_rank_runs_out_of_memory(
     mode: str, architecture: str, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = shared_job(mode, architecture, "auto")
@@ -110,7 +110,7 @@ def test_halving_is_reported_to_change_an_sae_that_selects_latents_per_micro_bat
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """Return random data, and a learner that was initialised from it without exchanges between ranks."""
+    """Return random data, and a learner initialised from it without exchanges between ranks."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with dry_run(learner.sae):
@@ -166,7 +166,7 @@ def test_a_dry_run_includes_auxk_before_any_latent_is_dead(mode: str, make_job: 
 
 
 @pytest.mark.parametrize("costs", [Costs(0.2, 10), None])
-def test_a_dry_run_has_the_largest_number_of_active_entries_that_a_rank_can_hold(
+def test_a_dry_run_has_the_largest_number_of_active_entries_a_rank_can_hold(
     costs: Costs | None, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_look, "costs", lambda: costs)

@@ -1,4 +1,4 @@
-"""Tests that a run that is asked to finish early cools down over its next steps, and then counts as finished."""
+"""Tests that a run asked to finish early cools down over its next steps, and then counts as finished."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
 
 @pytest.fixture
 def asked_to_finish(make_job: MakeJob, make_trainer: MakeTrainer) -> Callable[..., tuple[Any, AtStep]]:
-    """Return a function that trains a run, and asks it to finish or to stop after the given steps."""
+    """Return a function that trains a run, and asks it to finish or stop after the given steps."""
 
     def train(finish: int = 10**9, stop: int = 10**9, **options: Any) -> tuple[Any, AtStep]:
         job = make_job(train={"n_steps": PLANNED, "lr": 0.1, "eval_every": 0})
@@ -171,7 +171,7 @@ def test_settings_that_depend_on_the_run_length_use_the_new_length(
 
 
 @pytest.mark.parametrize(("mode", "k"), [("ddp", 4), ("tensor", 4), ("sweep", [2, 4])])
-def test_ranks_that_are_asked_to_finish_agree_on_the_last_step_and_finish(
+def test_ranks_asked_to_finish_agree_on_the_last_step_and_finish(
     mode: str, k: int | list[int], make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     job = make_job(sae={"k": k}, train={"n_steps": 200_000, "batch_size": 16}, parallel={"mode": mode})

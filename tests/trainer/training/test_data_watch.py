@@ -1,4 +1,4 @@
-"""Tests with real training runs whose data changes before they are resumed, or while they train."""
+"""Tests with real training runs whose data changes before they are resumed or while they are training."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_rows_held_out_before_a_folder_grows_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, and store the text number with each row."""
+    """Write 25 rows for each text, and store the text number with each row."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
@@ -137,11 +137,11 @@ def test_resuming_on_different_rows_is_refused_before_any_step_is_taken(
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 
-# Tests with data that changes while a run reads it.
+# Tests with data that changes while being read by a run.
 
 
 class AtStep:
-    """A change to the data after a given step, as if a user made the change while the run trains."""
+    """A change to the data after a given step, as if made by a user while the run is training."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act

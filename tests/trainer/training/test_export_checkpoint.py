@@ -1,4 +1,4 @@
-"""Tests for `sae-train export`, which exports the SAEs of a checkpoint for other tools."""
+"""Tests for `sae-train export`, which exports the SAEs from a checkpoint for other tools."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Reconstruct x in float64, as sparsify's documentation describes for a TopK coder."""
+    """Reconstruct x in float64, following sparsify's documentation for a TopK coder."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
     values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
     return (values.unsqueeze(2) * weights["W_dec"][latents]).sum(dim=1) + weights["b_dec"]
 
 
-def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
+def test_an_export_from_the_newest_checkpoint_equals_the_sae_of_the_run(
     make_run: MakeRun, run_dir: Path, tmp_path: Path
 ) -> None:
     make_run()
@@ -88,7 +88,7 @@ def test_an_export_of_the_newest_checkpoint_equals_the_sae_of_the_run(
     config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
     measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
     expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
-    # A trainer that runs in this process does not store the run's metrics.
+    # A trainer running in this process does not store the run's metrics.
     assert config == expected
 
 
@@ -146,7 +146,9 @@ def test_an_export_of_a_sweep_writes_saes_that_fit_the_format_and_lists_the_othe
     assert "learning rate" in card
 
 
-def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+def test_the_recipe_for_a_run_states_the_settings_used_in_its_steps(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path
+) -> None:
     trainer = make_run(sae={"k": [2, 4]}, train={"global_batch_size": 192, "n_tokens": 3840, "warmup_fraction": 0.1})
     assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
     for label, learner in trainer.learners.items():
@@ -174,7 +176,7 @@ def test_the_best_checkpoint_is_the_intact_checkpoint_with_the_lowest_held_out_f
     def best() -> int:
         return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
 
-    assert best() == 20  # in this run, the SAE improves with every step
+    assert best() == 20  # in this run, the SAE improves at every step
     (checkpoints / "step-00000020" / STATE).write_text("{}")
     assert best() == 15
     (checkpoints / "step-00000015" / "tensors.safetensors").unlink()
@@ -200,7 +202,7 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     assert capsys.readouterr().err.startswith("--best: requires a run folder")
 
 
-def test_every_sae_of_a_sweep_gets_its_own_folder(
+def test_every_sae_in_a_sweep_gets_its_own_folder(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(sae={"k": [2, 4]})
@@ -254,7 +256,7 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_cannot_be_exported(
 
 
 def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """Return a function that changes or removes the named tensors of a checkpoint."""
+    """Return a function that changes or removes the named tensors in a checkpoint."""
 
     def tamper(checkpoint: Path) -> None:
         tensors = load_file(checkpoint / TENSORS)
@@ -307,7 +309,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_checkpoint_gives_a_one_sentence_error(
+def test_a_tampered_checkpoint_causes_a_one_sentence_error(
     kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"n_steps": 2})
@@ -324,7 +326,7 @@ def test_a_tampered_checkpoint_gives_a_one_sentence_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_transcoders_of_several_runs_are_exported_as_one_circuit_tracer_set(
+def test_transcoders_from_several_runs_are_exported_as_one_circuit_tracer_set(
     make_job: Callable,
     make_trainer: Callable,
     activations: Path,

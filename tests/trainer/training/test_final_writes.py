@@ -1,4 +1,4 @@
-"""Tests that a run that finishes on a full disk waits for space, keeps its SAE on another disk, and loses nothing."""
+"""Tests that a run finishing on a full disk waits for space, keeps its SAE on another disk, and loses nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder that is treated as another disk, for SAEs that wait for space."""
+    """Create a folder that is treated as another disk, for SAEs waiting for space."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -37,7 +37,7 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Yield a function that limits the size of files, so that writes fail as on a full disk.
+    """Yield a function that limits the file size, so that writes fail as on a full disk.
 
     Python ignores SIGXFSZ. Any user may lower the limit and raise it again.
     """
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls a function while the run waits for space, to simulate a user who acts."""
+    """Calls a function while the run is waiting for space, to simulate an action by the user."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat
@@ -71,7 +71,7 @@ def space_messages(kept) -> list[str]:
     return [message for kind, _, message in kept.events if kind == "space"]
 
 
-def test_while_the_last_save_waits_for_space_the_sae_is_kept_on_another_disk(
+def test_while_the_last_save_is_waiting_for_space_the_sae_is_kept_on_another_disk(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
 ) -> None:
     found: list[list[Path]] = []
@@ -136,7 +136,7 @@ def test_a_stop_request_ends_the_wait_with_a_message_that_says_where_the_sae_is(
     assert not (tmp_path / "checkpoints" / RESERVE).exists()
 
 
-def test_a_run_that_was_stopped_waits_for_space_and_ends_as_stopped(
+def test_a_stopped_run_waits_for_space_and_ends_as_stopped(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [])

@@ -98,7 +98,7 @@ def test_with_tied_updates_the_rate_decays_for_longer_unless_the_decay_is_set(ma
     assert decay_fraction(make_job(train={"decay_fraction": 0.0}), is_transcoder=False) == 0.0
 
 
-def test_updates_of_a_transcoder_are_not_tied(make_job: MakeJob) -> None:
+def test_transcoder_updates_are_not_tied(make_job: MakeJob) -> None:
     assert len(Learner(make_job(), 16, 16, Parallel(CPU)).optimizer.param_groups) == 1
 
 

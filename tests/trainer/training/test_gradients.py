@@ -1,4 +1,4 @@
-"""Compares the processing of gradients before an update with torch's gradient clipping and loss scaling."""
+"""Compares gradient processing before an update with torch's gradient clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_a_step_without_tokens_is_skipped() -> None:
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
-    """Return all tensors that a step changes, as bytes, so that NaNs and the sign of 0 are compared too."""
+    """Return all tensors changed by a step, as bytes, so that NaNs and the sign of 0 are compared too."""
     tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Return the names of tensors that differ."""
+    """Return the names of the tensors that differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -138,7 +138,7 @@ def fp16(make_job: MakeJob, **train: Any) -> Learner:
     return learner(make_job(train={"precision": "fp16", "n_steps": 60, **train}))
 
 
-def test_the_loss_scale_matches_that_of_the_grad_scaler_of_torch() -> None:
+def test_the_loss_scale_matches_torch_grad_scaler() -> None:
     ours, theirs = LossScale(CPU, enabled=True), torch.amp.GradScaler("cpu", init_scale=2.0**15)
     ours._clean_steps.fill_(1990)
     theirs._lazy_init_scale_growth_tracker(CPU)
@@ -188,7 +188,7 @@ def test_overflows_halve_the_scale_until_the_gradient_fits(make_job: MakeJob, mo
 
 
 def test_the_loss_scale_changes_no_step_and_is_restored_on_resume(make_job: MakeJob) -> None:
-    # A loss scale that is a power of 2 does not change the digits of fp32 gradients, but it would change fp16 products.
+    # A loss scale that is a power of 2 does not change the digits of fp32 gradients, but it would change fp16 matmuls.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled.precision = "fp32"
     for step in range(10):

@@ -26,7 +26,7 @@ def test_captured_steps_are_bit_identical_to_eager_steps(among: str) -> None:
 
 
 class Card:
-    """Simulates torch's memory pools, where a failed capture stays active."""
+    """Simulates torch's memory pools, in which a failed capture stays active."""
 
     device_index = 0
 
@@ -71,7 +71,7 @@ class Card:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_a_failed_capture_restores_the_memory_pool_and_the_stream_of_the_gpu(
+def test_a_failed_capture_restores_the_memory_pool_and_the_gpu_stream(
     breaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card = Card(monkeypatch)
@@ -93,7 +93,7 @@ def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks
     return graph_capture.pays(Layout(job, ranks), d_in, d_in, precision=precision)
 
 
-def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
+def test_single_gpu_steps_are_captured_unless_they_are_very_long() -> None:
     assert pays({})
     assert pays({"architecture": "batch_topk"})
     assert pays({"d_sae": 65536}, d_in=2304)
@@ -104,7 +104,7 @@ def test_steps_of_a_single_gpu_are_captured_unless_they_are_very_long() -> None:
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
     assert pays({"architecture": "jumprelu"})
-    # With 512 active latents, sparse products are never faster than dense products.
+    # With 512 active latents, sparse matmuls are never faster than dense matmuls.
     assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 

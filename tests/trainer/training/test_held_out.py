@@ -73,7 +73,7 @@ def test_rows_are_not_cached_if_the_device_runs_out_of_memory(
     assert not kept.keeps
 
 
-def test_rows_above_the_size_limit_are_not_cached(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_exceeding_the_size_limit_are_not_cached(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_bytes = 500 * 16 * 4
     for most, keeps in ((n_bytes, True), (n_bytes - 1, False)):
         monkeypatch.setattr("trainer.training.held_out.MOST_KEPT_BYTES", most)
@@ -93,7 +93,7 @@ def test_a_micro_batch_must_fit_into_memory_next_to_the_cached_rows(make_job: Ca
     assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES
 
 
-def test_non_finite_rows_are_left_out_and_counted_each_time_they_are_read(activations: Path) -> None:
+def test_non_finite_rows_are_excluded_and_counted_each_time_they_are_read(activations: Path) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
     rows[::2, 0] = torch.nan
     save_file({"activations": rows}, activations / "a.safetensors")

@@ -33,7 +33,7 @@ SCALE = 0.4
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Write 1,000 rows of 32 dimensions, and their 20-dimensional targets to another folder."""
+    """Write 1,000 rows with 32 dimensions, and their 20-dimensional targets to another folder."""
     rows = torch.randn(1000, 32) * 3 + torch.arange(32)
     for name, x in (("acts", rows), ("targets", rows[:, :20] * 0.5)):
         (tmp_path / name).mkdir()
@@ -82,7 +82,7 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -
     ("name", "kind"),
     [*(("saelens", kind) for kind in KINDS), *(("dictionary_learning", kind) for kind in KINDS), ("sparsify", "topk")],
 )
-def test_an_imported_sae_gives_the_same_results_as_the_original(
+def test_an_imported_sae_produces_the_same_results_as_the_original(
     name: str, kind: str, tmp_path: Path, data: Path
 ) -> None:
     x = torch.randn(300, 32) * 3
@@ -95,7 +95,7 @@ def test_an_imported_sae_gives_the_same_results_as_the_original(
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_an_imported_transcoder_gives_the_same_results_as_the_original(
+def test_an_imported_transcoder_produces_the_same_results_as_the_original(
     kind: str, skip: bool, tmp_path: Path, data: Path
 ) -> None:
     x = torch.randn(300, 32) * 3
@@ -139,7 +139,7 @@ def test_an_sae_with_a_skip_connection_cannot_be_imported(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_imported_sae_has_the_same_weights_when_it_is_exported_again(kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_sae_has_the_same_weights_when_exported_again(kind: str, tmp_path: Path, data: Path) -> None:
     shared("saelens", kind, tmp_path / "theirs", torch.randn(300, 32))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == EXIT_FINISHED
@@ -161,7 +161,7 @@ SAELENS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", SAELENS)
 @torch.no_grad()
-def test_an_sae_saved_by_saelens_gives_the_same_results(architecture: str, tmp_path: Path, data: Path) -> None:
+def test_an_sae_saved_by_saelens_produces_the_same_results(architecture: str, tmp_path: Path, data: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     kind, config = sae_lens.registry.get_sae_class(architecture)
     metadata = sae_lens.saes.sae.SAEMetadata(model_name="gpt2", hook_name="blocks.3.hook_resid_post")
@@ -191,7 +191,7 @@ THEIRS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", THEIRS)
 @torch.no_grad()
-def test_a_dictionary_saved_by_dictionary_learning_gives_the_same_results(
+def test_a_dictionary_saved_by_dictionary_learning_produces_the_same_results(
     name: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
@@ -239,7 +239,7 @@ class Trap:
 
 
 def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """Return a function that replaces `ae.pt` with the result of `change` on its tensors."""
+    """Return a function that replaces `ae.pt` with the result of applying `change` to its tensors."""
 
     def tamper(folder: Path) -> None:
         tensors = torch.load(folder / "ae.pt", weights_only=True)
@@ -304,7 +304,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_sae_gives_a_one_sentence_error_and_no_run_is_created(
+def test_a_tampered_sae_causes_a_one_sentence_error_and_no_run_is_created(
     kind: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -326,7 +326,7 @@ def test_a_tampered_sae_gives_a_one_sentence_error_and_no_run_is_created(
         ({"reshape_activations": "hook_q"}, "reshape_activations is 'hook_q'"),
     ],
 )
-def test_saelens_settings_that_are_not_supported_are_refused(
+def test_unsupported_saelens_settings_are_refused(
     setting: dict[str, Any], reason: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shared("saelens", "standard", tmp_path / "theirs", torch.randn(9, 32))
@@ -336,7 +336,7 @@ def test_saelens_settings_that_are_not_supported_are_refused(
     assert reason in capsys.readouterr().err
 
 
-def test_import_offers_only_formats_that_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_offers_only_readable_formats(capsys: pytest.CaptureFixture[str]) -> None:
     readable = [name for name, entry in FORMATS.items() if entry.load().read is not Format.read]
     assert readable == [*READ_FORMATS]
     for parser in (make_parser(), make_command_parser(print)):
@@ -400,7 +400,7 @@ def test_an_import_is_checked_by_how_well_it_reconstructs_rows(
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
     # This SAE expects rows scaled to a mean norm of √32.
-    # Therefore, the SAE's b_dec, which is the mean of the rows, is scaled too.
+    # Therefore, the SAE's b_dec, the mean of the rows, is scaled too.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (

@@ -17,7 +17,7 @@ ways_to_read = pytest.mark.parametrize(("n_ranks", "late"), [(1, False), (1, Tru
 
 
 class Rank:
-    """A rank that ends a log interval after every step. `calls` lists the rank's exchanges, and `records` its sums."""
+    """A rank ending a log interval after every step. `calls` lists the rank's exchanges, and `records` its sums."""
 
     def __init__(self, group: Threads, late: bool) -> None:
         self._group = group
@@ -91,7 +91,7 @@ def test_all_ranks_exchange_in_the_same_order_even_one_or_two_steps_late(n_ranks
 
 @ways_to_read
 @pytest.mark.parametrize("fails_at", ["sum 2", "record 2"])
-def test_an_interval_whose_recording_fails_is_not_recorded_again(n_ranks: int, late: bool, fails_at: str) -> None:
+def test_an_interval_is_not_recorded_again_if_recording_it_failed(n_ranks: int, late: bool, fails_at: str) -> None:
     def work(rank: Rank) -> None:
         rank.fails_at = fails_at
         with pytest.raises(OSError, match=fails_at):

@@ -28,10 +28,11 @@ def learner(job: JobConfig) -> Learner:
 
 
 @pytest.mark.parametrize("sizes", [(128,), (100, 28), (1, 2, 125), (60, 20), (200, 100)])
-def test_micro_batches_of_any_size_give_the_mean_gradient_over_all_tokens(
+def test_micro_batches_of_any_size_yield_the_mean_gradient_over_all_tokens(
     sizes: tuple[int, ...], make_job: MakeJob
 ) -> None:
-    # A step is configured for 128 tokens, but its learning rate does not depend on how many tokens it actually gets.
+    # A step is configured for 128 tokens, but its learning rate does not depend on the number of tokens it actually
+    # gets.
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
@@ -44,7 +45,7 @@ def test_micro_batches_of_any_size_give_the_mean_gradient_over_all_tokens(
 
 @pytest.mark.parametrize(("scaling", "factor"), [("off", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 @pytest.mark.parametrize("lr", [1e-3, "auto"])
-def test_the_learning_rate_scales_with_the_tokens_of_a_step_as_configured(
+def test_the_learning_rate_scales_with_the_configured_tokens_per_step(
     scaling: str, factor: float, lr: float | str, make_job: MakeJob
 ) -> None:
     train = {"lr": lr, "batch_size": 64, "accumulate": 4, "decay_fraction": 0.0}
@@ -57,7 +58,7 @@ def test_the_learning_rate_scales_with_the_tokens_of_a_step_as_configured(
     assert scaled.optimizer.param_groups[0]["lr"] == pytest.approx(factor * usual.optimizer.param_groups[0]["lr"])
 
 
-def test_the_scale_of_the_data_does_not_change_the_learnt_directions(make_job: MakeJob) -> None:
+def test_the_data_scale_does_not_change_the_learnt_directions(make_job: MakeJob) -> None:
     job, x = make_job(train={"n_steps": 5}), batch()
     small, large = learner(job), Learner(job, 16, None, Parallel(torch.device("cpu")))
     large.initialise(1000 * batch(500, seed=9), 1000 * batch(500, seed=9))
@@ -68,7 +69,7 @@ def test_the_scale_of_the_data_does_not_change_the_learnt_directions(make_job: M
     torch.testing.assert_close(small.sae.W_dec, large.sae.W_dec, rtol=1e-3, atol=1e-4)
 
 
-def test_the_error_for_a_checkpoint_of_a_different_sae_gives_the_reason(make_job: MakeJob) -> None:
+def test_the_error_for_a_checkpoint_with_a_different_sae_gives_the_reason(make_job: MakeJob) -> None:
     from trainer.contract.errors import UserError
 
     tensors = dict(learner(make_job(sae={"d_sae": 32})).state.tensors())

@@ -46,7 +46,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records whether it is read in the step in which it was made."""
+    """A host copy that records whether it is read at the same step at which it was made."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -59,7 +59,7 @@ class Noted(HostCopy):
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return all tensors that training changes, for every SAE."""
+    """Return all tensors changed by training, for every SAE."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
@@ -126,13 +126,13 @@ def test_resampling_is_reported_and_repeated_by_a_resumed_run(
     assert whole.run()
     messages = [message for kind, _, message in kept.events if kind == "resampled"]
     # Latents are resampled every 800 tokens in the first half of the run.
-    # Some latents never fire, so the first resampling already happens after 4 steps.
+    # Some latents never fire, so resampling already happens after 4 steps.
     assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
     assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
 
 
-def test_micro_batches_give_the_same_step_as_one_large_batch(
+def test_micro_batches_produce_the_same_step_as_one_large_batch(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     large = make_trainer(make_job(train={"batch_size": 240}))
@@ -144,7 +144,7 @@ def test_micro_batches_give_the_same_step_as_one_large_batch(
 
 
 @pytest.mark.parametrize("architecture", slow_except(["topk", "jumprelu"], ARCHITECTURES))
-def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
+def test_training_steadily_lowers_the_fvu_on_the_sample_bundled_with_the_app(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     job = make_job(
@@ -157,7 +157,7 @@ def test_training_steadily_lowers_the_fvu_on_the_sample_shipped_with_the_app(
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    # After so few steps, a penalty is still adjusting L0, whereas a fixed k gives an exact L0.
+    # After so few steps, a penalty is still adjusting L0, whereas a fixed k makes L0 exact.
     slack = 0.1 if "topk" in architecture else 16
     assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
@@ -174,7 +174,7 @@ def test_every_log_interval_has_a_row_for_every_metric(make_job: MakeJob, make_t
     assert steps == {name: [5, 10, 12] for name in names.split()} | {name: [12] for name in at_the_end}
 
 
-def test_reading_values_a_step_late_gives_the_same_metric_rows(
+def test_reading_values_a_step_late_produces_the_same_metric_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
 ) -> None:
     spoil(activations, float("nan"), rows=[1234])
@@ -265,7 +265,7 @@ def test_the_logged_loss_is_the_unexplained_share_of_the_variance(
     assert kept.curve("loss") == pytest.approx(expected, rel=1e-4)
 
 
-def test_decoder_rows_have_length_one_after_every_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+def test_decoder_rows_have_unit_norm_after_every_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(make_job())
     trainer.run()
     torch.testing.assert_close(only(trainer).sae.W_dec.detach().norm(dim=1), torch.ones(64))
@@ -291,7 +291,7 @@ def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
 
 @pytest.mark.parametrize("max_norm", [0.0, 10.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e19, 3e38])
-def test_rows_outside_the_range_of_fp32_are_replaced_counted_and_named(
+def test_rows_outside_the_fp32_range_are_replaced_counted_and_named(
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
@@ -326,7 +326,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     ((_, level, message),) = [event for event in kept.events if event[0] == "outliers"]
     assert level == "warning"
     assert "data.max_norm" in message
-    # Outliers are reported for the first sample, since a run may end before its first log interval.
+    # Outliers are reported for the first sample, because a run may end before its first log interval.
     assert " % of a sample of 2,000 rows have" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
     rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
@@ -345,7 +345,7 @@ def test_outlier_rows_are_reported_and_do_not_affect_measurements(
     assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(left / spread), rel=0.01)
 
 
-def test_dimensions_that_hold_most_of_the_variance_are_reported_at_the_start(
+def test_dimensions_accounting_for_most_of_the_variance_are_reported_at_the_start(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     make_trainer(make_job(), kept)
@@ -387,13 +387,13 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     assert trainer.run()
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
-    # Every fifth step overflows, since each guess of the buffer size requires the counts of four complete steps.
+    # Every fifth step overflows, because each guess for the buffer size requires the counts from four complete steps.
     assert message.startswith("4 steps skipped up to step 20: many more latents were active than in earlier steps")
     assert kept.curve("skipped_steps") == [4]
     assert kept.curve("fvu")[-1] > 0
 
 
-def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_them(
+def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_these_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
@@ -407,7 +407,7 @@ def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_them(
     assert not (tmp_path / "sae").exists()
 
 
-def test_the_first_bad_row_of_each_hook_is_named(kept) -> None:
+def test_the_first_bad_row_at_each_hook_is_named(kept) -> None:
     report = Report(kept, is_main=True, labels=[""])
     bad_rows = BadRows(SimpleNamespace(bad_row=lambda *_: "row 7 of b"), report, 10)
     bad_rows.sampled(1, 100, "row 3 of a", "a")
@@ -435,7 +435,7 @@ def test_the_error_for_a_diverging_run_blames_the_learning_rate_and_not_the_data
         make_trainer(make_job(train={"lr": 9e18, "n_steps": 200, "grad_clip": 0})).run()
 
 
-def test_each_sae_of_a_sweep_learns_the_same_as_if_trained_alone(
+def test_each_sae_in_a_sweep_learns_the_same_as_if_trained_alone(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     sweep = make_trainer(make_job(sae={"k": [2, 4], "d_sae": [32, 64]}), kept)
@@ -452,7 +452,7 @@ def test_each_sae_of_a_sweep_learns_the_same_as_if_trained_alone(
     assert {folder.name for folder in (tmp_path / "sae").iterdir()} == set(sweep.learners)
 
 
-def test_a_diverging_sae_does_not_stop_the_other_saes_of_a_sweep(
+def test_a_diverging_sae_does_not_stop_the_other_saes_in_a_sweep(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(train={"lr": [3e-3, 9e17]}), kept)
@@ -572,7 +572,7 @@ def test_training_continues_if_an_intermediate_checkpoint_cannot_be_written(
     assert load(checkpoints)[1].step == 20
 
 
-def test_all_logged_speeds_of_a_run_are_similar(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+def test_all_speeds_logged_by_a_run_are_similar(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     job = make_job(sae={"d_sae": 1024}, train={"batch_size": 512, "n_steps": 41, "log_every": 10})
     make_trainer(job, kept).run()
     for name in ("tokens_per_s", "rank_tokens_per_s", "step_ms"):
@@ -582,7 +582,7 @@ def test_all_logged_speeds_of_a_run_are_similar(make_job: MakeJob, make_trainer:
         assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
 
 
-def test_a_run_that_waits_for_its_data_warns_once_and_suggests_a_remedy(
+def test_a_run_waiting_for_its_data_warns_once_and_suggests_a_remedy(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "LASTING_S", 0.1)

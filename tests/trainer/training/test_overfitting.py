@@ -1,4 +1,4 @@
-"""Tests that a run that overfits its training rows issues a warning and keeps its best checkpoint."""
+"""Tests that a run overfitting its training rows issues a warning and keeps its best checkpoint."""
 
 from __future__ import annotations
 

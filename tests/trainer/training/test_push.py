@@ -29,7 +29,7 @@ from trainer.training.hub_card import hub_card, is_on_the_hub
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Start a fake hub, and log this process's hub client in."""
+    """Start a fake hub, and log in this process's hub client."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)
@@ -103,7 +103,7 @@ def test_files_that_were_already_in_the_folder_are_not_sent(
     assert list(hub.files["ada/my-sae"]) == [*names, "README.md"]
 
 
-def test_the_model_card_contains_the_figures_and_the_tags_for_the_hub(
+def test_the_model_card_contains_the_figures_and_the_hub_tags(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run = make_run()
@@ -149,7 +149,7 @@ def test_the_name_alone_decides_whether_a_model_counts_as_being_on_the_hub(
     assert [name for name in names if is_on_the_hub(name)] == ["google/gemma-2-2b"]
 
 
-def test_the_model_card_of_the_user_is_sent_and_an_existing_one_on_the_hub_is_kept(
+def test_a_user_written_model_card_is_sent_and_an_existing_card_on_the_hub_is_kept(
     make_run: Callable[..., Path], hub: Hub, tmp_path: Path
 ) -> None:
     run, out = make_run(), tmp_path / "out"

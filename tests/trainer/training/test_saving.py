@@ -44,7 +44,7 @@ def test_all_ranks_know_whether_the_newest_checkpoint_is_missing(make_job, learn
     assert load(tmp_path / "c")[1] == Position(2, 20)
 
 
-def test_repeated_failures_give_one_event_and_a_failed_last_save_gives_an_error(
+def test_repeated_failures_cause_one_event_and_a_failed_last_save_causes_an_error(
     make_job, learners, kept, tmp_path: Path
 ) -> None:
     saving = make_saving(make_job(), tmp_path / "c", kept)
@@ -67,6 +67,6 @@ def test_a_lost_peer_is_not_mistaken_for_a_full_disk(make_job, learners, kept, t
         saving.try_save(learners, Position(1, 1))
 
 
-def test_the_checkpoint_from_which_a_run_resumed_is_not_saved_again(make_job, learners, kept, tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_resumed_from_is_not_saved_again(make_job, learners, kept, tmp_path: Path) -> None:
     make_saving(make_job(), tmp_path / "c", kept, saved=Position(7, 70)).save(learners, Position(7, 70))
     assert not (tmp_path / "c").exists()

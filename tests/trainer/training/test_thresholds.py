@@ -82,7 +82,7 @@ def test_an_exported_sae_has_the_requested_l0_on_held_out_rows_and_on_each_half(
 
 
 class Rows:
-    """A source that returns the same two halves of held-out rows on every rank."""
+    """A source returning the same two halves of held-out rows on every rank."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x
@@ -93,7 +93,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
-def test_ranks_that_share_the_latents_set_the_same_threshold_as_a_single_rank(
+def test_ranks_sharing_the_latents_set_the_same_threshold_as_a_single_rank(
     architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "k": 4}, train={"precision": "fp32"})

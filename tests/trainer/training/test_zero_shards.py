@@ -98,13 +98,13 @@ def on_late_threads(size: int, work: Callable[[LateThreads], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("d_sae", [24, 27])
-def test_a_16_bit_exchange_gives_bit_identical_weights_to_an_fp32_exchange(size: int, d_sae: int) -> None:
+def test_a_16_bit_exchange_results_in_bit_identical_weights_to_an_fp32_exchange(size: int, d_sae: int) -> None:
     expected, *_ = on_all(size, lambda group: stepped(group, d_sae, is_narrow=False), TIMEOUT_S)
     for weights in on_late_threads(size, lambda group: stepped(group, d_sae, is_narrow=True)):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_a_rank_keeps_fp32_weights_only_of_its_own_latents() -> None:
+def test_a_rank_keeps_fp32_weights_only_for_its_own_latents() -> None:
     def bytes_of(group: Threads) -> dict[str, list[int]]:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)

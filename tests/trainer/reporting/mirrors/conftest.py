@@ -19,7 +19,7 @@ Train = Callable[..., Path]
 def train(make_job: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Return a function that trains two SAEs for 20 steps with a mirror, and returns the run's folder.
 
-    The user's own configuration of the metrics tool, such as a login, is hidden.
+    The user's own configuration for the metrics tool, such as a login, is hidden.
     """
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):

@@ -20,6 +20,6 @@ def test_an_invalid_id_is_replaced(make_job: Callable[..., JobConfig], tmp_path:
     assert len(mirrored_run(make_job(), tmp_path, 0).id) == 8
 
 
-def test_each_sae_of_a_sweep_has_its_own_settings(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+def test_each_sae_in_a_sweep_has_its_own_settings(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     settings = mirrored_run(make_job(sae={"k": [2, 4]}), tmp_path, 0).settings
     assert {label: table["sae"]["k"] for label, table in settings.items()} == {"k=2": 2, "k=4": 4}

@@ -15,13 +15,13 @@ from trainer.reporting.mirrors.tensorboard import TensorBoard
 
 
 def read(folder: Path, name: str) -> dict[int, float]:
-    """Return a curve as TensorBoard shows it, without values that a later file replaces."""
+    """Return a curve as shown by TensorBoard, without values replaced by a later file."""
     events = EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()
     return {event.step: event.value for event in events.Scalars(name)}
 
 
-def test_each_sae_of_a_sweep_has_the_same_curves_as_in_the_store(train: Callable[..., Path]) -> None:
+def test_each_sae_in_a_sweep_has_the_same_curves_as_in_the_store(train: Callable[..., Path]) -> None:
     run_dir = train("tensorboard")
     for label in ("k=2", "k=4"):
         for name in ("fvu", "loss", "heldout_fvu"):
@@ -42,7 +42,7 @@ def test_a_resumed_run_continues_the_same_curves(train: Callable[..., Path]) -> 
     assert curve == pytest.approx(stored(run_dir, "fvu@k=2"))
 
 
-def test_repeated_steps_replace_those_of_a_killed_attempt(tmp_path: Path) -> None:
+def test_repeated_steps_replace_those_from_a_killed_attempt(tmp_path: Path) -> None:
     for first, value in ((0, 1.0), (10, 2.0)):
         board = TensorBoard(MirroredRun(tmp_path, "run", "00000000", first, {"": {}}))
         for step in range(first + 5, first + 20, 5):

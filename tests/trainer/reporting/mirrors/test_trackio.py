@@ -13,7 +13,7 @@ from support.mirrored import resume, stored, told
 pytest.importorskip("trackio", reason="Trackio is not installed")
 
 
-def test_a_run_and_its_resumed_attempt_are_a_single_run_of_a_local_project(train: Callable[..., Path]) -> None:
+def test_a_run_and_its_resumed_attempt_form_a_single_run_in_a_local_project(train: Callable[..., Path]) -> None:
     run_dir = train("trackio")
     resume(run_dir)
     ((name, curve),) = curves("k=2/fvu").items()

@@ -95,13 +95,13 @@ def test_candidates_are_correct_for_any_number_of_latents(n_latents: int, share:
 
 
 @pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), pytest.param(32_768, 32_768, marks=pytest.mark.slow)])
-def test_candidates_are_correct_for_the_largest_size_that_one_program_handles(n_latents: int, n_dead: int) -> None:
+def test_candidates_are_correct_for_the_largest_size_handled_by_one_program(n_latents: int, n_dead: int) -> None:
     # All 32,768 latents have gone the same number of tokens without firing.
     assert_found(silences(n_latents, n_dead, 1), 700)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_candidate_biases_have_the_dtype_of_products(dtype: torch.dtype) -> None:
+def test_candidate_biases_have_the_matmul_dtype(dtype: torch.dtype) -> None:
     assert_found(silences(300, 50, 7), 40, dtype=dtype)
 
 
@@ -126,7 +126,7 @@ def test_sizes_that_one_program_cannot_handle_are_left_to_torch() -> None:
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("has_copy", [True, False])
-def test_rows_are_copied_in_the_dtype_of_products(widths: tuple[int, int], dtype: torch.dtype, has_copy: bool) -> None:
+def test_rows_are_copied_in_the_matmul_dtype(widths: tuple[int, int], dtype: torch.dtype, has_copy: bool) -> None:
     W_enc, W_dec = nn.Parameter(numbers(9, widths[0]).T), nn.Parameter(numbers(9, widths[1], seed=1))
     if has_copy:
         narrow_copy.keep(W_enc)
@@ -143,7 +143,7 @@ def test_rows_are_copied_in_the_dtype_of_products(widths: tuple[int, int], dtype
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("learns_bias", [True, False])
-def test_adding_gradients_of_some_latents_increments_the_version_of_the_tensor(
+def test_adding_gradients_for_some_latents_increments_the_version_of_the_tensor(
     widths: tuple[int, int], dtype: torch.dtype, learns_bias: bool
 ) -> None:
     wholes = Weights(numbers(9, widths[0]), numbers(9, seed=1), numbers(9, widths[1], seed=2))
@@ -166,7 +166,7 @@ def test_adding_gradients_of_some_latents_increments_the_version_of_the_tensor(
 
 @pytest.mark.parametrize("n_dead", [3, 20])
 @pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
-def test_an_sae_learns_the_same_with_kernels_as_without_them(sae: dict[str, object], n_dead: int) -> None:
+def test_an_sae_learns_the_same_with_and_without_kernels(sae: dict[str, object], n_dead: int) -> None:
     others = RECONSTRUCTION_ERRORS, TOKENS_SINCE_FIRED, SPARSE_PRODUCTS, LATENT_SELECTIONS, OPTIMIZER_STEPS
     d_out = 12 if sae else None
     with use_kernels(dict.fromkeys(others)):
@@ -177,7 +177,7 @@ def test_an_sae_learns_the_same_with_kernels_as_without_them(sae: dict[str, obje
         for one, by in ((with_kernels, Counted(used)), (without, None)):
             with use_kernels({DEAD_LATENTS: by} | dict.fromkeys(others)):
                 one.begin_step(number)
-                # The step has two micro-batches. Row gradients of the first pass are added before the second pass.
+                # The step has two micro-batches. Row gradients from the first pass are added before the second pass.
                 for part in (slice(14), slice(14, None)):
                     one.accumulate(x[part], x[part] if d_out is None else y[part])
                 one.update()

@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "c
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("n", [1, 1024, 5000])
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_chosen_entries_come_first_in_their_order_and_all_others_are_padding(
+def test_chosen_entries_come_first_in_their_order_and_all_other_entries_are_padding(
     n: int, share: float, dtype: torch.dtype
 ) -> None:
     chance = torch.Generator().manual_seed(n)

@@ -93,7 +93,7 @@ def test_unsupported_dtypes_and_empty_batches_are_left_to_torch() -> None:
 
 
 def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x_hat, its squared error, and the sum of the squared errors of all shorter prefixes, all in float64."""
+    """Return x_hat, its squared error, and the sum of the squared errors for all shorter prefixes, all in float64."""
     errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
     return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
 
@@ -125,7 +125,7 @@ def test_errors_of_nested_prefixes_and_their_gradients_match_float64(n_levels: i
 
 
 def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> SparseActs:
-    """Return activations that have `counts` entries per token and level, followed by `n_beside` padding entries."""
+    """Return activations with `counts` entries per token and level, followed by `n_beside` padding entries."""
     generator = torch.Generator().manual_seed(d_sae)
     of_bags = torch.tensor(counts).flatten()
     n = int(of_bags.sum())
@@ -141,7 +141,7 @@ def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> 
 
 
 def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
-    """Return each level's contribution to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
+    """Return the contribution of each level to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
     indices, n = acts.indices, len(acts.values) if acts.indices.filled is None else int(acts.indices.filled.n)
     added = acts.values[:n, None].double() * rows.double()[indices.latents[:n]]
     parts = added.new_zeros(len(indices.starts), rows.shape[1]).index_add(0, indices.tokens[:n], added)
@@ -190,7 +190,7 @@ def test_errors_computed_from_entries_sorted_by_level_match_float64(
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
         for one, other in zip(all_of(found), exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        # The kernel that reads the sums of the levels gives the same result.
+        # The kernel reading the sums for the levels returns the same result.
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -198,7 +198,7 @@ def test_errors_computed_from_entries_sorted_by_level_match_float64(
 
 @pytest.mark.parametrize("n_beside", [0, 3], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_errors_of_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_beside: int, dtype: torch.dtype) -> None:
+def test_errors_for_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_beside: int, dtype: torch.dtype) -> None:
     acts, rows = by_level([[4], [0], [11]] * 2, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
     y, (y_mean, offset) = numbers(6, 140, seed=1), numbers(2, 140, seed=2)
     found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
@@ -212,7 +212,7 @@ def test_errors_of_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_be
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_errors_of_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
+def test_the_errors_for_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
     acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
     programs.assert_same_bits(lambda: all_of(triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])))
 
@@ -223,7 +223,7 @@ def test_the_auxk_error_has_the_dtype_of_its_reconstruction_but_its_square_is_fp
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
-    # The last level's error is strided, because the errors of all levels are interleaved in memory.
+    # The last level's error is strided, because errors for all levels are interleaved in memory.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     weight = torch.full((), 0.3, device=DEVICE)
     square, twice = triton_errors.add_and_square(explained, error, weight)
@@ -251,7 +251,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_factor_of_a_16_bit_gradient_is_not_rounded() -> None:
+def test_the_factor_for_a_16_bit_gradient_is_not_rounded() -> None:
     explained, error = numbers(33, 40, seed=0).bfloat16(), numbers(33, 40, seed=1)
     weight = torch.full((), 0.3, device=DEVICE)
     _, twice = triton_errors.add_and_square(explained, error, weight)
@@ -279,7 +279,7 @@ def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
-# Architectures in slow tests, since BatchTopK uses the same kernels in half the time.
+# Architectures tested only in slow tests; BatchTopK uses the same kernels in half the time.
 SLOW = ("topk", "matryoshka_batch_topk")
 
 
@@ -297,7 +297,7 @@ SLOW = ("topk", "matryoshka_batch_topk")
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
 )
-def test_an_sae_learns_and_reports_the_same_with_kernels_as_without_them(
+def test_an_sae_learns_and_reports_the_same_with_and_without_kernels(
     architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
@@ -306,7 +306,7 @@ def test_an_sae_learns_and_reports_the_same_with_kernels_as_without_them(
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
         with_kernels, without = learner(architecture), learner(architecture)
-    # The second step also uses state that the first step changed.
+    # The second step also uses state changed by the first step.
     for number in range(2):
         x = numbers(24, 20, seed=number)
         for one, kernels in ((with_kernels, NONE | some), (without, NONE)):
@@ -325,7 +325,7 @@ def test_an_sae_learns_and_reports_the_same_with_kernels_as_without_them(
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
-def test_16_bit_gradients_of_levels_match_those_computed_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_16_bit_gradients_for_levels_match_those_computed_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     x, gradients = numbers(24, 20, seed=0), []
     for some in ({RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: triton_sparse}, {}):
@@ -342,7 +342,7 @@ def learner(architecture: str, precision: str = "fp32") -> Learner:
     job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": precision})
     one = Learner(job, 20, None, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
-    # Some latents are dead, so that AuxK is active.
+    # Some latents are dead, which makes AuxK active.
     one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
     one.sae.note_since_fired(one.sae.n_tokens_since_fired)
     return one

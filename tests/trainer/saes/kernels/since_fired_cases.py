@@ -1,4 +1,4 @@
-"""Compares the kernels that run at the end of a step with the equivalent torch operations.
+"""Compares the kernels run at the end of a step with the equivalent torch operations.
 
 `test_triton_since_fired.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -32,7 +32,7 @@ def test_the_kernel_matches_the_equivalent_torch_operations(n: int, n_others: in
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
     sums[n + 1] = bad
     came = torch.full((), float(n_tokens), device=DEVICE)
-    # The kernel must not change the memory that follows its sums.
+    # The kernel must not change the memory following its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
     with use_kernels(NO_KERNELS):
@@ -96,7 +96,7 @@ def test_steps_end_in_the_same_state_as_with_torch_and_skipped_steps_change_noth
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
             batch = x[16 * number : 16 * number + 16].clone()
-            # Because of the NaN, step 2 is skipped.
+            # Step 2 is skipped because of the NaN.
             batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
             one.begin_step(number)
             one.accumulate(batch, batch)

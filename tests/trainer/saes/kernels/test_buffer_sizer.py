@@ -20,7 +20,7 @@ from trainer.saes.kernels.pre_acts import PreActs
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
-    """Draw pre-activations of any dtype, with or without ties, one bound or one per latent, and a buffer size."""
+    """Draw pre-activations of any dtype, with or without ties, one bound or one bound per latent, and a buffer size."""
     n_tokens, d_sae = draw(st.integers(1, 60)), draw(st.sampled_from([1, 7, 24, 64]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
@@ -94,13 +94,13 @@ def capacities(sizer: BufferSizer, *n_per_token: int, ahead: bool = False) -> li
 
 
 def capacities_in_step(sizer: BufferSizer, *n_per_token: int) -> list[int | None]:
-    """Return the capacity per token for each micro-batch of one step."""
+    """Return the capacity per token for each micro-batch in one step."""
     chosen = [sizer.above(with_above(n), 0.0) for n in n_per_token]
     sizer.queued()
     return [None if one is None else len(one[1]) // 50 for one in chosen]
 
 
-def test_the_capacity_is_a_quarter_above_the_maximum_of_earlier_batches(sizer: BufferSizer) -> None:
+def test_the_capacity_is_a_quarter_above_the_maximum_in_earlier_batches(sizer: BufferSizer) -> None:
     assert capacities(sizer, 4, 9, 8, 9) == [None] * buffer_sizer.MEMORY
     # A quarter above the maximum of 9 is 11.25, which is rounded up to one of a few allowed sizes.
     assert capacities(sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
@@ -138,14 +138,14 @@ def test_all_values_are_kept_from_the_step_after_a_micro_batch_overflows(sizer: 
     assert [capacities_in_step(sizer, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
 
 
-def test_no_micro_batch_waits_for_the_count_of_another_micro_batch_in_its_step(
+def test_no_micro_batch_waits_for_the_count_from_another_micro_batch_in_its_step(
     sizer: BufferSizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_step: list[HostCopy] = []
     waits = []
 
     class Number(HostCopy):
-        """A count that the GPU computes only after the host has queued the entire step."""
+        """A count computed by the GPU only after the host has queued the entire step."""
 
         def __init__(self, number: Tensor) -> None:
             super().__init__(number)
@@ -159,7 +159,7 @@ def test_no_micro_batch_waits_for_the_count_of_another_micro_batch_in_its_step(
     for _ in range(6):
         of_step.clear()
         capacities_in_step(sizer, 8, 9, 8)
-    # Every count except those of the last step was read after its own step had ended.
+    # Every count except those from the last step was read after its own step had ended.
     assert waits == [False] * 15
 
 
@@ -168,11 +168,11 @@ def test_a_capacity_decided_in_advance_ignores_the_last_batch(sizer: BufferSizer
     assert not sizer.overflowed
 
 
-def test_an_overflow_of_a_capacity_decided_in_advance_is_noticed_a_batch_later(sizer: BufferSizer) -> None:
+def test_an_overflow_with_a_capacity_decided_in_advance_is_noticed_a_batch_later(sizer: BufferSizer) -> None:
     assert capacities(sizer, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
     assert sizer.overflowed
     assert capacities(sizer, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
-    # If capacities are not decided in advance, the counts of all earlier batches are known.
+    # If capacities are not decided in advance, the counts for all earlier batches are known.
     assert capacities(sizer, 40, 30, 30, 30, 30) == [56] * 5
 
 
@@ -183,7 +183,7 @@ def test_a_capacity_decided_in_advance_grows_quickly_and_shrinks_slowly(sizer: B
     assert capacities(sizer, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
     assert capacities(sizer, *[32] * 20, ahead=True) == [48] * 20
     assert capacities(sizer, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
-    # After an overflow, the counts of earlier batches are forgotten.
+    # After an overflow, the counts for earlier batches are forgotten.
     assert capacities(sizer, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [
         20,
         20,
@@ -203,7 +203,7 @@ def test_each_replay_of_a_pass_counts_as_a_batch(sizer: BufferSizer) -> None:
     found = []
     for n in (9, 40, 9, 9):
         found.append(sizer.decide(50, 400))
-        # A replayed pass never counts more values than fit into its buffer.
+        # A replayed pass never counts more values than its buffer can hold.
         n_above.fill_(50 * min(n, 10))
         sizer.queued()
     # The count of 9 from the first replay has been read, and is treated as growth.

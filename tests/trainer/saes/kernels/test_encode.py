@@ -1,4 +1,4 @@
-"""Compares the encoder with the dense product, and its gradients with finite differences in float64."""
+"""Compares the encoder with a dense matmul, and its gradients with finite differences in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return x, W_enc, b_enc, bias if moves else bias.detach()
 
 
-def test_chosen_pre_activations_match_the_dense_product() -> None:
+def test_chosen_pre_activations_match_the_dense_matmul() -> None:
     x, W_enc, b_enc, bias = inputs()
     expected = (x - bias) @ W_enc + b_enc
     mask = a_mask()
@@ -63,7 +63,7 @@ def test_the_gradients_of_encoding_match_finite_differences(mask: Tensor | None,
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
-def test_under_autocast_the_product_is_in_bf16_and_gradients_are_in_fp32(is_sparse: bool) -> None:
+def test_under_autocast_the_matmul_is_in_bf16_and_gradients_are_in_fp32(is_sparse: bool) -> None:
     x, *weights = inputs(dtype=torch.float32)
     W_enc, b_enc, b_dec = weights
     dtypes: list[torch.dtype] = []

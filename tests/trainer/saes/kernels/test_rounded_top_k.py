@@ -1,4 +1,4 @@
-"""Compares a top-k search that starts from a rounded matrix product with the top k of the exact product."""
+"""Compares a top-k search starting from a rounded matmul with the top k of the exact matmul."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Draw tokens and latents whose norms vary with `spread`, in the memory layout of an SAE."""
+    """Draw tokens and latents with norms that vary with `spread`, in the memory layout of an SAE."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -37,13 +37,13 @@ cases = st.builds(
 
 
 def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
-    """Check equality, except for the last bits of fp32 sums, which depend on the summation order."""
+    """Check equality, except for the last bits in fp32 sums, which depend on the summation order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 16))
-def test_the_largest_values_of_each_token_match_the_exact_product(case: Factors, k: int) -> None:
+def test_the_largest_values_for_each_token_match_the_exact_matmul(case: Factors, k: int) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc)
     columns, values = largest_of_each(case, k)
     assert all(len(set(row)) == k for row in columns.tolist())
@@ -53,7 +53,7 @@ def test_the_largest_values_of_each_token_match_the_exact_product(case: Factors,
 
 @settings(max_examples=100)
 @given(cases, st.integers(1, 32))
-def test_the_exact_values_lie_within_the_bounds_of_the_first_pass(case: Factors, n: int) -> None:
+def test_the_exact_values_lie_within_the_bounds_from_the_first_pass(case: Factors, n: int) -> None:
     x, W_enc, b_enc = (tensor.double() for tensor in case)
     exact = torch.addmm(b_enc, x, W_enc)
     looked = rounded_top_k.look(case, n)
@@ -78,7 +78,7 @@ def test_only_values_that_may_be_among_the_largest_are_computed_exactly() -> Non
 
 @settings(max_examples=100)
 @given(cases, st.floats(0.05, 3.0))
-def test_the_largest_values_of_a_batch_match_the_exact_product(case: Factors, k: float) -> None:
+def test_the_largest_values_in_a_batch_match_the_exact_matmul(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
     n = max(1, round(k * len(case.x)))
     if top := largest_of_all(case, n):
@@ -88,7 +88,7 @@ def test_the_largest_values_of_a_batch_match_the_exact_product(case: Factors, k:
         assert_same(values.sort(descending=True).values, product.topk(n).values, product)
 
 
-def test_the_largest_values_are_usually_found_without_the_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_values_are_usually_found_without_the_exact_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     made, addmm = [], torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda b, x, W, **out: made.append((x.dtype, len(x))) or addmm(b, x, W, **out))
     case = factors(500, 384, 3072, 0, 0.1)
@@ -98,7 +98,7 @@ def test_the_largest_values_are_usually_found_without_the_exact_product(monkeypa
     assert largest_of_all(case, 32 * 500) is not None
 
 
-def test_tokens_with_few_positive_values_need_no_exact_product(
+def test_tokens_with_few_positive_values_need_no_exact_matmul(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case, k = factors(300, 384, 3072, 2, 0.0), 50
@@ -114,7 +114,7 @@ def test_tokens_with_few_positive_values_need_no_exact_product(
     assert_same(values.sort(dim=1, descending=True).values, exact.topk(k, dim=1).values, exact)
 
 
-def test_the_buffer_of_the_first_pass_is_reused() -> None:
+def test_the_first_pass_buffer_is_reused() -> None:
     case = factors(50, 16, 512, 0, 3.0)
     largest_of_each(case, 4)
     before = reused_buffer._kept.matrix
@@ -132,9 +132,9 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
     assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
 
 
-def test_values_that_rounding_makes_equal_are_ranked_exactly() -> None:
+def test_values_that_become_equal_after_rounding_are_ranked_exactly() -> None:
     # The latents differ by less than bf16 can represent.
-    # All candidates are equal after rounding, so the exact product decides.
+    # All candidates are equal after rounding, so the exact matmul decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
@@ -160,7 +160,7 @@ def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch:
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
-    # For the top k of an entire batch, selecting from exact values is as fast as a rounded first pass.
+    # For the top k over an entire batch, selecting from exact values is as fast as a rounded first pass.
     assert rounded_top_k.pays(case, 128, of_batch=True)
     assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)

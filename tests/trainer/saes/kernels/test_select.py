@@ -46,7 +46,7 @@ def values_at(pre_acts: Tensor, indices: SparseIndices) -> Tensor:
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_k_largest_values_of_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_k_largest_values_for_each_token_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, values = k_per_token(PreActs(pre_acts), k)
     assert_consistent(indices, len(pre_acts))
@@ -57,7 +57,7 @@ def test_the_k_largest_values_of_each_token_match_a_full_sort(case: tuple[Tensor
 
 @settings(max_examples=60)
 @given(matrices())
-def test_the_largest_values_of_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
+def test_the_largest_values_in_a_batch_match_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, values = k_per_batch(PreActs(pre_acts), k)
     assert_consistent(indices, len(pre_acts))
@@ -68,7 +68,7 @@ def test_the_largest_values_of_a_batch_match_a_full_sort(case: tuple[Tensor, int
 
 @settings(max_examples=30)
 @given(matrices())
-def test_the_entries_chosen_from_a_batch_are_ordered_by_latent_within_a_token(case: tuple[Tensor, int]) -> None:
+def test_entries_chosen_from_a_batch_are_ordered_by_latent_within_a_token(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
     indices, _ = k_per_batch(PreActs(pre_acts), k)
     flat = indices.tokens * pre_acts.shape[1] + indices.latents
@@ -90,7 +90,7 @@ def test_the_search_by_groups_on_a_gpu_matches_a_full_sort(case: tuple[Tensor, i
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
+def test_a_gpu_searches_group_maxima_instead_of_all_columns() -> None:
     looked_at: list[int] = []
 
     def search(values: Tensor, k: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_a_gpu_searches_the_maxima_of_groups_instead_of_all_columns() -> None:
     values = torch.randn(4, 4096)
     columns = _by_groups(values, 16, search)
     assert torch.equal(columns.sort().values, values.topk(16).indices.sort().values)
-    # The search reads the maxima of 256 groups of 16 columns, and then all values of 16 groups.
+    # The search reads the maxima of 256 groups of 16 columns, and then all values in 16 groups.
     assert looked_at == [4 * 256, 4 * 256]
     assert _by_groups(values, 0, search).shape == (4, 0)
 
@@ -135,7 +135,7 @@ def test_a_nan_is_among_the_largest_even_if_all_other_values_are_equal() -> None
 
 @settings(max_examples=30)
 @given(matrices())
-def test_the_indices_of_a_mask_are_the_positions_of_its_true_entries(case: tuple[Tensor, int]) -> None:
+def test_mask_indices_are_the_positions_of_true_entries(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case
     mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
     indices = where(mask)
@@ -148,7 +148,7 @@ def test_the_indices_of_a_mask_are_the_positions_of_its_true_entries(case: tuple
     assert torch.equal(chosen, mask)
 
 
-def test_a_mask_with_many_entries_is_left_to_a_dense_product() -> None:
+def test_a_mask_with_many_entries_is_left_to_a_dense_matmul() -> None:
     assert where(torch.ones(10, 10, dtype=torch.bool)) is None
     nothing = where(torch.zeros(10, 10, dtype=torch.bool))
     assert nothing is not None

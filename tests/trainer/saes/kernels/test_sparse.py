@@ -1,4 +1,4 @@
-"""Compares sparse products with dense products, and their gradients with finite differences, in float64."""
+"""Compares sparse matmuls with dense matmuls, and their gradients with finite differences, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.saes.sparse_acts import DenseActs, SparseActs, SparseIndices
 
 N_TOKENS, D_SAE, D = 5, 9, 4
 # Tokens have zero, one or several entries.
-# Latent 2 is active on all tokens that have entries, and three latents are never active.
+# Latent 2 is active on all tokens with entries, and three latents are never active.
 # One entry is repeated.
 COUNTS = [3, 0, 1, 6, 2]
 LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
@@ -42,7 +42,7 @@ def matrix(values: Tensor, indices: SparseIndices) -> Tensor:
 
 
 @pytest.mark.parametrize("indices", [some_indices(), no_indices()], ids=["some", "none"])
-def test_products_with_sparse_activations_equal_dense_products(indices: SparseIndices) -> None:
+def test_sparse_matmuls_equal_dense_matmuls(indices: SparseIndices) -> None:
     values, rows, dense = random(len(indices.latents)), random(D_SAE, D), random(N_TOKENS, D)
     acts, whole = SparseActs(values, indices, D_SAE), matrix(values, indices)
     torch.testing.assert_close(decode(acts, rows), whole @ rows)
@@ -148,7 +148,7 @@ class Noting(Threads):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_all_ranks_gather_a_gradient_in_one_dtype(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_gather_a_gradient_in_the_same_dtype(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # Pretend that the kernels are available.
     monkeypatch.setattr(sparse, "_dtype_of_rows", sparse.product_dtype)
 

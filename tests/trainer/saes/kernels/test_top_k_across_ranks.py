@@ -1,4 +1,4 @@
-"""Compares the largest values found by several ranks with the largest values of the full matrix."""
+"""Compares the largest values found by several ranks with the largest values in the full matrix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 def over_latents(
     pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None, *, may_wait: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """Select latents that are split over ranks. Return a mask [n_tokens, d_sae] and how many values each rank sent."""
+    """Select latents split across ranks. Return a mask [n_tokens, d_sae] and the number of values sent by each rank."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -68,7 +68,7 @@ def over_latents(
     st.integers(0, 99),
 )
 @settings(max_examples=80)
-def test_the_k_largest_values_of_a_token_are_found_on_whichever_rank_they_are(
+def test_the_k_largest_values_for_a_token_are_found_on_whichever_rank_they_are(
     n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, may_wait: bool, seed: int
 ) -> None:
     k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
@@ -108,11 +108,11 @@ def test_a_rank_sends_few_candidates_and_sends_more_only_for_tokens_that_need_mo
 @pytest.mark.parametrize("sizes", [[10, 10], [3, 17], [1, 2, 17]])
 @pytest.mark.parametrize("gap", [0.0, 50.0])
 @pytest.mark.parametrize("may_wait", [True, False])
-def test_the_largest_values_of_a_batch_are_found_if_ranks_hold_different_tokens(
+def test_the_largest_values_in_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank that has nearly all of the largest values sends more candidates.
+    # A rank holding nearly all of the largest values sends more candidates.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -129,14 +129,14 @@ def test_the_largest_values_of_a_batch_are_found_if_ranks_hold_different_tokens(
 def test_the_nth_largest_value_over_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # The values of each rank come in several tensors, and some tensors have fewer than n values.
+    # The values on each rank come in several tensors, and some tensors have fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 
 
 @pytest.mark.parametrize(("shares", "n_looks"), [([1.0, 1.0], 2), ([40.0, 1.0], 1), ([1.0, 1.0, 1.0], 3)])
 @pytest.mark.parametrize("is_on_one_machine", [True, False])
-def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_product(
+def test_a_rounded_first_pass_on_several_ranks_matches_the_exact_matmul(
     shares: list[float], n_looks: int, is_on_one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Threads, "is_on_one_machine", is_on_one_machine)

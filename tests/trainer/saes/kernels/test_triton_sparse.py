@@ -21,7 +21,7 @@ def kernels() -> ModuleType:
     return triton_sparse
 
 
-def test_the_kernels_match_dense_products_in_float64(kernels: ModuleType) -> None:
+def test_the_kernels_match_dense_matmuls_in_float64(kernels: ModuleType) -> None:
     run_cases(CASES)
 
 

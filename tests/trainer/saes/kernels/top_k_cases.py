@@ -60,7 +60,7 @@ CASES = [*some_cases()]
 # The three kinds of results that a selection can return.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
-# Cases whose outcome depends on the bit patterns of values, which are tested with all dtypes.
+# Cases that depend on the bit patterns of values and are tested with all dtypes.
 OF_BITS = ("any numbers", "numbers of all magnitudes", "NaN, infinities and zeros of both signs")
 
 
@@ -76,7 +76,7 @@ def cases_of(result: str) -> pytest.MarkDecorator:
 
 
 def expected(values: Tensor, k: int) -> Tensor:
-    """Return the columns of the k largest values of each row in float64, in ascending order of columns.
+    """Return the columns of the k largest values in each row in float64, in ascending order of columns.
 
     NaN ranks highest, and ties go to the lowest columns. −0 ranks below +0, as in torch.topk on a GPU.
     """
@@ -86,7 +86,7 @@ def expected(values: Tensor, k: int) -> Tensor:
 
 
 @cases_of("values")
-def test_the_largest_values_of_each_row_match_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_the_largest_values_in_each_row_match_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
     columns, largest = triton_top_k.largest_of_each(values.to(DEVICE), k)
     assert torch.equal(columns.cpu(), expected(values, k))
@@ -129,7 +129,7 @@ def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     for number, share in zip(odd, chance.choices([0.0, 0.01, 0.3, 1.0], weights=[5, 2, 2, 1], k=3), strict=True):
         values[torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share] = number
     dtype = chance.choice(DTYPES)
-    test_the_largest_values_of_each_row_match_a_full_sort(values, k, dtype)
+    test_the_largest_values_in_each_row_match_a_full_sort(values, k, dtype)
     test_positive_values_among_the_largest_keep_their_places_and_others_become_0(values, k, dtype)
     test_the_largest_values_are_marked_and_the_smallest_of_them_is_returned(values, k, dtype)
 
@@ -143,7 +143,7 @@ def test_random_rows_of_random_widths_match_a_full_sort(seed: int) -> None:
     ),
     ids=str,
 )
-def test_the_largest_values_of_all_rows_match_a_full_sort(
+def test_the_largest_values_across_all_rows_match_a_full_sort(
     sizes: tuple[tuple[int, int], int], kind: str, dtype: torch.dtype
 ) -> None:
     shape, n = sizes
@@ -165,7 +165,9 @@ def test_the_largest_values_of_all_rows_match_a_full_sort(
 
 
 @pytest.mark.parametrize("numbers", slow_except([None], [None, [1.0, 2.0, 3.0], [-2.0, -0.0, 0.0]]), ids=str)
-def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_any_size_produce_the_same_result(
+    numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = rows(12, 512).round(decimals=1).bfloat16().to(DEVICE)
     if numbers is not None:
         # The bound is the second value, which occurs in all tiles but one. Its low bits are all 0, or all 1 for -0.0.
@@ -179,7 +181,7 @@ def test_tiles_of_any_size_give_the_same_result(numbers: list[float] | None, mon
     assert torch.equal(triton_top_k.largest_of_all(values, 75), expected_ones)
 
 
-def test_groups_of_any_size_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_any_size_produce_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(2, 700).bfloat16()
     monkeypatch.setattr(triton_top_k, "TILE_BYTES", 2048)
     for most in (4, 16, 64):
@@ -223,7 +225,7 @@ def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     assert not triton_top_k.fits_whole(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
 
 
-def test_a_matrix_without_rows_gives_an_empty_result() -> None:
+def test_a_matrix_without_rows_produces_an_empty_result() -> None:
     columns, largest = triton_top_k.largest_of_each(torch.empty(0, 64, device=DEVICE), 3)
     assert columns.shape == largest.shape == (0, 3)
 

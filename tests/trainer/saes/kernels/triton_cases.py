@@ -1,4 +1,4 @@
-"""Compares the Triton kernels of sparse products with dense products in float64.
+"""Compares the Triton kernels for sparse matmuls with dense matmuls in float64.
 
 `test_triton_sparse.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -31,7 +31,7 @@ TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Random activations with a given number of entries per token, and the rows to multiply them with."""
+    """Random activations with a given number of entries per token, and the rows to multiply by."""
 
     acts: SparseActs
     rows: Tensor
@@ -123,7 +123,7 @@ def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
 
 @OF_CASES
 @pytest.mark.parametrize("longest", [256, 3])
-def test_activations_and_the_rows_they_multiply_are_summed_for_each_latent(
+def test_activations_and_the_rows_multiplied_by_them_are_summed_for_each_latent(
     case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
@@ -172,7 +172,7 @@ def assert_both_are_right(case: Case) -> None:
     ],
     indirect=["deterministic"],
 )
-def test_gradients_by_latent_match_dense_products(
+def test_gradients_by_latent_match_dense_matmuls(
     case: Case, limits: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense_bytes, widest = limits
@@ -217,10 +217,11 @@ def test_squared_norms_of_split_sums_are_correct_without_unit_rows(monkeypatch: 
 
 
 @pytest.mark.parametrize("longest", [1, 4, 7, 64])
-def test_latents_with_any_number_of_tokens_are_divided_among_programs(
+def test_latents_with_any_number_of_tokens_are_split_across_programs(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One latent is active on all tokens and others on few or none, so windows start and end at arbitrary positions.
+    # One latent is active on all tokens and other latents on few or none, so windows start and end at arbitrary
+    # positions.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
     for width in (20, 48):
@@ -267,7 +268,7 @@ def test_sums_in_a_fixed_order_do_not_depend_on_the_order_of_programs(
     programs.assert_same_bits(sums)
 
 
-def test_the_gradients_of_a_step_match_a_dense_step(deterministic: bool) -> None:
+def test_the_gradients_for_a_step_match_a_dense_step(deterministic: bool) -> None:
     torch.manual_seed(0)
     n_tokens, d_in, d_sae, k = 5, 20, 16, 3
     shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
