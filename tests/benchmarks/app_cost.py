@@ -98,7 +98,7 @@ def build(folder: Path) -> Path:
 
 
 def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> None:
-    """Start and quit the app once, since only the first start byte-compiles modules and creates the stores."""
+    """Start and quit the app once; only the first start byte-compiles modules and creates the stores."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for("Extract  ", 60)
     terminal.send("q")

@@ -220,7 +220,7 @@ class Chain:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Convert a GGUF file to a model folder with fp32 weights, since SAELens does not load GGUF files."""
+    """Convert a GGUF file to a model folder with fp32 weights, because SAELens does not load GGUF files."""
     import transformers
 
     name = {"gguf_file": file.name}

@@ -3,13 +3,13 @@
     PYTHONPATH=tests python tests/benchmarks/gpu_day.py [--out gpu_day.json] [--gpus auto:1|0|cpu] [--only NAME ...]
 
 `make test-gpu` runs this script. The most important parts run first, in the first three minutes: the driver, versions
-and clocks; steps with a cold kernel cache; a job with CUDA graphs that is stopped and resumed; NCCL with one rank; two
-ranks on one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other
-kinds of SAE, a launched job and other trainers. With several GPUs, there are additional parts for the bus, every
-parallel mode, NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or
-crashes does not affect the others. Parts that cannot run here, or for which no time is left, are reported as "not run".
-The exit code is 1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the
-table in docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, for testing this script.
+and clocks; steps with a cold kernel cache; a stopped and resumed job with CUDA graphs; NCCL with one rank; two ranks on
+one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other kinds of
+SAE, a launched job and other trainers. With several GPUs, there are additional parts for the bus, every parallel mode,
+NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does not
+affect the others. Parts that cannot run here, or for which no time is left, are reported as "not run". The exit code is
+1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
+docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, for testing this script.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tu
 # The d_in, d_sae, k and token count for each shape in gpu_profile.py, and for a small shape for CPUs.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# `FIRST` lists the kinds of SAE that are timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
+# `FIRST` lists the kinds of SAE timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
 # latents are dead and AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
@@ -221,7 +221,7 @@ def script(name: str) -> list[str]:
 
 
 def kernels(on_cpu: bool) -> Part:
-    """Return the part that runs the test cases of the Triton kernels, several at a time."""
+    """Return the part that runs the Triton kernel test cases, several at a time."""
     every = [file for file in sorted(ROOT.glob("tests/**/*_cases.py")) if not str(file).endswith(NOT_FOR_GPUS)]
     files = [str(file) for file in every if not on_cpu or str(file).endswith(CASES_OF_CPU)]
     at_once = 0 if on_cpu else min(MOST_PROCESSES, os.cpu_count() or 1)

@@ -59,7 +59,7 @@ EXCHANGES: tuple[tuple[str, tuple[torch.dtype, ...], bool, Exchange], ...] = (
     ("copy from first", SENT, True, in_place(lambda group, tensors: group.copy_from_first_(tensors))),
     ("collect", SENT, False, lambda group, tensor: group.collect(tensor, [len(tensor)], 0)[0].to(tensor.device)),
 )
-# A graph cannot contain `collect`, which copies to the host. No training step uses `collect`.
+# A graph cannot contain `collect`, because it copies data to the host. No training step uses `collect`.
 NOT_IN_GRAPHS = ("collect",)
 
 

@@ -107,7 +107,7 @@ def _is_room(path: Path) -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the modules of a package that a file imports, including imports only for type checkers."""
+    """Yield the modules in a package imported by a file, including imports only for type checkers."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -160,7 +160,7 @@ def fresh(indices: SparseIndices) -> SparseIndices:
 
 
 def whole_pass(options: argparse.Namespace, flops: float, indices: SparseIndices) -> Kernel:
-    """Return a kernel that runs a forward and backward pass in which the given latents are active.
+    """Return a kernel that runs a forward and backward pass with the given latents active.
 
     Its dense counterpart runs five matmuls with plain autograd.
     """

@@ -125,7 +125,7 @@ def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
 
 
 def one_place(d_in: int) -> Empty:
-    """Return an allocator that returns the same memory for every batch."""
+    """Return an allocator that reuses the same memory for every batch."""
     place = torch.empty(BATCH * d_in)
     return lambda n, width, _: place[: n * width].view(n, width)
 

@@ -4,8 +4,7 @@ python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [-
 
 Each monitor runs in turn in its own pseudo-terminal, with one sample per second. A fake libnvidia-ml.so.1 simulates
 GPUs with constantly changing values and a process on each GPU. The last column is this app's value as a share of its
-limit at 120x40; at 200x60, the app may send twice as many bytes. Monitors that are not installed are skipped and
-listed.
+limit at 120x40; at 200x60, the app may send twice as many bytes. Monitors not installed here are skipped and listed.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def test_a_result_without_the_expected_values_still_has_a_summary() -> None:
         ("bus", "", "the last line"),
     ],
 )
-def test_the_summary_of_a_failed_part_shows_its_errors(name: str, answer: Any, words: str) -> None:
+def test_the_summary_for_a_failed_part_shows_its_errors(name: str, answer: Any, words: str) -> None:
     assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 

@@ -91,7 +91,7 @@ def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed the random number generators, and use a single thread.
 
-    Waiting threads spin, which makes small matrix products 20 times slower on a busy machine.
+    Waiting threads spin, which makes small matmuls 20 times slower on a busy machine.
     """
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -181,7 +181,7 @@ class Ranks:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    """Yield a function that starts the ranks of a job, and kill all surviving ranks after the test.
+    """Yield a function that starts the ranks for a job, and kill all surviving ranks after the test.
 
     Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first.
     """

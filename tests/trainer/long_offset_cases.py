@@ -60,19 +60,19 @@ def test_rows_are_centred() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [5, 3000], ids=["in groups", "of the whole row"])
-def test_the_largest_values_of_each_row_are_found(k: int, dtype: torch.dtype) -> None:
+def test_the_largest_values_in_each_row_are_found(k: int, dtype: torch.dtype) -> None:
     row = numbers(1, WIDTH, dtype=dtype)
     found, expected = (triton_top_k.largest_of_each(values, k) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
 
 
-def test_the_largest_values_of_each_row_are_kept() -> None:
+def test_the_largest_values_in_each_row_are_kept() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.strongest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike([found[-1:]], [expected])
 
 
-def test_the_largest_values_of_each_row_are_marked() -> None:
+def test_the_largest_values_in_each_row_are_marked() -> None:
     row = numbers(1, WIDTH, dtype=torch.bfloat16)
     found, expected = (triton_top_k.are_largest(values, 5) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
@@ -127,7 +127,7 @@ def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 
-def test_the_errors_of_levels_and_their_gradients_are_computed() -> None:
+def test_level_errors_and_their_gradients_are_computed() -> None:
     part, alike = numbers(1, N_LEVELS, LEVEL_WIDTH), []
     for n_tokens in (N_TOKENS, 1):
         found = triton_errors.nested(below(n_tokens, part), *given(n_tokens, LEVEL_WIDTH))
@@ -137,7 +137,7 @@ def test_the_errors_of_levels_and_their_gradients_are_computed() -> None:
     assert_alike(*alike)
 
 
-def test_errors_of_levels_are_computed_from_sparse_activations() -> None:
+def test_level_errors_are_computed_from_sparse_activations() -> None:
     row, alike = numbers(1, LEVEL_WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_TOKENS, 1):
         acts = last_active(n_tokens * N_LEVELS, 1)
@@ -146,7 +146,7 @@ def test_errors_of_levels_are_computed_from_sparse_activations() -> None:
     assert_alike(*alike)
 
 
-def test_the_error_of_a_single_level_is_computed_in_both_dtypes() -> None:
+def test_single_level_errors_are_computed_in_both_dtypes() -> None:
     row, alike = numbers(1, WIDTH, dtype=torch.bfloat16), []
     for n_tokens in (N_ROWS, 1):
         found = triton_errors.errors_of_bags(last_active(n_tokens, 1), row, *given(n_tokens, WIDTH))
@@ -154,7 +154,7 @@ def test_the_error_of_a_single_level_is_computed_in_both_dtypes() -> None:
     assert_alike(*alike)
 
 
-def test_the_error_of_the_auxk_reconstruction_is_computed() -> None:
+def test_the_auxk_reconstruction_error_is_computed() -> None:
     part, other = numbers(1, WIDTH, dtype=torch.bfloat16), numbers(1, WIDTH, seed=1)
     alike = []
     for n_tokens in (N_ROWS, 1):

@@ -59,7 +59,7 @@ def test_too_few_finite_held_out_rows_are_refused_before_any_step() -> None:
             train(batches(2), n_steps=2, held_out=rows, on_log=lambda *_: pytest.fail("a step was taken"), **SETTINGS)
 
 
-def test_a_saved_sae_gives_the_same_results_in_saelens(tmp_path: Path) -> None:
+def test_a_saved_sae_produces_the_same_results_in_saelens(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     fitted = train(batches(20), n_steps=20, **SETTINGS)
     fitted.save(tmp_path / "sae", hook_name="blocks.3")

@@ -408,7 +408,7 @@ def test_a_read_only_disk_is_reported_in_one_line(
 
 
 def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the trainer from a working folder that has been deleted."""
+    """Run the trainer from a deleted working folder."""
     gone = tmp_path / "gone"
     gone.mkdir()
     command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", "trainer", *map(str, arguments)]

@@ -20,7 +20,7 @@ from trainer.training.learner import Learner
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
 # TopK scores 0.99 after 300 steps.
-# A Matryoshka SAE takes longer, since its small levels initially mix features.
+# A Matryoshka SAE takes longer, because its small levels initially mix features.
 # BatchTopK scores 0.96 ± 0.01 after 600 steps, depending on the seed or the last bit of a sum.
 # BatchTopK is therefore tested with the mean over several seeds.
 N_STEPS = {"topk": 300, "batch_topk": 600}

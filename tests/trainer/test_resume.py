@@ -59,7 +59,7 @@ def finish(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
-def test_the_error_for_a_change_to_the_config_of_a_run_names_the_flag(
+def test_the_error_for_a_change_to_a_run_config_names_the_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run_dir / "job.toml").read_text()

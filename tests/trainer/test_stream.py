@@ -31,7 +31,7 @@ N_STEPS, BATCH, KILLED_AT = 30, 64, 23
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
-    # The sample is so small that a resumed run can quickly read it again.
+    # The sample is small enough for a resumed run to reread it quickly.
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 600)
 
 

@@ -48,7 +48,7 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
-def test_rows_of_a_saelens_cache_equal_the_rows_read_by_saelens(
+def test_rows_from_a_saelens_cache_equal_the_rows_read_by_saelens(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
@@ -123,18 +123,18 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rows_of_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_with_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", table)
     assert problem(tmp_path).startswith(f"{file} {reason}")
 
 
-def test_lists_of_different_lengths_are_refused_even_if_their_mean_length_fits(tmp_path: Path) -> None:
+def test_lists_with_different_lengths_are_refused_even_if_their_mean_length_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
     message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
     assert message == f"{file} contains lists of different lengths; keep only lists of one length"
 
 
-def test_batches_of_different_widths_are_refused(tmp_path: Path) -> None:
+def test_batches_with_different_widths_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.arrow", lists([1.0, 2.0]), lists([1.0]))
     assert problem(tmp_path).endswith("all shards must agree")
 

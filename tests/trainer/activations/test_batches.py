@@ -90,7 +90,7 @@ def test_ranks_reading_together_stop_at_the_same_batch_and_resume_from_it(activa
         for start in range(0, 12, 3):
             batches = Batches(data, Cut(64), start=64 * start, device=torch.device("cpu"))
             for n in range(3):
-                # Delay one rank so that the other gets ahead.
+                # Delay one rank so that the other rank gets ahead.
                 time.sleep(0.02 * group.index * n)
                 taken.append(batches.next().hooks[0][0])
             batches.close()

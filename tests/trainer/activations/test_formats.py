@@ -1,4 +1,4 @@
-"""Tests that training gives identical results with every storage format, and works on data larger than memory."""
+"""Tests that training produces identical results with every storage format, and works on data larger than memory."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_inconsistent_settings_are_refused(
     assert str(caught.value).startswith(problem)
 
 
-def test_folders_of_different_widths_are_refused(folders: list[str], make_job: MakeJob) -> None:
+def test_folders_with_different_widths_are_refused(folders: list[str], make_job: MakeJob) -> None:
     save_file({"activations": torch.zeros(10, 3)}, Path(folders[1]) / "x.safetensors")
     with pytest.raises(JobFileError) as caught:
         make_job(data={"path": folders}).data_shape()

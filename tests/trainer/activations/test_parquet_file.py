@@ -78,7 +78,7 @@ def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path
         ),
     ],
 )
-def test_rows_of_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_rows_with_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.parquet'} {reason}")
 

@@ -32,7 +32,7 @@ def test_the_given_positions_are_not_modified() -> None:
     assert np.array_equal(positions, np.arange(100))
 
 
-def test_each_seed_gives_a_different_order() -> None:
+def test_each_seed_results_in_a_different_order() -> None:
     orders = {tuple(Permutation(50, seed, epoch)(np.arange(50)).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 

@@ -318,7 +318,7 @@ SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 2
 
 
 @pytest.mark.parametrize("grid", slow_except(["tensor-3"], GRIDS))
-def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_all_of_it(
+def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_the_full_batch(
     grid: str, make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     size, mode, n_data = GRIDS[grid]
@@ -361,7 +361,7 @@ def test_a_stopped_run_continues_with_the_same_rows_as_an_uninterrupted_run(
     same_files(*same)
 
 
-def test_if_a_rank_cannot_read_data_the_other_ranks_exit_with_a_one_sentence_error(
+def test_if_a_rank_cannot_read_data_the_other_ranks_fail_with_a_one_sentence_error(
     make_job: MakeJob, start_ranks: Callable
 ) -> None:
     job = make_job(parallel={"mode": "tensor"}, train={"n_steps": 10**6})

@@ -41,7 +41,7 @@ def test_rows_are_numbered_across_shards(tmp_path: Path) -> None:
     assert torch.equal(source.rows(np.array([29, 4, 3, 5, 0])), rows)
 
 
-def test_shards_of_two_dtypes_are_read_in_a_dtype_that_can_represent_both(tmp_path: Path) -> None:
+def test_shards_with_two_dtypes_are_read_in_a_dtype_that_can_represent_both(tmp_path: Path) -> None:
     x = torch.randn(30, 4)
     save_file({"activations": x[:10].to(torch.bfloat16)}, tmp_path / "0.safetensors")
     save_file({"activations": x[10:].half()}, tmp_path / "1.safetensors")
@@ -140,7 +140,7 @@ def test_more_or_fewer_targets_than_rows_are_refused(activations: Path, tmp_path
         Shards(path=str(activations), target_path=target_path)
 
 
-def test_the_metadata_of_shards_is_read_and_a_broken_metadata_file_is_ignored(activations: Path) -> None:
+def test_shard_metadata_is_read_and_a_broken_metadata_file_is_ignored(activations: Path) -> None:
     (activations / "meta.json").write_text(json.dumps({"hook_name": "blocks.3"}))
     assert Shards(path=str(activations)).meta == {"hook_name": "blocks.3"}
     (activations / "meta.json").write_text("{")

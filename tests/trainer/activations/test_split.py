@@ -57,7 +57,7 @@ def test_a_sample_contains_no_row_twice_and_at_most_all_training_rows() -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [10**9, 2**40])
-def test_the_row_order_of_a_huge_data_set_takes_no_memory(n_tokens: int) -> None:
+def test_the_row_order_for_a_huge_data_set_takes_no_memory(n_tokens: int) -> None:
     split = Split(n_tokens, 32_768, 0)
     rows = Order(split, 0).token_slice(5 * n_tokens, 4096)
     assert len(set(rows.tolist())) == 4096

@@ -55,7 +55,7 @@ def test_a_row_does_not_depend_on_the_other_rows_in_the_request(numbers: list[in
         assert torch.equal(row, again.rows(np.array([number]))[0])
 
 
-def test_a_different_seed_gives_different_features_and_rows() -> None:
+def test_a_different_seed_results_in_different_features_and_rows() -> None:
     first, other = synthetic(), synthetic(data_seed=1)
     assert not torch.equal(first.features, other.features)
     fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]

@@ -253,7 +253,7 @@ def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
-def test_ranks_agree_on_halves_made_of_entire_texts_and_read_no_shard_again(
+def test_ranks_agree_on_halves_made_up_of_entire_texts_and_reread_no_shard(
     n_ranks: int, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)

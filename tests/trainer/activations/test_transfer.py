@@ -109,7 +109,7 @@ def test_rows_are_unchanged_even_if_copied_late(kind: type[Shards], activations:
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 
 
-def test_rows_of_several_hooks_and_dtypes_are_concatenated_in_place(tmp_path: Path) -> None:
+def test_rows_from_several_hooks_and_dtypes_are_concatenated_in_place(tmp_path: Path) -> None:
     sources = []
     for name, dtype, width in (("one", torch.float16, 3), ("two", torch.float32, 2)):
         (tmp_path / name).mkdir()
@@ -126,7 +126,7 @@ def test_rows_of_several_hooks_and_dtypes_are_concatenated_in_place(tmp_path: Pa
     assert torch.equal(x, torch.cat([one.rows(np.arange(5)) for one in sources], dim=1))
 
 
-def test_the_targets_of_a_transcoder_arrive_with_its_inputs(activations: Path, tmp_path: Path) -> None:
+def test_transcoder_targets_arrive_with_their_inputs(activations: Path, tmp_path: Path) -> None:
     rows = Shards(path=str(activations)).rows(np.arange(3000)).float()
     (tmp_path / "targets").mkdir()
     save_file({"activations": (2 * rows[:, :5]).contiguous()}, tmp_path / "targets" / "one.safetensors")

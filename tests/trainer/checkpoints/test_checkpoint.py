@@ -353,7 +353,7 @@ def test_a_checkpoint_is_due_some_minutes_after_the_last_one_of_any_kind(
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
 
-def test_a_checkpoint_of_a_sweep_contains_every_sae_under_its_label(
+def test_a_checkpoint_in_a_sweep_contains_every_sae_under_its_label(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"k": [2, 4]}, train={"checkpoint_every": 10}))
@@ -421,5 +421,5 @@ def test_held_out_fvus_measured_on_different_rows_are_not_compared(tmp_path: Pat
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)
     assert [folder.name[-1] for folder in best_first(newest_first(tmp_path / "c"))] == ["2", "1", "3"]
-    # The checkpoint with the lowest FVU is not kept, since its FVU was measured on different rows.
+    # The checkpoint with the lowest FVU is not kept, because its FVU was measured on different rows.
     assert [folder.name[-1] for folder in newest_first(tmp_path / "c")] == ["3", "2", "1"]

@@ -60,7 +60,7 @@ def test_the_report_card_written_by_a_run_equals_the_one_written_by_eval(
     assert own["step"] == by_eval["step"]
 
 
-def test_each_sae_of_a_sweep_gets_a_report_card(
+def test_each_sae_in_a_sweep_gets_a_report_card(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job = make_job(sae={"k": [2, 4]})

@@ -271,7 +271,7 @@ def test_contexts_with_byte_level_tokens_match_the_original_text(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_cache_contains_the_activations_of_the_exported_sae_on_each_token(tmp_path: Path) -> None:
+def test_a_cache_contains_the_exported_sae_activations_for_each_token(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{SAMPLE}"\n[launch]\ngpus = "cpu"\n')
     small = ["sae.d_sae=384", "sae.k=8", "train.n_steps=4", "train.batch_size=512", "train.report_card=false"]
     flags = [word for setting in small for word in ("--set", setting)]

@@ -153,7 +153,7 @@ def test_rows_from_a_different_hook_cause_a_warning(
     assert "note: according to the SAE, its hook is blocks.3.hook_resid_post, but " in capsys.readouterr().out
 
 
-def test_missing_rows_and_rows_of_a_different_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
+def test_missing_rows_and_rows_with_a_different_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
     assert main(["eval", alone]) == 2
     assert "does not belong to a run; give a folder of activations to measure on" in capsys.readouterr().err
     assert main(["eval", alone, "--best", "--data", "x"]) == 2

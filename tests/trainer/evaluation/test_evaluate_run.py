@@ -283,7 +283,7 @@ def test_a_folder_without_a_run_causes_a_one_sentence_error(tmp_path: Path, caps
     assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
 
 
-def test_contexts_of_a_streamed_run_are_found_by_reading_its_text_again(
+def test_contexts_for_a_streamed_run_are_found_by_rereading_its_text(
     make_trainer: Callable[..., Trainer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

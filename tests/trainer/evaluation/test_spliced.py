@@ -367,7 +367,7 @@ def test_a_transcoder_with_a_skip_connection_replaces_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_report_card_for_a_run_on_extracted_rows_contains_the_loss_of_the_model(
+def test_the_report_card_for_a_run_on_extracted_rows_contains_the_model_loss(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)

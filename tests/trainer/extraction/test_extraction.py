@@ -30,7 +30,7 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# The id of a token that occurs in most documents.
+# The id of a token occurring in most documents.
 COMMON = 261
 
 

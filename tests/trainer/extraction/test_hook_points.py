@@ -103,7 +103,7 @@ def test_rows_equal_the_activations_of_the_unmodified_model_bit_for_bit(both, fa
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_branch_outputs_add_up_to_the_change_of_the_residual_stream(both, family: str) -> None:
+def test_branch_outputs_add_up_to_the_change_in_the_residual_stream(both, family: str) -> None:
     rows, _ = both(family)
     added = rows["resid_pre.1"] + rows["attn_out.1"] + rows["mlp_out.1"]
     # BERT normalises the residual stream twice in each block, so the branch outputs do not add up to its change.

@@ -113,7 +113,7 @@ def test_if_a_rank_runs_out_of_text_the_other_ranks_extract_more_rows(
         assert [result.n_tokens for result in results[1:]] != shares[1:]
 
 
-def test_the_rows_of_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Path) -> None:
+def test_the_rows_in_a_shard_can_be_restored_to_text_order(make: Make, tmp_path: Path) -> None:
     job = make(n_tokens=600)
     run_ranks(job, 2, tmp_path / "meet")
     for text in texts_of(job.folder("mlp_out.0")):

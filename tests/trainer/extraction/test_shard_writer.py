@@ -108,7 +108,7 @@ def test_statistics_equal_a_float64_computation_over_all_shards(tmp_path: Path) 
     np.testing.assert_allclose(together.variance, stored.var(0).sum(), rtol=1e-9)
 
 
-def test_the_computed_bytes_per_row_equal_the_size_of_a_row_on_disk(blocks: ShardBuffer, tmp_path: Path) -> None:
+def test_the_computed_bytes_per_row_equal_the_row_size_on_disk(blocks: ShardBuffer, tmp_path: Path) -> None:
     some, origin = rows(0, 8)
     some[1] = some[1].half()
     blocks.add(some, origin)

@@ -107,7 +107,7 @@ def test_chats_and_token_ids_are_passed_through_unchanged(tmp_path: Path) -> Non
     assert read(lines_of(tmp_path / "c.jsonl", {"text": "a", "mine": [1]}), column="mine") == [[1]]
 
 
-def test_a_sharegpt_chat_is_converted_to_the_roles_of_chat_templates(tmp_path: Path) -> None:
+def test_a_sharegpt_chat_is_converted_to_chat_template_roles(tmp_path: Path) -> None:
     theirs = [
         {"from": "system", "value": "be short"}, {"from": "human", "value": "a cat"}, {"from": "gpt", "value": "sat"},
     ]  # fmt: skip

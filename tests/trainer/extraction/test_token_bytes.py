@@ -57,7 +57,7 @@ def test_tokens_with_byte_fallback_join_into_the_original_text(text: str) -> Non
 
 @pytest.mark.slow
 @needs_model
-def test_tokens_of_a_trained_tokenizer_join_into_the_original_text() -> None:
+def test_tokens_from_a_trained_tokenizer_join_into_the_original_text() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=NAME)
     for text in TEXTS:
         assert joined(tokenizer, text) == text.encode()

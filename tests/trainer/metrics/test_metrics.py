@@ -136,7 +136,7 @@ def test_l0_l1_and_dense_latents_match_a_loop(kind: str) -> None:
     assert measured(DenseLatents, *batches) == pytest.approx(len(often) / D_SAE)
 
 
-def test_whether_a_latent_is_dense_depends_on_the_tokens_of_all_ranks() -> None:
+def test_whether_a_latent_is_dense_depends_on_the_tokens_on_all_ranks() -> None:
     # The latent is dense over the first rank's tokens, but not over the tokens from both ranks.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):

@@ -91,7 +91,7 @@ def test_the_tile_size_does_not_change_the_result(state: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.02), ("int8", 0.06)])
-def test_compact_moments_give_nearly_the_same_weights(state: str, tolerance: float) -> None:
+def test_compact_moments_result_in_nearly_the_same_weights(state: str, tolerance: float) -> None:
     start = made("fp32")[1]
     for parameter, exact, begin in zip(trained(state, 100)[1], trained("fp32", 100)[1], start, strict=True):
         assert (parameter - exact).norm() < tolerance * (exact - begin).norm()

@@ -127,7 +127,7 @@ def test_gradients_are_divided_by_the_loss_scale(choice: dict[str, Any], make: C
             one.begin_step(step)
             one.accumulate(batch(step), batch(step))
         for parameter in scaled.sae.parameters():
-            parameter.grad *= 1024  # exact, since 1024 is a power of 2
+            parameter.grad *= 1024  # exact, because 1024 is a power of 2
         plain.optimizer.step()
         scaled.optimizer.grad_scale = torch.tensor(1024.0)
         scaled.optimizer.step()

@@ -72,7 +72,7 @@ def test_nothing_is_compiled_if_another_rank_cannot_compile(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_the_trial_of_the_compiler_checks_the_result(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_trial_checks_the_result(is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_it(function: Callable[..., None], **options: object) -> Callable[..., None]:
         return function if is_right else lambda values: None
 

@@ -152,7 +152,7 @@ def assert_alike(one: Learner, other: Learner) -> None:
 def test_steps_match_passes_over_entire_matrices(sae: dict[str, Any], moments: str) -> None:
     by_rows, by_passes = learners(sae, state=moments)
     by_rows.loss_scale.enabled = True
-    by_rows.loss_scale.factor.fill_(1024)  # exact, since 1024 is a power of 2
+    by_rows.loss_scale.factor.fill_(1024)  # exact, because 1024 is a power of 2
     for number in range(2):
         step(by_rows, number)
         step(by_passes, number)
@@ -472,7 +472,7 @@ def test_matrices_that_are_not_stored_latent_by_latent_are_left_to_torch() -> No
         assert (optimizer.by_rows() is not None) == is_stepped
 
 
-def test_rows_of_unsupported_widths_are_left_to_torch() -> None:
+def test_rows_with_unsupported_widths_are_left_to_torch() -> None:
     assert [width for width in (1, 16, 2300, 2302, 2304, 8192, 8196) if triton_update.fits(width)] == [
         16, 2300, 2304, 8192,
     ]  # fmt: skip

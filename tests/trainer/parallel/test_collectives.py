@@ -43,7 +43,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[Call]]]:
     return calls_of_ranks([*USUAL, *UNUSUAL], tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_of_a_group_make_the_same_calls_in_the_same_order(calls: list[list[list[Call]]]) -> None:
+def test_all_ranks_in_a_group_make_the_same_calls_in_the_same_order(calls: list[list[list[Call]]]) -> None:
     for number, case in enumerate([*USUAL, *UNUSUAL]):
         of_ranks = [of_rank[number] for of_rank in calls[: case.size]]
         assert all(of_ranks)

@@ -98,7 +98,7 @@ def test_after_a_log_interval_all_ranks_agree_on_whether_any_latent_is_dead(make
     assert on_all(2, may_have_dead) == [[False, True]] * 2
 
 
-def test_a_checkpoint_of_another_width_is_refused_even_if_part_of_it_would_fit(make_job) -> None:
+def test_a_checkpoint_with_another_width_is_refused_even_if_part_of_it_would_fit(make_job) -> None:
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
     tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).state.tensors())
 

@@ -156,7 +156,7 @@ def test_sigterm_to_one_of_two_ranks_stops_both_between_log_rows(
     assert not (run_dir / "metrics.db-wal").exists()
 
 
-def test_the_rates_of_two_ranks_add_up_to_about_the_rate_of_the_job(
+def test_the_rates_of_two_ranks_add_up_to_about_the_job_rate(
     make_job: Callable[..., JobConfig], start_ranks: Callable
 ) -> None:
     train = {"batch_size": 1024, "n_steps": 31, "log_every": 10}

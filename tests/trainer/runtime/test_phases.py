@@ -17,7 +17,7 @@ def test_phase_marks_do_nothing_without_a_profiler() -> None:
         pass
 
 
-def test_a_profile_of_a_step_shows_each_phase_once_and_in_order(make_job: Callable[..., JobConfig]) -> None:
+def test_a_step_profile_shows_each_phase_once_and_in_order(make_job: Callable[..., JobConfig]) -> None:
     learner, x = Learner(make_job(), 16, None, ALONE), torch.randn(128, 16)
     learner.initialise(x, x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

@@ -69,7 +69,7 @@ GPUS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), 
 def test_auto_selects_the_low_precision_that_is_fast_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The compute capability is simulated, since no machine has GPUs of all these generations.
+    # The compute capability is simulated, because no machine has GPUs of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", CUDA) == expected
     assert resolve_precision("auto", CPU) == "fp32"

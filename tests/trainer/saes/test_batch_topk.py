@@ -62,7 +62,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(n_dead: int, shape: t
 
 
 @pytest.mark.parametrize("rescales", [False, True])
-def test_the_training_class_of_saelens_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
+def test_the_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
     # Our class and SAELens's class agree under three conditions: decoder rows have unit norm, at most k_aux = d_in / 2
     # latents are dead, and dead latents have positive activations. SAELens's AuxK loss is a plain squared error.
     # SAELens's threshold starts at 0. This test uses a rate of 1, so that the initial value has no effect.

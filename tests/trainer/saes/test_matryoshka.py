@@ -57,7 +57,7 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
     assert_same(gradients(sae, sae.objective(output.losses)), gradients(sae, expected))
 
 
-def test_the_training_class_of_saelens_has_the_same_losses_and_gradients() -> None:
+def test_the_saelens_training_class_has_the_same_losses_and_gradients() -> None:
     # Our class and SAELens's class agree under three conditions.
     # SAELens gets our widths as its matryoshka_widths, its per-level AuxK is disabled, and decoder rows have norm 1.
     # SAELens sums the errors of the levels, whereas our loss averages them.
@@ -138,7 +138,7 @@ def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one_level
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
 
 
-def test_the_error_of_the_inner_levels_is_exact_for_a_large_batch() -> None:
+def test_the_error_at_the_inner_levels_is_exact_for_a_large_batch() -> None:
     parts, y = torch.randn(4096, 3, 256), torch.randn(4096, 256)
     _, inner_mse = _PrefixErrors.apply(parts, torch.zeros(256), y)
     errors = parts.double().cumsum(dim=1)[:, :-1] - y.double()[:, None]

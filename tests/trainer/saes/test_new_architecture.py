@@ -59,7 +59,7 @@ def test_a_new_architecture_can_be_chosen_and_has_its_own_settings() -> None:
     assert {"n_loudest", "price"} <= {setting.name for setting in section_settings("sae", "loudest")}
 
 
-def test_the_settings_of_a_new_architecture_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
+def test_the_settings_for_a_new_architecture_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
     _, problems = parse_job({"data": {"path": "x"}, "sae": {"architecture": "loudest", "n_loudest": 0}})
     assert [problem.path for problem in problems] == ["sae.n_loudest"]
     assert job_of(to_table(make_loudest())) == make_loudest()
@@ -107,7 +107,7 @@ def test_an_export_keeps_all_weights_even_if_no_format_has_the_architecture(
     assert refusal.startswith("SAELens has no architecture loud; " if name == "loud" else "SAELens has no TopK")
 
 
-def test_the_author_of_an_architecture_must_know_at_most_8_names() -> None:
+def test_an_architecture_author_must_know_at_most_8_names() -> None:
     families = {one for entry in ARCHITECTURES.values() for one in entry.load().__mro__ if issubclass(one, Sae)}
     defined = {name for one in families - {Sae} for name in vars(one)}
     assert {name for name in defined & vars(Sae).keys() if not name.startswith("_")} == OVERRIDABLE
@@ -133,7 +133,7 @@ def test_an_architecture_must_declare_which_parameters_have_a_latent_axis(make_l
     assert sae.gain.tolist() == [1] * 60 + [2] * 4
 
 
-def test_the_dead_latents_of_a_new_architecture_are_counted(make_loudest: MakeJob) -> None:
+def test_dead_latents_in_a_new_architecture_are_counted(make_loudest: MakeJob) -> None:
     learner, x = Learner(make_loudest(dead_after_tokens=60), 16, None, ALONE), torch.randn(30, 16)
     learner.initialise(x, x)
     with torch.no_grad():

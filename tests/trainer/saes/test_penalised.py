@@ -118,7 +118,7 @@ def test_every_loss_term_and_gradient_matches_a_naive_loop(kind: str, shape: tup
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_training_class_of_saelens_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
+def test_the_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
     # In SAELens, the gate's reconstruction loss also trains the decoder, contrary to the paper.
     # Therefore, only the encoder gradients of the gate's loss are compared.
     # SAELens multiplies the gate's penalty by decoder row norms, which are 1 in our gated SAE.
@@ -330,7 +330,7 @@ def test_a_step_that_overflows_its_buffer_is_skipped_and_the_next_step_succeeds(
     for step in range(buffer_sizer.MEMORY):
         take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
-    # Rows that are ten times as large activate more latents than fit into the buffer.
+    # Rows that are ten times as large activate more latents than the buffer can hold.
     many = rows(9)
     many[-64:] *= 10
     take_cut(one, 9, many, n_passes)

@@ -55,7 +55,7 @@ def test_the_other_weights_learn_from_the_target_minus_the_skip_output(kind: str
 
 
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_the_gradient_of_the_skip_connection_matches_finite_differences(kind: str) -> None:
+def test_skip_connection_gradients_match_finite_differences(kind: str) -> None:
     sae, x, y = random_transcoder(kind), batch(), batch(33, D_OUT, seed=5)
     assert sae.W_skip is not None
     gradient = gradients(sae, sae.objective(sae(x, y).losses))["W_skip"]

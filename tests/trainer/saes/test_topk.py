@@ -69,7 +69,7 @@ def test_a_negative_pre_activation_in_the_top_k_is_inactive_and_has_no_gradient(
 
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
-def test_the_training_class_of_saelens_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
+def test_the_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
     # Our class and SAELens's class agree under three conditions.
     # Decoder rows have unit norm, because SAELens ranks latents by act · ‖W_dec‖.
     # At most k_aux = d_in / 2 latents are dead.

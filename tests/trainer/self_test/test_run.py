@@ -36,7 +36,7 @@ def test_matmuls_and_selections_on_a_cpu_are_correct() -> None:
 
 
 @pytest.mark.slow
-def test_matmuls_with_the_widths_of_real_models_are_correct_on_a_cpu() -> None:
+def test_matmuls_with_real_model_widths_are_correct_on_a_cpu() -> None:
     assert not wrong(check_products(CPU))
 
 

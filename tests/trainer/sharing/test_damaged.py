@@ -244,7 +244,7 @@ def _changed(tensor: Tensor, name: str, change: Any) -> dict[str, Tensor]:
 
 @ANY
 @given(value=st.sampled_from([None, 1, "text", [1], {"a": 1}, {1: 2}, {"encoder.weight": None}]))
-def test_a_pickle_of_an_unexpected_object_is_read_or_refused(damaged: Any, value: Any) -> None:
+def test_a_pickled_unexpected_object_is_read_or_refused(damaged: Any, value: Any) -> None:
     content = io.BytesIO()
     torch.save(value, content)
     damaged(6, lambda folder: (folder / "ae.pt").write_bytes(content.getvalue()))

@@ -142,7 +142,7 @@ def k_largest(pre_acts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])
-def test_a_circuit_tracer_topk_without_its_k_gives_a_one_sentence_error(k: str, tmp_path: Path) -> None:
+def test_a_circuit_tracer_topk_without_its_k_causes_a_one_sentence_error(k: str, tmp_path: Path) -> None:
     written("circuit-tracer", "topk", tmp_path, d_out=32)
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("k: 8\n", k))

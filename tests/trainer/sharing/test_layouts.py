@@ -243,7 +243,7 @@ def test_an_import_notes_that_gemma_scope_1_transcoders_expect_rows_without_gain
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_error_for_an_sae_that_cannot_be_computed_here_gives_the_reason(name: str, tmp_path: Path) -> None:
+def test_the_error_for_an_sae_that_cannot_be_computed_here_states_the_reason(name: str, tmp_path: Path) -> None:
     write, reason = REFUSED[name]
     write(tmp_path)
     found = find(tmp_path)

@@ -222,7 +222,7 @@ def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_reread(tmp_path: P
     assert SaeLens().read(tmp_path / "sae").metadata.items() >= facts.items()
 
 
-def test_rows_after_the_last_norm_of_bert_have_their_transformer_lens_name(tmp_path: Path) -> None:
+def test_rows_after_the_last_bert_norm_have_their_transformer_lens_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "bert")
     (tmp_path / "text.txt").write_text("a cat sat")
     meta = stream_at(model, tmp_path / "text.txt", "resid_post.1").meta

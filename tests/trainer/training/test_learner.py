@@ -69,7 +69,7 @@ def test_the_data_scale_does_not_change_the_learnt_directions(make_job: MakeJob)
     torch.testing.assert_close(small.sae.W_dec, large.sae.W_dec, rtol=1e-3, atol=1e-4)
 
 
-def test_the_error_for_a_checkpoint_with_a_different_sae_gives_the_reason(make_job: MakeJob) -> None:
+def test_the_error_for_a_checkpoint_with_a_different_sae_states_the_reason(make_job: MakeJob) -> None:
     from trainer.contract.errors import UserError
 
     tensors = dict(learner(make_job(sae={"d_sae": 32})).state.tensors())

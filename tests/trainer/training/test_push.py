@@ -232,7 +232,7 @@ def test_nothing_is_exported_if_nothing_can_be_sent(
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "..", "-a", "a--b", "a.git", "/a", "ä", "", "x" * 100])
-def test_an_invalid_repository_name_gives_an_error_without_contacting_the_hub(
+def test_an_invalid_repository_name_causes_an_error_without_contacting_the_hub(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), f"--push={name}", "--yes"]) == EXIT_USAGE

@@ -27,7 +27,7 @@ def test_rows_are_centred_and_rounded_as_in_torch(shape: tuple[int, int], dtype:
     torch.testing.assert_close(found, (x - bias).to(dtype), rtol=rtol, atol=0, equal_nan=True)
 
 
-def test_rows_of_another_layout_or_dtype_are_left_to_torch() -> None:
+def test_rows_with_another_layout_or_dtype_are_left_to_torch() -> None:
     x = torch.zeros(4, 6, device=DEVICE)
     assert triton_encode.fits(x, x[0])
     assert not triton_encode.fits(x.T, x[:, 0])

@@ -100,7 +100,7 @@ def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize("n_levels", [1, 2, 5])
 @pytest.mark.parametrize("is_vector", [True, False])
-def test_errors_of_nested_prefixes_and_their_gradients_match_float64(n_levels: int, is_vector: bool) -> None:
+def test_nested_prefix_errors_and_their_gradients_match_float64(n_levels: int, is_vector: bool) -> None:
     n_tokens, d_out = 35, 131
     parts, y = numbers(n_tokens * n_levels, d_out, seed=0).view(n_tokens, n_levels, d_out), numbers(35, d_out, seed=1)
     offset = numbers(n_tokens, d_out, seed=2)

@@ -63,7 +63,7 @@ def test_counts_of_firing_latents_are_added_to_the_existing_counts(n_entries: in
 
 @pytest.mark.parametrize("n_tokens", [0.0, 4096.0])
 @pytest.mark.parametrize("error", [0.0, 1.5, 9e4, torch.nan, torch.inf])
-def test_the_residual_variance_matches_that_of_torch(n_tokens: float, error: float) -> None:
+def test_the_residual_variance_matches_torch(n_tokens: float, error: float) -> None:
     sums = torch.tensor([n_tokens, error if n_tokens else 0.0, 7.0], device=DEVICE)
     found, expected = torch.full((2,), 0.7, device=DEVICE).unbind()
     triton_since_fired.take_variance(found, sums)

@@ -23,7 +23,7 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask that selects about half of the entries, none of token 2 or latent 3, and nearly all of latent 5."""
+    """Return a mask selecting about half of the entries, none for token 2 or latent 3, and nearly all for latent 5."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
@@ -52,7 +52,7 @@ def test_chosen_pre_activations_match_the_dense_matmul() -> None:
 
 @pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("mask", [a_mask(), torch.zeros(N_TOKENS, D_SAE, dtype=torch.bool), None])
-def test_the_gradients_of_encoding_match_finite_differences(mask: Tensor | None, moves: bool) -> None:
+def test_encoding_gradients_match_finite_differences(mask: Tensor | None, moves: bool) -> None:
     x, *weights = inputs(moves)
     choose = (lambda pre_acts: None) if mask is None else partial(chosen, mask)
 

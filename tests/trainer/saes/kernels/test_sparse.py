@@ -80,7 +80,7 @@ def test_rows_larger_than_the_cache_are_read_once_per_latent(
 
 
 @pytest.mark.usefixtures("reads_by_latent")
-def test_the_gradients_of_decoding_match_finite_differences() -> None:
+def test_decoding_gradients_match_finite_differences() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D_SAE, D).requires_grad_()
     assert torch.autograd.gradcheck(lambda v, w: decode(SparseActs(v, some_indices(), D_SAE), w), (values, rows))

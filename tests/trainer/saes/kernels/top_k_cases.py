@@ -57,7 +57,7 @@ def some_cases() -> Iterator[pytest.param]:
 
 
 CASES = [*some_cases()]
-# The three kinds of results that a selection can return.
+# The three kinds of results returned by a selection.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
 # Cases that depend on the bit patterns of values and are tested with all dtypes.

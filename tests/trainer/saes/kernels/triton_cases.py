@@ -134,7 +134,7 @@ def test_activations_and_the_rows_multiplied_by_them_are_summed_for_each_latent(
 
 @OF_CASES
 @pytest.mark.parametrize("slab_bytes", [2**24, 256], ids=["whole", "in parts"])
-def test_the_gradient_of_an_entry_is_the_dot_product_of_its_rows(
+def test_the_gradient_for_an_entry_is_the_dot_product_of_its_rows(
     case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
@@ -317,7 +317,7 @@ def test_rows_in_16_bits_are_weighted_and_summed_in_fp32(n: int, width: int, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_the_input_bias_reads_the_16_bit_copy_of_the_weights(dtype: torch.dtype) -> None:
+def test_the_gradient_for_the_input_bias_reads_the_16_bit_copy_of_the_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, W_enc, b_enc, b_dec = (
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 20), (20, 16), (16,), (20,))
