@@ -195,7 +195,7 @@ def test_stored_rows_can_be_read_at_any_position_and_need_no_checkpoint_state(ac
     assert sum(len(x) for x, _ in data.of_hook(0).held_out(7)) == data.n_held_out == 100
 
 
-def test_all_zero_rows_do_not_count_as_copies(tmp_path: Path) -> None:
+def test_zero_rows_do_not_count_as_copies(tmp_path: Path) -> None:
     rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
     rows[::2] = 0
     save_file({"activations": rows}, tmp_path / "a.safetensors")

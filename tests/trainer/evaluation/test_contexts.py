@@ -209,7 +209,7 @@ def test_the_rows_from_an_extraction_are_read_in_text_order(tmp_path: Path) -> N
         assert said.strip() in texts[document]
 
 
-def test_data_without_tokens_results_in_no_contexts(tmp_path: Path) -> None:
+def test_data_without_tokens_produces_no_contexts(tmp_path: Path) -> None:
     save_file({"activations": torch.randn(8, D_IN)}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
     assert contexts_of(dense, texts_of(tmp_path), no_outliers(), D_SAE, N_CONTEXTS) is None
@@ -222,14 +222,14 @@ def test_without_active_latents_there_are_no_contexts_but_all_latents_are_counte
     assert read.search("w") == []
 
 
-def test_tokens_of_an_unexpected_shape_result_in_no_contexts(tmp_path: Path) -> None:
+def test_tokens_of_an_unexpected_shape_produce_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
     save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
     assert list(texts_of(tmp_path)) == []
 
 
-def test_rows_shuffled_in_an_unknown_order_result_in_no_contexts(tmp_path: Path) -> None:
+def test_rows_shuffled_in_an_unknown_order_produce_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     save_file({"activations": one.x, **one.origin._asdict()}, tmp_path / "shard.safetensors")
     assert [len(read.x) for read in texts_of(tmp_path)] == [8]

@@ -78,7 +78,7 @@ def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_compariso
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # All zero rows are identical, so 2 of the 150 held-out rows have copies.
+    # The zero rows are identical, so 2 of the 150 held-out rows have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
