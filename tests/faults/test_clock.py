@@ -30,6 +30,7 @@ def test_setting_the_clock_back_an_hour_affects_neither_restarts_nor_the_event_o
     clock.clock_set_back(tmp_path / "box", like)
 
 
+@pytest.mark.slow
 def test_orphaned_ranks_are_killed_even_if_the_clock_was_set_back(tmp_path: Path) -> None:
     clock.orphans_while_clock_is_set_back(tmp_path / "box")
 

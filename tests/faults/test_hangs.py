@@ -19,6 +19,7 @@ from trainer.contract.store.states import JobState
 pytestmark = pytest.mark.timeout(240)
 
 
+@pytest.mark.slow
 def test_a_halted_rank_is_reported_with_stack_traces_and_the_job_is_restarted(tmp_path: Path) -> None:
     hangs.rank_halted(tmp_path / "box", random.Random(0), 0)
 

@@ -113,7 +113,7 @@ class Run:
         pytest.param("topk", {"state": "int8"}, marks=pytest.mark.slow),
         pytest.param("topk", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("batch_topk", {}, marks=pytest.mark.slow),
-        ("matryoshka_batch_topk", {"state": "bf16"}),
+        pytest.param("matryoshka_batch_topk", {"state": "bf16"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -166,6 +166,7 @@ def test_a_captured_step_with_a_nan_is_skipped() -> None:
     assert steps.n_replayed == 3
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_different_size_runs_eagerly_before_steps_are_captured_again() -> None:
     run = Run({}, {})
     steps = run.record()
@@ -179,6 +180,7 @@ def test_a_batch_with_a_different_size_runs_eagerly_before_steps_are_captured_ag
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_a_captured_step_replaces_and_counts_outliers_and_non_finite_rows() -> None:
     run, sample = Run({}, {}), rows(64, 99)
     found, expected = Outliers(sample, sample, 10.0), Outliers(sample, sample, 10.0)
@@ -229,6 +231,7 @@ def test_a_run_continues_from_the_state_saved_by_captured_steps() -> None:
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_no_step_is_captured_while_k_is_annealed() -> None:
     run = Run({"k_anneal_fraction": 0.25, "k_anneal_start": 6}, {"n_steps": 16})
     steps = run.record()
@@ -342,6 +345,7 @@ def test_captured_steps_with_a_penalty_are_bit_identical_to_eager_ones(
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_steps_with_a_fixed_penalty_in_fp16_are_captured_unless_matmuls_are_dense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -368,6 +372,7 @@ def test_captured_steps_are_bit_identical_if_kernels_sum_the_penalty_gradients(m
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_a_step_is_captured_again_if_the_capacity_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "gated"}, {})
     run.take(6)
@@ -411,6 +416,7 @@ def test_a_captured_step_that_overflows_is_skipped_and_dense_steps_follow(
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_a_penalised_run_continues_from_the_state_saved_by_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Penalty(monkeypatch, {"architecture": "jumprelu"}, {})
     run.take(5)
