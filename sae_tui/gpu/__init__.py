@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _SEVERAL = "sae_tui.gpu.several:Several"
-# Sources that do not read real GPUs. The values are import paths, so that listing the names does not import the
+# Sources that do not read real GPUs. The values are import paths so that listing the names does not import the
 # classes.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
 
 def source_names() -> tuple[str, ...]:
-    """Return the values that `--gpu-source` accepts."""
+    """Return the values accepted by `--gpu-source`."""
     return (AUTO, *VENDORS, *_STAND_INS)
 
 
@@ -47,7 +47,7 @@ def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
 def resolve(name: str) -> str:
     """Resolve "auto" to the vendor whose driver is installed, or keep "auto" if several vendors' drivers are installed.
 
-    If no driver is installed, return the first supported vendor, so that its source reports what is missing. Return any
+    If no driver is installed, return the first supported vendor, whose source then reports what is missing. Return any
     other name unchanged.
     """
     if name != AUTO:

@@ -12,7 +12,7 @@ from sae_tui.gpu.period import Period
 from sae_tui.gpu.sensors import Sensor
 
 Number = TypeVar("Number", int, float)
-HOTTEST_C = 100.0  # The upper limit of the temperature axis.
+HOTTEST_C = 100.0  # The top of the temperature axis.
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class CapacityShares:
-    """The share (0 to 1) of the GPUs' total capacity that was in use in each interval.
+    """The share (0 to 1) of the GPUs' total capacity in use in each interval.
 
     Each interval includes only the GPUs that reported the value. A share is None if no GPU reported the value, or if a
     GPU has no reading in the interval.
@@ -75,7 +75,7 @@ class CapacityShares:
 
 
 def shares(past: RecentHistory) -> CapacityShares:
-    """Return the share of the GPUs' total capacity that was in use in each interval of a history."""
+    """Return the share of the GPUs' total capacity in use in each interval of a history."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     quantities = zip(*rows, strict=True) if rows else ((),) * 4
@@ -108,5 +108,5 @@ def _not_none(values: Iterable[Number | None]) -> list[Number]:
 
 
 def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
-    """Return the pairs that contain no None."""
+    """Return the pairs without None."""
     return [(one, other) for one, other in pairs if one is not None and other is not None]

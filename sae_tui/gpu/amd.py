@@ -36,12 +36,12 @@ _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs of this machine, with the same indices as in AMD SMI, which follow the order on the PCI bus."""
+    """All AMD GPUs on this machine, with AMD SMI's indices, which follow PCI bus order."""
 
     name = "amdsmi"
     cuda = True
-    # The sources in this process that have the library open. AMD SMI does not count how often it was opened, so the
-    # first call that closes it closes it for all sources.
+    # The sources in this process using the library. AMD SMI does not count how often it was opened, so the first close
+    # call closes it for all sources.
     _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Amd:
 
     @property
     def _xgmi(self) -> int | None:
-        """AMD SMI's code for an XGMI link. The code and the name of the constant depend on the version of AMD SMI."""
+        """AMD SMI's code for an XGMI link. The code and the constant's name depend on the AMD SMI version."""
         for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
             if found := getattr(getattr(self._smi, group, None), name, None):
                 return int(found)
@@ -114,8 +114,8 @@ class Amd:
 class _AmdGpu:
     """One AMD GPU.
 
-    Values that never change are cached after the first successful read. The power limit is reread together with each
-    process list.
+    Values that never change are cached after the first successful read. The power limit is reread with each process
+    list.
     """
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
@@ -124,7 +124,7 @@ class _AmdGpu:
         self.handle = handle
         self.uuid: str | None = None
         self.name = _name(None)
-        self.is_stale = False  # True if the GPU can be read again only after the driver is reopened.
+        self.is_stale = False  # True if the driver must be reopened before the GPU can be read again.
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None
@@ -146,14 +146,14 @@ class _AmdGpu:
         )  # fmt: skip
 
     def details(self) -> GpuDetails:
-        """Return the details of the GPU; fields that AMD SMI does not report are None."""
+        """Return the GPU's details; fields not reported by AMD SMI are None."""
         return self._details.read()
 
     def _identify(self) -> Mapping[str, Any] | None:
-        """Return the identity of the GPU, which is cached after the first successful read.
+        """Return the GPU's identity, cached after the first successful read.
 
-        ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID that
-        `amd-smi list` shows.
+        ROCm's runtimes identify a GPU by `GPU-` and the 16 digits of its serial number, not by the longer UUID shown by
+        `amd-smi list`.
         """
         if self._asic is None:
             self._asic = self._asking.get("uuid", "amdsmi_get_gpu_asic_info", self.handle)
@@ -164,7 +164,7 @@ class _AmdGpu:
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a sample; make four driver calls, and up to seven more for rarely changing values."""
+        """Return a sample's fields; this takes four driver calls, plus up to seven for rarely changing values."""
         began = time.monotonic()
         busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
         memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
@@ -190,19 +190,19 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the sample fields of an unreadable GPU: a fault, or no fields if no sensor has ever responded."""
+        """Return the sample fields for an unreadable GPU: a fault, or no fields if no sensor has ever responded."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        # Reread the identity, since another GPU may respond next.
+        # Another GPU may respond next, so reread the identity.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.gpu(code)
         return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
     def _power_limit(self, again: bool) -> float | None:
-        """Return the power limit in watts; if `again`, reread it, since `amd-smi set --power-cap` can change it."""
+        """Return the power limit in watts; if `again`, reread it because `amd-smi set --power-cap` can change it."""
         if again or self._power_limit_w is None:
             answer = self._asking.get("power_limit_w", "amdsmi_get_power_cap_info", self.handle)
             limit = number(answer, "power_cap")
@@ -210,9 +210,9 @@ class _AmdGpu:
         return self._power_limit_w
 
     def _split(self, again: bool) -> str:
-        """Return why a partition of a split GPU cannot be used, or "" if the GPU is not split.
+        """Return why a partition on a split GPU cannot be used, or "" if the GPU is not split.
 
-        If `again`, reread the partition mode, since `amd-smi set -C` can change it.
+        If `again`, reread the partition mode because `amd-smi set -C` can change it.
         """
         if again or self._partition is None:
             self._partition = self._asking.get("unusable", "amdsmi_get_gpu_compute_partition", self.handle) or ""
@@ -222,7 +222,7 @@ class _AmdGpu:
     def _energy(self) -> float | None:
         """Return the energy counter in joules on every `ENERGY_EVERY`th call, and None on all other calls.
 
-        No energy is missed between two reads, since the counter is cumulative.
+        The counter is cumulative, so no energy is missed between reads.
         """
         self._n_listed += 1
         return self._details.energy_j() if self._n_listed % ENERGY_EVERY == 1 else None
@@ -234,7 +234,7 @@ class _AmdGpu:
             return None
         found: dict[int, int | None] = {}
         for one in listed:
-            # ROCm 6.0 returns a list of process handles, and each handle requires a separate call.
+            # ROCm 6.0 returns a list of process handles, each requiring a separate call.
             each = one if isinstance(one, Mapping) else self._asking.ask(PROCESS, self.handle, one) or {}
             pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
@@ -248,7 +248,7 @@ def _uuid(asic: Mapping[str, Any]) -> str | None:
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:
-    """Return the product name, or a name with the chip's id if AMD SMI does not know the product."""
+    """Return the product name, or a name containing the chip's id if AMD SMI does not know the product."""
     name = printable(str((asic or {}).get("market_name", "")).strip())
     if not _is_told(name):
         return "AMD GPU"

@@ -14,7 +14,7 @@ _UNSUPPORTED = frozenset({0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF})
 
 
 class Asking:
-    """Calls AMD SMI functions by name; records the last error code, and the fields that have failed since `begin`."""
+    """Calls AMD SMI functions by name; records the last error code and all failed fields since `begin`."""
 
     def __init__(self, smi: ModuleType) -> None:
         self._smi: Any = smi
@@ -45,7 +45,7 @@ class Asking:
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first value under these keys in `answer` that is a number of at least `least`, or None."""
+    """Return the first number in `answer` under these keys that is at least `least`, or None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

@@ -1,4 +1,4 @@
-"""Reads the details of an AMD GPU.
+"""Reads an AMD GPU's details.
 
 A read takes four driver calls with each process list, and about a dozen while the GPU's page is open.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
 _FAN_MOST = 255
-# The Python module reports only that a limit throttles the GPU, but not which limit.
+# The Python module reports that a limit is throttling the GPU, but not which one.
 LIMITED = "power, current or temperature limit reached"
 # The throttling reason for each status field of MI300 and later chips.
 VIOLATIONS = {
@@ -50,13 +50,13 @@ class AmdDetails:
         if answer is None and "temperature_c" not in asking.failed and self._hottest != smi.AmdSmiTemperatureType.EDGE:
             self._hottest = smi.AmdSmiTemperatureType.EDGE
             return self.temperature_c(asking)
-        # Temperatures may be below 0, unlike all other readings.
+        # Unlike all other readings, temperatures may be below 0.
         return number({"temperature": answer}, "temperature", least=-273)
 
     def condition(self, *, whole: bool = True) -> Condition:
         """Return the GPU's memory errors and, if `whole`, also its clock, fan speed and throttling reasons.
 
-        Make up to four driver calls. The first call with `whole` also reads the slowdown temperature.
+        This takes up to four driver calls. The first call with `whole` also reads the slowdown temperature.
         """
         if not whole:
             return Condition(ecc_uncorrected=self._uncorrected())
@@ -82,7 +82,7 @@ class AmdDetails:
         return None if counted is None or step is None else counted * step / 1e6
 
     def read(self) -> GpuDetails:
-        """Return the details of the GPU; the values of sensors that do not respond are None."""
+        """Return the GPU's details; values from sensors that do not respond are None."""
         from sae_tui.gpu.details import GpuDetails
 
         ask, handle = self._asking.ask, self._handle
@@ -125,13 +125,13 @@ class AmdDetails:
         return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
 
     def _slowed_by(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons of a chip before MI300, or None for later chips (see `_violations`)."""
+        """Return the throttling reasons for a chip before MI300, or None for later chips (see `_violations`)."""
         metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
         held_back = metrics.get("indep_throttle_status", "N/A")
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()
 
     def _violations(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons of an MI300 or later chip; the driver takes 0.1 s to measure them."""
+        """Return the throttling reasons for an MI300 or later chip; the driver takes 0.1 s to measure these."""
         answer = self._asking.ask("amdsmi_get_violation_status", self._handle) or {}
         if all(not isinstance(answer.get(name), bool) for name in VIOLATIONS):
             return None

@@ -1,4 +1,4 @@
-"""Messages about faults of AMD GPUs, their sensors, the driver and its library, by AMD SMI error code.
+"""Messages about faults in AMD GPUs, their sensors, the driver and its library, by AMD SMI error code.
 
 The codes are the same in ROCm 6 and 7.
 """
@@ -9,7 +9,7 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Error codes for values that the GPU, the driver or this version of the library does not provide. Other codes are
+# Error codes for values not provided by the GPU, the driver or this version of the library. Other codes are
 # failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
@@ -63,7 +63,7 @@ def gpu(code: int) -> str:
 
 
 def sensor(code: int) -> str:
-    """Return why a sensor of a GPU cannot be read."""
+    """Return why a GPU sensor cannot be read."""
     return SENSOR.get(code, f"error {code}")
 
 

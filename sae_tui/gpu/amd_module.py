@@ -17,7 +17,7 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the `amdsmi` module, preferably ROCm's own, since the structures of other versions may differ.
+    """Return the `amdsmi` module, preferably ROCm's own: structures in other versions may differ.
 
     Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """
@@ -28,7 +28,7 @@ def load_amdsmi() -> ModuleType:
         raise faults.no_module()
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
-    # If the module does not find the library, it prints an error; capture it, since it would corrupt the screen.
+    # If the module does not find the library, it prints an error, which would corrupt the screen unless captured.
     words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
@@ -40,7 +40,7 @@ def load_amdsmi() -> ModuleType:
 
 
 class _OwnThread(io.StringIO):
-    """Captures the output of the thread that creates it, and forwards the output of other threads to `others`."""
+    """Captures output from the thread that creates it, and forwards output from other threads to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _OwnThread(io.StringIO):
 
 
 def _spec_of_rocm() -> ModuleSpec | None:
-    """Return the spec of the module that ROCm has installed, or None if there is no such module."""
+    """Return the spec of the module installed by ROCm, or None if there is no such module."""
     root = os.environ.get("ROCM_PATH") or os.environ.get("ROCM_HOME") or "/opt/rocm"
     folder = Path(root, "share", "amd_smi", "amdsmi")
     if not (folder / "__init__.py").is_file():
@@ -77,6 +77,6 @@ def _reason(printed: str, error: Exception) -> str:
 
 
 def _forget() -> None:
-    """Remove a partially loaded module from `sys.modules`, so that it can be loaded again."""
+    """Remove a partially loaded module from `sys.modules` so that it can be loaded again."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""The interface of GPU sources, and the immutable samples that they return.
+"""The interface for GPU sources, and the immutable samples they return.
 
 In a sample, `None` means "sensor not supported".
 """
@@ -32,15 +32,15 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# If more memory than this is in use but belongs to no listed process, an unlisted process must be using the GPU.
+# If more memory than this is used by no listed process, an unlisted process must be using the GPU.
 # A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
 # The minimum GPU memory of a compute process, which is the size of a CUDA context.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
-# A desktop occasionally causes utilisation up to this percentage.
+# A desktop occasionally raises utilisation to this percentage.
 IDLE_PERCENT = 5
-# Limits for values from files that other users may have written, so that sums and tables remain valid.
+# Limits for values from files that other users may have written; they keep sums and tables valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
@@ -59,7 +59,7 @@ THROTTLING = (
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a GPU."""
+    """A process holding memory on a GPU."""
 
     pid: Pid
     user: str | None
@@ -78,7 +78,7 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that the driver reported for a GPU. After a fatal error, the GPU is unusable until it is reset."""
+    """An error reported by the driver for a GPU. After a fatal error, the GPU is unusable until it is reset."""
 
     number: int
     timestamp: float
@@ -88,13 +88,13 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The clocks, throttling reasons and health of a GPU, which are read together with its processes.
+    """A GPU's clocks, throttling reasons and health, read together with its processes.
 
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
     replacement, and `rows_failed` is True if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is
-    the latest fatal error since the program started to listen, or the latest error if none was fatal. `recovery` is
-    the action that the driver requires before the GPU is used again, such as `a reset`, or "" if no action is
-    required. `recovery` also reflects earlier errors. Impossible values become None.
+    the latest fatal error since the program started listening, or the latest error if none was fatal. `recovery` is the
+    action required by the driver before the GPU is used again, such as `a reset`, or "" if none is required. `recovery`
+    also reflects earlier errors. Impossible values become None.
     """
 
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
@@ -142,11 +142,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """A reading of a GPU; `timestamp` is in seconds since the epoch.
+    """A GPU reading; `timestamp` is in seconds since the epoch.
 
     `healthy` is False for a GPU that cannot be read, and `reason` then explains why. `unusable` explains why jobs
-    cannot run on a GPU that can be read. If a sensor fails or returns an impossible value, the sensor's field is None,
-    and `failed` maps the field to the reason. Sensors that the GPU lacks are not in `failed`.
+    cannot run on a readable GPU. If a sensor fails or returns an impossible value, the sensor's field is None, and
+    `failed` maps the field to the reason. Sensors not present on the GPU are not in `failed`.
     """
 
     index: FewAtOnce
@@ -156,7 +156,7 @@ class GpuSample:
     _: KW_ONLY
     memory_total_bytes: Annotated[Count | None, Sensor("Memory capacity", (1, BYTES[1]), public="memory_total")] = None
     memory_used_bytes: Annotated[Count | None, Sensor("Memory in use", BYTES, public="memory_used")] = None
-    # Excludes the memory that the driver reserves. If the free memory is not reported, it is total minus used memory.
+    # Excludes memory reserved by the driver. If the free memory is not reported, it is total minus used memory.
     memory_free_bytes: Annotated[Count | None, Sensor("Free memory", BYTES, public="memory_free")] = None
     utilization: Annotated[Count | None, Sensor("Share of time during which a kernel ran", PERCENT)] = None
     temperature_c: Annotated[
@@ -166,7 +166,7 @@ class GpuSample:
         Measured | None, Sensor("Power draw", WATTS, public="power_draw", heading="POWER", drop=1)
     ] = None  # fmt: skip
     power_limit_w: Annotated[Measured | None, Sensor("Power limit", (0.5, WATTS[1]), public="power_limit")] = None
-    # The energy since the driver was loaded, which only some samples include.
+    # The energy used since the driver was loaded; only some samples include it.
     energy_j: Annotated[float | None, Sensor(limits=JOULES)] = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
@@ -174,7 +174,7 @@ class GpuSample:
     failed: Mapping[str, str] = field(default_factory=dict)
     unusable: str = ""
     condition: Condition | None = None
-    # The vendor's name in `VENDORS`, if the source has GPUs of several vendors.
+    # The vendor's name in `VENDORS`, if the source has GPUs from several vendors.
     vendor: str = ""
     # True if the GPU cannot be read because only other users may use it.
     withheld: bool = False
@@ -203,7 +203,7 @@ class GpuSample:
 
     @property
     def obstacle(self) -> str:
-        """Why no job can run on a GPU that can be read, or "" if jobs can run."""
+        """Why no job can run on a readable GPU, or "" if jobs can run."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property
@@ -218,7 +218,7 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """The memory in use that does not belong to the listed processes, or None if unknown."""
+        """The used memory not belonging to any listed process, or None if unknown."""
         if self.is_memory_shared:
             return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
@@ -231,7 +231,7 @@ class GpuSample:
     def is_used_unseen(self) -> bool:
         """True if unlisted processes are clearly using the GPU.
 
-        High utilisation is not sufficient, since it also occurs on an idle GPU that the driver has just initialised.
+        High utilisation is not sufficient: it also occurs on an idle GPU just initialised by the driver.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:
@@ -263,7 +263,7 @@ PUBLIC = {name: one.public for kind in (GpuSample, Condition) for name, one in e
 
 
 def columns() -> tuple[Sensor, ...]:
-    """Return the sensors that are shown as columns in a list of GPUs."""
+    """Return the sensors shown as columns in a GPU list."""
     return tuple(one for kind in (GpuSample, Condition) for one in exported(kind).values() if one.heading)
 
 
@@ -283,7 +283,7 @@ def is_identified(sample: GpuSample) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """The connection between two GPUs.
+    """The connection between a pair of GPUs.
 
     `path` is nvidia-smi's name for the path between the GPUs (PIX, PXB, PHB, NODE or SYS), or None if it is unknown.
     `peer_to_peer` is True if the GPUs can read each other's memory, and None if the driver does not report this.
@@ -299,7 +299,7 @@ class GpuPair:
 
 
 class DriverFault(NamedTuple):
-    """A fault of a driver that can still read its GPUs, and the remedy."""
+    """A fault in a driver that can still read its GPUs, and the remedy."""
 
     sentence: str
     remedy: str
@@ -309,8 +309,8 @@ class DriverFault(NamedTuple):
 class GpuFacts:
     """Facts about the driver and its GPUs that do not change while the machine runs.
 
-    `cuda` is the latest CUDA version that the driver supports. `capabilities` contains the compute capability of each
-    GPU, and `nvlinks` its number of active links. `pairs` contains all pairs of readable GPUs.
+    `cuda` is the latest CUDA version supported by the driver. `capabilities` contains each GPU's compute capability,
+    and `nvlinks` its active link count. `pairs` contains all pairs of readable GPUs.
     """
 
     driver: str | None = None
@@ -338,7 +338,7 @@ class GpuSource(Protocol):
     """A source of GPU readings. Every call may block forever, and each GPU is read only from its own thread."""
 
     name: str
-    cuda: bool  # True if these GPUs are PyTorch's "cuda" devices; False if CPU processes simulate them.
+    cuda: bool  # True if these GPUs are PyTorch's "cuda" devices; False if they are simulated by CPU processes.
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable` on failure."""
@@ -352,7 +352,7 @@ class GpuSource(Protocol):
         ...
 
     def facts(self) -> GpuFacts:
-        """Return the driver's versions and the connections between GPUs; omit unknown facts."""
+        """Return the driver versions and the connections between GPUs; omit unknown facts."""
         ...
 
     def close(self) -> None: ...

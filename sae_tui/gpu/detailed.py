@@ -1,4 +1,4 @@
-"""Optional interfaces of GPU sources that provide more than samples."""
+"""Optional interfaces for GPU sources that provide more than samples."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DetailedSource(Protocol):
-    """A source that can also read the details of a GPU, on that GPU's thread."""
+    """A source that can also read GPU details, on each GPU's own thread."""
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        """Return the details of a GPU, given its latest sample; may block like `sample`."""
+        """Return a GPU's details, given its latest sample; may block like `sample`."""
         ...
 
 
 @runtime_checkable
 class SharesSource(Protocol):
-    """A source that can also read the GPU utilisation of each process, on that GPU's thread."""
+    """A source that can also read GPU utilisation per process, on each GPU's own thread."""
 
     def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
         `sample` is the GPU's latest sample.
         """
@@ -35,7 +35,7 @@ class SharesSource(Protocol):
 
 @runtime_checkable
 class MixedSource(Protocol):
-    """A source with GPUs of several vendors."""
+    """A source with GPUs from several vendors."""
 
     def vendor(self, index: int) -> str:
         """Return the key of a GPU's vendor in `VENDORS`, without reading the GPU."""
@@ -43,7 +43,7 @@ class MixedSource(Protocol):
 
 
 def vendor_of(source: object, index: int) -> str:
-    """Return the vendor of a GPU if the source has GPUs of several vendors, or "" otherwise."""
+    """Return a GPU's vendor if the source has GPUs from several vendors, or "" otherwise."""
     return source.vendor(index) if isinstance(source, MixedSource) else ""
 
 
@@ -58,7 +58,7 @@ class RememberingSource(Protocol):
 
 @runtime_checkable
 class HurriedSource(Protocol):
-    """A source that can shorten its current reads before it is closed."""
+    """A source that can cut its current reads short before it is closed."""
 
     def hurry(self) -> None:
         """Omit the processes and the condition from all further reads; may be called from any thread."""
@@ -67,7 +67,7 @@ class HurriedSource(Protocol):
 
 @runtime_checkable
 class ReopeningSource(Protocol):
-    """A source that detects when its driver must be reopened in order to see the current GPUs."""
+    """A source that detects when its driver must be reopened to see the current GPUs."""
 
     @property
     def must_reopen(self) -> bool:

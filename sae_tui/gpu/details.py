@@ -1,6 +1,6 @@
-"""Values that are read only while a GPU's page is open: clocks, links and faults.
+"""Values read only while a GPU's page is open: clocks, links and faults.
 
-This module is imported only on demand, since a waiting supervisor does not need it.
+A waiting supervisor does not need this module, so it is imported only on demand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RATE: Limits = (0.0, 1e13)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A MIG slice of a GPU."""
+    """A GPU's MIG slice."""
 
     name: str
     memory_used_bytes: int | None
@@ -27,11 +27,11 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """A reading of a GPU's details and condition; `None` means "sensor not supported".
+    """A GPU's details and condition at one time; `None` means "sensor not supported".
 
-    `energy_j` is the energy since the driver was loaded, and `ecc_corrected` is the number of corrected memory errors
-    since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists each
-    field that has an impossible value, with the reason.
+    `energy_j` is the energy used since the driver was loaded, and `ecc_corrected` is the number of memory errors
+    corrected since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists
+    each field with an impossible value, with the reason.
     """
 
     timestamp: float

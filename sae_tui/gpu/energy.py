@@ -11,7 +11,7 @@ MOST_W = 5000.0
 
 
 class EnergyReading(NamedTuple):
-    """A stored reading: its time in seconds since the epoch, the power, and the energy since the driver was loaded."""
+    """A stored reading: its time in seconds since the epoch, the power, and the energy used since driver load."""
 
     timestamp: float
     power_w: float | None = None
@@ -21,8 +21,8 @@ class EnergyReading(NamedTuple):
 class Used(NamedTuple):
     """The energy used in an interval, and the interval's duration.
 
-    `lasted_s` is the total duration, `known_s` is the time covered by measurements, and `counted_s` is the time
-    covered by the hardware counter.
+    `lasted_s` is the total duration, `known_s` is the part covered by measurements, and `counted_s` is the part covered
+    by the hardware counter.
     """
 
     joules: float = 0.0
@@ -35,10 +35,10 @@ class Used(NamedTuple):
 
 
 class GpuMeter:
-    """Measures the energy that one GPU has used since `begin`; readings must arrive in chronological order.
+    """Measures the energy used by one GPU since `begin`; readings must arrive in chronological order.
 
-    The energy between two readings of the energy counter is their difference, even across a gap. Where there are no
-    counter readings, the power is integrated by the trapezoidal rule. The first power reading is also used for the time
+    The energy used between two counter readings is their difference, even across a gap. Where there are no
+    counter readings, power is integrated by the trapezoidal rule. The first power reading is also used for the time
     before it, and the last one for the time after it, for up to `LONGEST_GAP_S` each.
     """
 
@@ -48,7 +48,8 @@ class GpuMeter:
         self._last: EnergyReading | None = None
         self._newest: float | None = None
         self._counter: EnergyReading | None = None
-        # The energy since the last counter reading, from power readings. The next counter reading replaces this value.
+        # The energy used since the last counter reading, from power readings. The next counter reading replaces this
+        # value.
         self._pending = Used()
         self._settled = Used()
 
@@ -69,7 +70,7 @@ class GpuMeter:
             self._count(reading)
 
     def used(self, end: float) -> Used:
-        """Return the energy that the GPU has used from `begin` to `end`."""
+        """Return the energy used by the GPU from `begin` to `end`."""
         tail_s = end - (self._last.timestamp if self._last else self._begin)
         tail = Used()
         if self._last and self._last.power_w is not None and 0 < tail_s <= LONGEST_GAP_S:
@@ -78,7 +79,7 @@ class GpuMeter:
         return total._replace(lasted_s=max(0.0, end - self._begin))
 
     def _area(self, reading: EnergyReading) -> Used:
-        """Return the energy since the last power reading, or zero if that reading is too old."""
+        """Return the energy used since the last power reading, or zero if that reading is too old."""
         assert reading.power_w is not None
         seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:

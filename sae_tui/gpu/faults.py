@@ -1,4 +1,4 @@
-"""Messages about faults that GPUs of any vendor can have. Vendor-specific messages are in separate modules."""
+"""Messages about faults that can occur on any vendor's GPUs. Vendor-specific messages are in separate modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes `gpu.db`, the GPU history of a host. A file lock ensures that only one process per host writes at a time."""
+"""Writes `gpu.db`, a host's GPU history. A file lock ensures that only one process per host writes at a time."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A write to the store is reported as hung after this time. A write normally takes less than a second, plus up to 5 s of
-# waiting for another writer.
+# A store write is reported as hung after this many seconds. A write normally takes less than a second, plus up to 5 s
+# of waiting for another writer.
 SILENT_AFTER_S = 30.0
-# The row of each minute is computed from stored readings, so that the row is correct even if two processes write it.
+# Each minute's row is computed from stored readings so that it is correct even if two processes write it.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -42,9 +42,9 @@ HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > 
 
 
 class Recorder:
-    """Stores the samples from the sampler's rings, if this process is the elected writer of its host.
+    """Stores the samples from the sampler's rings, if this process is its host's elected writer.
 
-    The recorder starts the sampler only once its process is elected, so that standby processes do not read the GPUs.
+    The recorder starts the sampler only once its process is elected; standby processes do not read the GPUs.
     If the store cannot be written to, `problem` explains why, sampling continues, and the rings are stored later.
     """
 
@@ -59,7 +59,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # The monotonic time when the current turn started, or None between turns.
+        # The monotonic time at which the current turn started, or None between turns.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -69,7 +69,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # Maps each GPU's index and UUID to the position after the last stored reading in the GPU's ring.
+        # Maps each GPU's index and UUID to the ring position after its last stored reading.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -86,7 +86,7 @@ class Recorder:
 
     @property
     def elected(self) -> bool:
-        """True if this process is the elected writer of its host."""
+        """True if this process is its host's elected writer."""
         return self._lock.held
 
     def _use(self, path: Path, retention: Retention) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Store the remaining samples and let another process take over; return False if this exceeds `timeout`."""
+        """Store the remaining samples and let another process take over; return False on a timeout."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
@@ -118,7 +118,7 @@ class Recorder:
             return self._changed.wait_for(lambda: self._is_at_rest or not self._thread.is_alive(), timeout)
 
     def resume(self) -> None:
-        """Resume the attempts to become the elected writer of this host."""
+        """Resume trying to become this host's elected writer."""
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class Recorder:
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # Errors of the store, the disk or a GPU must not end this thread.
+            # Store, disk and GPU errors must not end this thread.
             self._give_up(f"the GPU history cannot be stored: {error!r}")
         finally:
             self._begun = None
@@ -181,7 +181,7 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[RingReading]:
-        """Return the readings in a GPU's ring that no process has stored yet."""
+        """Return the readings in a GPU's ring not yet stored by any process."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
         if rows and key not in self._stored:
@@ -190,12 +190,12 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[RingReading]) -> list[RingReading]:
-        """Return the readings in `rows` that follow the last stored one.
+        """Return the readings in `rows` after the last stored one.
 
-        If none of `rows` is stored, return the readings that are later than all stored readings.
+        If none of `rows` is stored, return those later than all stored readings.
         """
         times = [row.timestamp for row in rows]
-        # Search all GPU indices of this host, since the GPU may previously have had another index.
+        # The GPU may have had another index before, so search all GPU indices on this host.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]
@@ -223,7 +223,7 @@ class Recorder:
         return open_writer(self._path, "gpu")
 
     def _leave_file_of_others(self) -> None:
-        """Switch to a separate file for this host if the shared file of earlier versions contains rows of other hosts.
+        """Switch to a separate file for this host if the shared file from earlier versions contains other hosts' rows.
 
         Hosts that write to the same file block each other, and corrupt it if locks do not work across hosts.
         """

@@ -1,4 +1,4 @@
-"""Provides all GPU data for screens: samples, stored history and problems."""
+"""Provides all GPU data shown on screens: samples, stored history and problems."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# After this time, another process has stored all samples that it took before this process started.
+# After this many seconds, another process has stored all samples it took before this process started.
 STORED_BY_S = 6.0
 # Without a persistence daemon, the driver must first initialise the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
-# The time limit for pausing, so that the app can be suspended even if a driver or disk hangs.
+# The time limit for pausing; it lets the app be suspended even if a driver or disk hangs.
 _PAUSE_LIMIT_S = 3.0
 
 
 class Monitor:
-    """Samples all GPUs and buffers their history; stores it if this process is the elected writer of its host."""
+    """Samples all GPUs and buffers their history; stores it if this process is its host's elected writer."""
 
     def __init__(
         self,
@@ -118,18 +118,18 @@ class Monitor:
         return self._sampler.readings_s()
 
     def want_shares(self, wanted: bool) -> None:
-        """Switch the sampling of per-process utilisation on or off."""
+        """Turn sampling of per-process utilisation on or off."""
         self._sampler.want_shares(wanted)
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
-        The dict is empty if these percentages are not sampled, or have not been sampled yet.
+        The dict is empty if sampling of these percentages is off or has not started yet.
         """
         return self._sampler.sm_percents(index)
 
     def look_at(self, index: int | None) -> None:
-        """Start to read the details of this GPU regularly, or stop reading details if `index` is None."""
+        """Start reading this GPU's details regularly, or stop if `index` is None."""
         self._sampler.look_at(index)
 
     def details(self, index: int) -> GpuDetails | None:
@@ -137,16 +137,15 @@ class Monitor:
         return self._sampler.details(index)
 
     def past(self, n: int) -> RecentHistory:
-        """Return the readings of each visible GPU in the last `n` intervals."""
+        """Return each visible GPU's readings in the last `n` intervals."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self.interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
-        """Fill the ring of each GPU with its stored history as soon as the GPU's UUID is known.
+        """Fill each GPU's ring with its stored history as soon as the GPU's UUID is known.
 
-        Read the store again after `STORED_BY_S`, to close the gap between the last batch that another process stored
-        and the first sample of this process. Continue until the monitor stops, since a GPU may appear much later or
-        replace another GPU.
+        Reread the store after `STORED_BY_S` to close the gap between the last batch stored by another process and this
+        process's first sample. Continue until the monitor stops: a GPU may appear much later or replace another GPU.
         """
         begun, final = time.monotonic(), False
         while not self._stopped.wait(1.0 if final else 0.05):

@@ -6,7 +6,7 @@ from sae_tui.gpu.base import GpuFacts, GpuSample, SourceUnavailable
 
 
 class NoGpus:
-    """Reports that there are no GPUs, so that jobs run on the CPU."""
+    """Reports no GPUs, so jobs run on the CPU."""
 
     name = "none"
     cuda = False

@@ -1,4 +1,4 @@
-"""Reads NVIDIA GPUs through NVML. pynvml is loaded only by `open`, since loading it takes 70 ms."""
+"""Reads NVIDIA GPUs through NVML. Loading pynvml takes 70 ms, so only `open` loads it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LARGEST_PID = 1 << 22  # Linux's limit. Drivers 535.43 to 535.86 return pids lik
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# While an unlisted process uses a GPU, the GPU's process list is read every second, but its condition less often.
+# While an unlisted process is using a GPU, its process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An upper bound for the number of times that a process opens the driver.
+# An upper bound on how many times a process opens the driver.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -49,9 +49,9 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA GPUs of this machine, with NVML's indices, which remain the same when a GPU fails.
+    """All NVIDIA GPUs on this machine, with NVML's indices, which do not change when a GPU fails.
 
-    The indices of MIG slices follow the indices of the GPUs.
+    MIG slice indices follow the GPU indices.
     """
 
     name = "nvml"
@@ -126,7 +126,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML function, or None if the driver, pynvml or the GPU does not support it."""
+        """Return an NVML function's result, or None if the driver, pynvml or the GPU does not support it."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -145,7 +145,7 @@ class Nvml:
     def close(self) -> None:
         """Close NVML.
 
-        If the driver must be reopened, undo all `nvmlInit` calls of this process, since NVML counts them.
+        NVML counts `nvmlInit` calls, so if the driver must be reopened, undo all calls made by this process.
         """
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
@@ -163,22 +163,22 @@ class _GpuFault(Exception):
 class _NvmlGpu:
     """One NVIDIA GPU.
 
-    Values that never change are read once per handle. After a fault, a new handle is requested, so that the GPU can
+    Values that never change are read once per handle. After a fault, a new handle is requested so that the GPU can
     recover. The UUID, power limit and MIG mode rarely change, so they are reread only together with the processes. If
-    `is_stale`, the GPU can be read again only after the driver is reopened.
+    `is_stale`, the driver must be reopened before the GPU can be read again.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[SliceLocation] = ()) -> None:
-        # The index in this source, and NVML's index of the GPU. The two indices differ only for a slice.
+        # The index in this source, and NVML's index for the GPU. The two indices differ only for a slice.
         self.index = self.gpu = index
-        # True if reads skip optional values, because the driver is about to be closed.
+        # True if reads skip optional values because the driver is about to be closed.
         self.is_hurried = False
         self.is_stale = False
         self.slices = list(slices)
         self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
-        # The last known UUID and name, which are kept while the GPU cannot be read.
+        # The last known UUID and name, kept while the GPU cannot be read.
         self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
@@ -205,29 +205,29 @@ class _NvmlGpu:
         )  # fmt: skip
 
     def details(self, sample: GpuSample) -> GpuDetails:
-        """Return the details of the GPU; all fields are None if the GPU cannot be read."""
+        """Return the GPU's details; all fields are None if the GPU cannot be read."""
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
 
     def sm_percents(self) -> Mapping[int, int]:
-        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
         The dict is empty if the GPU cannot be read.
         """
         return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[RingReading, ...]:
-        """Return the readings that the driver has buffered, or () if the GPU cannot be read."""
+        """Return the readings buffered by the driver, or () if the GPU cannot be read."""
         from sae_tui.gpu.nvml_buffer import buffered
 
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample; raise `_GpuFault` if the GPU cannot be read.
+        """Return a healthy sample's fields; raise `_GpuFault` if the GPU cannot be read.
 
-        This takes four driver calls, and up to six more for rarely changing values.
+        This takes four driver calls, plus up to six for rarely changing values.
         """
         self._identify(again=processes)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
@@ -250,7 +250,7 @@ class _NvmlGpu:
         processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # Omit a split GPU's memory and processes, since the samples of its slices include them.
+            # Omit a split GPU's memory and processes, which are included in its slices' samples.
             **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
             "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
@@ -264,7 +264,7 @@ class _NvmlGpu:
     def _identify(self, *, again: bool) -> None:
         """Get a handle unless one exists; read the UUID and name with each new handle, or if `again`.
 
-        If another GPU now has this index, discard all that is known about the previous GPU.
+        If another GPU now has this index, discard everything known about the previous GPU.
         """
         is_new = self._handle is None
         if is_new:
@@ -287,19 +287,19 @@ class _NvmlGpu:
         self._identity = self._identity | {key: self._static[key] for key in ("uuid", "name") if key in self._static}
 
     def _look_for_slices(self, is_split: bool) -> None:
-        """Detect slices that were created or destroyed since the driver was opened."""
+        """Detect slices created or destroyed since the driver was opened."""
         if is_split or self._has_slices:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
-        """Return the condition, which is reread if due; unless `whole`, read only the GPU's health, not its clocks."""
+        """Return the condition, rereading it if due; unless `whole`, read only the GPU's health, not its clocks."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(handle, whole=whole)
             self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
         return self._condition
 
     def _memory_kind(self, memory: Any) -> MemoryKind:
-        """Return the kind of the GPU's memory, which is determined once per GPU."""
+        """Return the GPU's memory kind, determined once per GPU."""
         if self._memory is None or self._memory.name != self._identity.get("name"):
             self._memory = MemoryKind.of(self._nvml, self._handle, self._identity.get("name"), memory)
         return self._memory
@@ -307,13 +307,13 @@ class _NvmlGpu:
     def _energy(self) -> int | None:
         """Return the energy counter in mJ on every `ENERGY_EVERY`th call, and None on all other calls.
 
-        No energy is missed between two reads, since the counter is cumulative.
+        The counter is cumulative, so no energy is missed between reads.
         """
         self._n_listed += 1
         return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
-        """Return a new handle of the GPU; raise `_GpuFault` if the GPU cannot be read."""
+        """Return a new handle for the GPU; raise `_GpuFault` if the GPU cannot be read."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
@@ -329,7 +329,7 @@ class _NvmlGpu:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """Return the result of the first function in `variants` that this driver supports.
+        """Return the result of the first function in `variants` supported by this driver.
 
         Return None if the driver supports none of the variants, or if the call fails.
         """
@@ -378,9 +378,9 @@ class _NvmlGpu:
 
 
 class _Slice(_NvmlGpu):
-    """A slice of a GPU, with its own memory and processes. The driver measures all other values for the entire GPU.
+    """A GPU slice, with its own memory and processes. The driver measures all other values for the entire GPU.
 
-    The errors and the compute mode of the entire GPU also determine whether the slice may be used.
+    The entire GPU's errors and compute mode also determine whether the slice may be used.
     """
 
     def __init__(self, nvml: ModuleType, index: int, place: SliceLocation) -> None:
@@ -400,7 +400,7 @@ class _Slice(_NvmlGpu):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # Identify the slice on each read, since this index may belong to another slice after a fault.
+        # After a fault, this index may belong to another slice, so identify the slice on each read.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
@@ -418,7 +418,7 @@ class _Slice(_NvmlGpu):
 
 
 def _signed(degrees: int | None) -> int | None:
-    """Convert a temperature to a signed number, since NVML returns temperatures below 0 as large unsigned numbers.
+    """Convert a temperature to a signed number; NVML returns temperatures below 0 as large unsigned numbers.
 
     A value with all bits set is not a temperature, and is returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""Reads the samples that an NVIDIA driver has buffered: six per second for about the last 20 seconds."""
+"""Reads the samples buffered by an NVIDIA driver: six per second for about the last 20 seconds."""
 
 from __future__ import annotations
 

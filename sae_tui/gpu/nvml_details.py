@@ -1,4 +1,4 @@
-"""Reads the details of an NVIDIA GPU from NVML.
+"""Reads an NVIDIA GPU's details from NVML.
 
 A read takes five driver calls with each process list, and about two dozen while the GPU's page is open.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CRITICAL = 8  # NVML's event type for Xid errors.
 _MOST_AT_ONCE = 100
-# The Xid errors that occur during training. NVIDIA's document "XID Errors" lists about 150 errors.
+# Xid errors that occur during training. NVIDIA's document "XID Errors" lists about 150 errors.
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
@@ -58,7 +58,7 @@ def in_words(number: int) -> str:
 
 
 class XidListener:
-    """Listens for the Xid errors of one GPU."""
+    """Listens for Xid errors on one GPU."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
@@ -81,7 +81,7 @@ class XidListener:
         return self._last
 
     def _listen(self, handle: Any) -> None:
-        """Register for the GPU's errors; after a failure, do not retry with the same handle."""
+        """Register for the GPU's error events; after a failure, do not retry with the same handle."""
         self._listens_to, before, self._events = handle, self._events, None
         if before is not None:
             self._nvml.nvmlEventSetFree(before)
@@ -91,16 +91,16 @@ class XidListener:
 
 
 _VERSION = 1
-# NVML's metric numbers, in the order of the fields of `Activity`.
+# NVML's metric numbers, in the field order of `Activity`.
 _METRICS = (2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The activity of a GPU in percent; unknown values are None.
+    """A GPU's activity in percent; unknown values are None.
 
-    `sm` is the share of multiprocessors that are busy, `occupancy` is the number of active warps relative to the
-    maximum, and `tensor` is the share of time in which the tensor cores are busy.
+    `sm` is the share of busy multiprocessors, `occupancy` is the number of active warps relative to the maximum, and
+    `tensor` is the share of time the tensor cores are busy.
     """
 
     sm: float | None = None
@@ -109,14 +109,14 @@ class Activity:
 
 
 class ActivityReader:
-    """Measures a GPU's activity between two reads; queries a GPU that does not support this only once."""
+    """Measures a GPU's activity between two reads; queries an unsupported GPU only once."""
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
         self._samples: list[Any] | None = None
 
     def read(self, handle: Any) -> Activity:
-        """Return the activity since the last read, which is unknown on the first read and on unsupported GPUs."""
+        """Return the activity since the last read; it is unknown on the first read and on unsupported GPUs."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
             if self._samples is None:
                 self._samples = []
@@ -147,7 +147,7 @@ _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# Throttling reasons by bit. "Idle" is omitted, since an idle GPU lowers its clocks only because it has no work.
+# Throttling reasons by bit. "Idle" is omitted: an idle GPU lowers its clocks only because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
@@ -162,7 +162,7 @@ _IDLE = 0x001
 # Memory errors and the compute mode rarely change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of the NVML field for the action that the driver requires after an error, and the meaning of its values.
+# The number of the NVML field for the action required by the driver after an error, and what its values mean.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",
@@ -174,7 +174,7 @@ RECOVERIES: Mapping[int | None, str] = {
     6: "a reset of its PCIe bus",
     7: "a reboot of the machine",
 }
-# Maps the type of a field's value to the union member that contains the value.
+# Maps the type of a field's value to the union member containing the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
 _RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The field with the same meaning on GPUs before Ampere.
@@ -189,7 +189,7 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this GPU does not support, so that they are not called again.
+        # Functions not supported by this GPU, recorded so that they are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
@@ -239,7 +239,7 @@ class NvmlDetails:
         return None if kind is None else int(getattr(answer.value, kind))
 
     def read(self, handle: Any) -> GpuDetails:
-        """Return the details of the GPU; the values of sensors that do not respond are None."""
+        """Return the GPU's details; values from sensors that do not respond are None."""
         from sae_tui.gpu.details import GpuDetails
 
         ask = self._ask
@@ -284,12 +284,12 @@ class NvmlDetails:
 
     @functools.cached_property
     def _versions(self) -> tuple[str | None, tuple[int, int] | None]:
-        """The driver's version, and the latest CUDA version that the driver supports."""
+        """The driver version, and the latest CUDA version it supports."""
         newest = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
-        """Return the slices of a GPU, or () if the GPU is not split."""
+        """Return a GPU's slices, or () if the GPU is not split."""
         from sae_tui.gpu.details import Instance
 
         parts = []
@@ -321,7 +321,7 @@ class NvmlDetails:
         return None if states[0] is None else states.count(1)
 
     def sm_percents(self, handle: Any) -> dict[int, int]:
-        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
         Impossible values are omitted.
         """
@@ -331,7 +331,7 @@ class NvmlDetails:
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
-        """Return the result of an NVML function, or None; never call an unsupported function twice."""
+        """Return an NVML function's result, or None; never call an unsupported function twice."""
         if function in self._missing:
             return None
         try:
@@ -344,7 +344,7 @@ class NvmlDetails:
         return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of an NVML function, or None if the driver, pynvml or the GPU does not support it."""
+        """Return an NVML function's result, or None if the driver, pynvml or the GPU does not support it."""
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None

@@ -1,6 +1,6 @@
-"""Messages about faults of NVIDIA GPUs, their sensors and the driver.
+"""Messages about faults in NVIDIA GPUs, their sensors and the driver.
 
-NVIDIA's own messages are not used, since one code can have two different messages ("GPU requires restart" and "GPU
+NVIDIA's own messages are not used because one code can have two different messages ("GPU requires restart" and "GPU
 requires reset"), and neither contains a remedy.
 """
 
@@ -15,7 +15,7 @@ from sae_tui.gpu.faults import LOST
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
 MISMATCH = 18  # The versions of the library and the driver differ.
-# Error codes for functions that this driver or pynvml lacks, or whose arguments have a different layout.
+# Error codes for functions missing from this driver or pynvml, or whose arguments have a different layout.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are listed as separate GPUs"
@@ -24,7 +24,7 @@ UNCUT = "MIG is enabled, but the GPU has no slices; `nvidia-smi mig -cgi` create
 STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Error codes for GPUs that only other users may use.
 WITHHELD = frozenset({4, 17})
-# Messages for error codes that are returned when a GPU's handle is requested, or by all of its sensors.
+# Messages for error codes returned when a GPU's handle is requested, or by all of its sensors.
 CARD = {
     1: "the driver was unloaded",
     2: "the driver no longer recognises this GPU",
@@ -68,7 +68,7 @@ SOURCE = {
 # GPU manufacturers by PCI vendor id.
 _NVIDIA = "0x10de"
 _OTHER_MAKERS = {"0x8086": "Intel", "0x106b": "Apple", "0x1ed5": "Moore Threads", "0x19e5": "Huawei"}
-# Why one GPU cannot read the memory of another.
+# Why one GPU cannot read another's memory.
 NO_PEER = {
     1: "the chipset does not support it",
     2: "these GPUs do not support it",
@@ -84,7 +84,7 @@ def gpu(code: int) -> str:
 
 
 def sensor(code: int) -> str:
-    """Return why a sensor of a GPU cannot be read."""
+    """Return why a GPU sensor cannot be read."""
     return SENSOR.get(code, f"error {code}")
 
 

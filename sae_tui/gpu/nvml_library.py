@@ -29,10 +29,10 @@ def load_pynvml() -> Any:
 
 
 def has_renewed(pynvml: Any) -> bool:
-    """Replace NVIDIA's loaded library with the installed library; return False if they are the same.
+    """Replace the loaded NVIDIA library with the installed one; return False if they are the same.
 
-    A driver update replaces the file, but the library in memory remains the old one, which does not match the new
-    driver. Load the new file as a second library in this process. Call this only while NVML is not initialised.
+    A driver update replaces the file, but the old library stays in memory and does not match the new driver. Load the
+    new file as a second library in this process. Call this only while NVML is not initialised.
     """
     for path in _installed():
         with contextlib.suppress(OSError, AttributeError):  # Other versions of pynvml may lack these attributes.
@@ -45,7 +45,7 @@ def has_renewed(pynvml: Any) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the path of each library file that this process has loaded, even if the file was replaced."""
+    """Yield the path of each library file loaded by this process, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
     # For a known path, the loader returns the library in memory. Therefore, use a different spelling of the path.

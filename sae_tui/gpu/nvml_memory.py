@@ -1,7 +1,7 @@
-"""Determines the total and used memory of an NVIDIA GPU.
+"""Determines an NVIDIA GPU's total and used memory.
 
-The GPUs of GB10 and Jetson use host memory, and on Grace chips, the host also uses the GPU's memory. Page cache in this
-shared memory counts as free, since the kernel drops it as soon as a program needs memory.
+GB10 and Jetson GPUs use host memory, and on Grace chips, the host also uses the GPU's memory. The page cache in
+this shared memory counts as free, as the kernel drops it when a program needs memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from trainer.contract.machine_memory import machine_memory
 
-# Version 1 of this call reports the memory that the driver reserves, 0.1 to 1 GB, as used.
+# Version 1 of this call reports the 0.1 to 1 GB reserved by the driver as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Slices use version 1, since not all drivers support the newer version for slices.
+# Slices use version 1 because not all drivers support the newer version for slices.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 # Chips without separate GPU memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
@@ -40,7 +40,7 @@ class MemoryKind(NamedTuple):
 
     @classmethod
     def of(cls, nvml: ModuleType, handle: Any, name: str | bytes | None, memory: Any) -> MemoryKind:
-        """Return the memory kind of a GPU; `memory` is NVML's memory information, or None."""
+        """Return a GPU's memory kind; `memory` is NVML's memory information, or None."""
         words = name.decode("utf-8", "replace") if isinstance(name, bytes) else name or ""
         if _INTEGRATED.search(words):
             return cls(name, is_integrated=True)
@@ -55,7 +55,7 @@ OWN = MemoryKind()
 
 
 def sizes(memory: Any, kind: MemoryKind = OWN) -> dict[str, Any]:
-    """Return the memory fields of a sample from NVML's memory information; unknown sizes are None.
+    """Return a sample's memory fields from NVML's memory information; unknown sizes are None.
 
     Some chips with unified memory report a total of 0.
     """
@@ -77,7 +77,7 @@ def _fields(used: int | None, free: int | None, total: int | None) -> dict[str, 
 
 
 def _cached_bytes(node: int | None) -> int:
-    """Return the size in bytes of the page cache that the kernel can drop on a NUMA node, or 0 if unknown."""
+    """Return the size in bytes of the droppable page cache on a NUMA node, or 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
         # The file contains lines like `Node 1 FilePages:  1234 kB`.

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# The search has a time limit, so that the other GPUs are shown even if one hangs in the driver.
+# The search has a time limit so that the other GPUs are shown even if one hangs in the driver.
 _LIMIT_S = 2.0
 
 
 class SliceLocation(NamedTuple):
-    """The location of a slice: NVML's index of the GPU, and the slice's number on that GPU.
+    """A slice's location: NVML's index of the GPU, and the slice's number on that GPU.
 
     The numbers of a GPU's slices need not be consecutive.
     """
@@ -23,12 +23,12 @@ class SliceLocation(NamedTuple):
     number: int
 
     def look_up(self, nvml: ModuleType) -> Any:
-        """Return the handle of the slice; raise NVML's error if the slice no longer exists."""
+        """Return the slice's handle; raise NVML's error if the slice no longer exists."""
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.gpu), self.number)
 
 
 def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
-    """Return the locations of the slices of all GPUs that respond in time, in GPU order."""
+    """Return the slice locations on all GPUs that respond in time, in GPU order."""
     found: dict[int, list[SliceLocation]] = {}
 
     def ask(gpu: int) -> None:
@@ -44,7 +44,7 @@ def slices(nvml: ModuleType, n_gpus: int) -> list[SliceLocation]:
 
 
 def places_of(nvml: ModuleType, gpu: int) -> list[SliceLocation]:
-    """Return the locations of a GPU's slices; may block, like any driver call."""
+    """Return a GPU's slice locations; may block, like any driver call."""
     return list(_slices_of(nvml, gpu))
 
 

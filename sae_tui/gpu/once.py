@@ -48,14 +48,14 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 
 def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
-    """Close the driver, since a GPU cannot be reset while the driver is open; give up after `limit_s` seconds."""
+    """Close the driver because a GPU cannot be reset while the driver is open; give up after `limit_s` seconds."""
     with contextlib.suppress(Exception):
         on_thread(source.close).result(limit_s)
 
 
 @contextlib.contextmanager
 def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` from a thread if the context lasts longer than `SLOW_AFTER_S`."""
+    """Call `tell` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True
     timer.start()
@@ -66,7 +66,7 @@ def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tuple[GpuSample, ...]:
-    """Read all GPUs in parallel and return one sample of each; the sample of a hung GPU is unhealthy."""
+    """Read all GPUs in parallel and return one sample per GPU; a hung GPU's sample is unhealthy."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
     return tuple(

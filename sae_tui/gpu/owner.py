@@ -1,4 +1,4 @@
-"""Looks up the user and command line of a process on a GPU, since the vendors' drivers report only its pid."""
+"""Looks up the user and command line for a process on a GPU; vendors' drivers report only its pid."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Owners are cached for this long, since reading a process's owner takes 0.4 ms and a new thread.
+# Owners are cached for this long because reading a process's owner takes 0.4 ms and a new thread.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
-# Cached owners by pid and start time, each with the monotonic time when it expires.
+# Cached owners by pid and start time, each with the monotonic time at which it expires.
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
@@ -55,5 +55,5 @@ def _read(process: psutil.Process) -> Owner:
 def command_line(arguments: Iterable[str], most: int | None = 200) -> str:
     """Return the command line with secrets masked and the program's folder removed, truncated to `most` characters."""
     program, *rest = (*arguments,) or ("",)
-    # Mask before truncating, since a truncated secret would not be recognised.
+    # Mask before truncating because a truncated secret would not be recognised.
     return " ".join(masked_arguments([os.path.basename(program), *rest]))[:most]

@@ -1,6 +1,6 @@
-"""Aligns the samples of all GPUs to a common grid of clock intervals.
+"""Aligns samples from all GPUs to a common grid of clock intervals.
 
-Without this grid, the readings of a slowly responding GPU would be drawn later than the other GPUs' readings.
+Without this grid, readings from a slowly responding GPU would be drawn later than the other GPUs' readings.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BLANK = RingReading(0.0)
 
 @dataclass(frozen=True, slots=True)
 class RecentHistory:
-    """Each GPU's readings in the latest intervals, oldest first, and the last power limit that the GPU reported."""
+    """Each GPU's readings in the latest intervals, oldest first, and its last reported power limit."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
     is_period: bool = False  # True if the entire history is drawn, scaled to the available columns.
 
     def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
-        """Return the last `n` values of the field `name` of a GPU, oldest first, or all values if this is a period.
+        """Return the last `n` values of a GPU's field `name`, oldest first, or all values if this is a period.
 
         Missing values are None.
         """
@@ -37,7 +37,7 @@ class RecentHistory:
 
 
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> RecentHistory:
-    """Return the readings of these GPUs in the last `n` intervals.
+    """Return these GPUs' readings in the last `n` intervals.
 
     The last interval is the current one, or the previous one if no GPU has a reading in the current one yet.
     """
@@ -54,9 +54,9 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
 def merge(
     stored: Sequence[RingReading], remembered: Sequence[RingReading], interval_s: float, now: float
 ) -> list[RingReading]:
-    """Return a GPU's stored readings, with gaps filled by readings that its driver has buffered.
+    """Return a GPU's stored readings, with gaps filled by readings buffered by its driver.
 
-    Omit buffered readings later than `now`, since the driver's clock may differ from the system clock.
+    The driver's clock may differ from the system clock, so omit buffered readings later than `now`.
     """
     known = {interval_of(reading.timestamp, interval_s) for reading in stored}
     fresh = [one for one in remembered if one.timestamp <= now and interval_of(one.timestamp, interval_s) not in known]

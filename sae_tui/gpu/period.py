@@ -1,4 +1,4 @@
-"""A history that is scaled to the available columns; for any other history, only the latest values are drawn."""
+"""A history scaled to the available columns; for any other history, only the latest values are drawn."""
 
 from __future__ import annotations
 

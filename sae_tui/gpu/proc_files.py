@@ -1,7 +1,7 @@
-"""Reads the files of a process in /proc with a time limit.
+"""Reads a process's /proc files with a time limit.
 
-The kernel locks the memory map of a process while its command line or environment is read. A process that hangs in a
-driver may hold this lock forever, which blocks the reader.
+The kernel locks a process's memory map while its command line or environment is read. A process hung in a driver may
+hold this lock forever and block the reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _guard = threading.Lock()
 def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
     """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, or `TimeoutError` if the read hangs.
 
-    Concurrent calls for the same file share one read and its time limit, so that there is at most one thread per file.
+    Concurrent calls for the same file share one read and its time limit, so there is at most one thread per file.
     """
     with _guard:
         is_new = path not in _under_way
@@ -49,7 +49,7 @@ def _read(path: Path, answer: Future[bytes]) -> None:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Return the command line of a process, or the program's name (up to 15 characters) if it cannot be read."""
+    """Return a process's command line, or the program's name (up to 15 characters) if it cannot be read."""
     folder = Path(f"/proc/{pid}")
     try:
         text = os.fsdecode(read_file(folder / "cmdline")).rstrip("\0")

@@ -1,4 +1,4 @@
-"""Reads the processes on the GPUs and their data from the operating system, while the process list is displayed."""
+"""While the process list is displayed, reads the processes on the GPUs and the operating system's data about them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _MOST_ANCESTORS = 32
 class ProcessDetails:
     """A process on one or more GPUs; `started` is in seconds since the epoch.
 
-    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors that the process uses,
-    or the highest share if the process uses several GPUs. `identity` is None if the driver lists the process, but it
-    is not visible here because it has exited or its pid belongs to another container. `container` is empty if the app
-    runs in the same container. `ancestors` contains the parent of the process, its grandparent and so on.
+    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors used by the process, or
+    the highest share if it uses several GPUs. `identity` is None if the driver lists the process, but it is not visible
+    here because it has exited or its pid belongs to another container. `container` is empty if the app runs in the same
+    container. `ancestors` contains the process's parent, its grandparent and so on.
     """
 
     pid: int
@@ -66,7 +66,7 @@ class Ancestor:
 
 
 class ProcessReader:
-    """Reads the processes on GPUs, and remembers them between reads, since CPU usage is computed from two reads."""
+    """Reads the processes on GPUs, and remembers them between reads to compute CPU usage from two reads."""
 
     def __init__(self) -> None:
         self._known: dict[int, _OsProcess] = {}
@@ -74,9 +74,9 @@ class ProcessReader:
     def read(
         self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
     ) -> tuple[ProcessDetails, ...]:
-        """Return all processes without duplicates, sorted by GPU memory in descending order.
+        """Return all processes without duplicates, in descending order of GPU memory.
 
-        `sm_percents` maps each GPU index to a dict that maps pids to percentages of multiprocessors.
+        `sm_percents` maps each GPU index to a dict mapping pids to percentages of multiprocessors.
         """
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:
@@ -134,7 +134,7 @@ class _OsProcess:
         return None
 
     def now(self) -> dict[str, Any]:
-        """Return the current data of the process, as keyword arguments for `ProcessDetails`."""
+        """Return the process's current data as keyword arguments for `ProcessDetails`."""
         cpu = memory = started = None
         with _unless_gone(), self._process.oneshot():
             started, cpu = self._process.create_time(), self._process.cpu_percent()
@@ -152,14 +152,14 @@ def _process(pid: int) -> Any:
 
 
 def _unless_gone() -> contextlib.AbstractContextManager[None]:
-    """Suppress the errors that occur if a process has exited or may not be read."""
+    """Suppress errors caused by a process that has exited or may not be read."""
     import psutil
 
     return contextlib.suppress(psutil.Error, OSError)
 
 
 def _owner(process: Any) -> tuple[str | None, str | None]:
-    """Return the user and command line of a process; each is None if it cannot be read."""
+    """Return a process's user and command line; each is None if it cannot be read."""
     user = command = None
     with _unless_gone():
         user = printable(str(process.username()))
@@ -181,7 +181,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return the container or cluster job of a process, or "" if there is none, or if the app runs in it too."""
+    """Return a process's container or cluster job, or "" if there is none or the app is running in it too."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 
@@ -198,21 +198,21 @@ def _group(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The working folder, program and environment of a process; all are empty if this user may not read them."""
+    """A process's working folder, program and environment; all are empty if this user may not read them."""
 
     folder: str = ""
     program: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
     def shown(self, *, whole: bool = False) -> tuple[tuple[str, str], ...]:
-        """Return the environment variables; unless `whole`, hide every value that is not known to be harmless."""
+        """Return the environment variables; unless `whole`, hide every value not known to be harmless."""
         return tuple((name, value if whole else _harmless(name, value)) for name, value in self.environment)
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read the working folder, program and environment of a process; only its user and root may read them.
+    """Read a process's working folder, program and environment; only its user and root may do so.
 
-    The result contains secrets, which `Surroundings.shown` hides.
+    The result contains secrets, hidden by `Surroundings.shown`.
     """
     if process.identity is None:
         return Surroundings()
@@ -268,7 +268,7 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def _driver_files(source_name: str) -> frozenset[str]:
-    """Return the device files of a source's GPU drivers, or an empty set for simulated GPUs."""
+    """Return the device files for a source's GPU drivers, or an empty set for simulated GPUs."""
     if source_name == "simulated":
         return frozenset()
     vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()

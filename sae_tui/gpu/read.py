@@ -29,8 +29,8 @@ PROBE_LIMIT_S = 30.0
 class Probe:
     """Checks in a separate process whether lost GPUs can be read again, for example after a reset.
 
-    The app's own process reopens the driver only after a probe has read a lost GPU, since reopening interrupts the
-    history of the other GPUs and may hang.
+    Reopening the driver interrupts the other GPUs' history and may hang, so the app's own process reopens it only after
+    a probe has read a lost GPU.
     """
 
     def __init__(self, source_name: str) -> None:
@@ -58,7 +58,7 @@ class Probe:
         return bool(found)
 
     def _read(self) -> set[int]:
-        """Return the indices of the GPUs that a new process can read."""
+        """Return the indices of the GPUs readable by a new process."""
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             done = subprocess.run(
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT_S, check=True
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    # The newline marks the end of the output, since a process that hangs in the driver never closes the pipe.
+    # A process hung in the driver never closes the pipe, so a newline marks the end of the output.
     sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0
 
 
 if __name__ == "__main__":
-    # A thread that hangs in the driver would prevent the process from exiting.
+    # A thread hung in the driver would prevent the process from exiting.
     os._exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The recent history of one GPU: a ring buffer of samples, written by the sampler and read by several threads."""
+"""One GPU's recent history: a ring buffer of samples, written by the sampler and read by several threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class RingReading(NamedTuple):
-    """The fields of a sample that the history keeps; a field is None if its sensor did not respond."""
+    """The sample fields kept in the history; a field is None if its sensor did not respond."""
 
     timestamp: float
     utilization: float | None = None
@@ -31,7 +31,7 @@ class RingReading(NamedTuple):
 
 
 class Readable(Protocol):
-    """An object with the attributes of a reading, such as a live or a stored sample."""
+    """An object with a reading's attributes, such as a live or a stored sample."""
 
     @property
     def timestamp(self) -> float: ...
@@ -48,22 +48,22 @@ class Readable(Protocol):
 
 
 class Ring:
-    """A thread-safe ring buffer of the latest samples of one GPU; its lock is held only for microseconds."""
+    """A thread-safe ring buffer of one GPU's latest samples; its lock is held only for microseconds."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self.power_limit_w: float | None = None  # The limit in the latest sample that contains one.
+        self.power_limit_w: float | None = None  # The power limit in the latest sample that contains one.
         self._lock = threading.Lock()
         self._readings: deque[RingReading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
         self._uuid = ""
-        # The number of live readings of the current GPU, and of all GPUs since the start.
+        # The number of live readings for the current GPU, and for all GPUs since the start.
         self._n_live = self._n_appended = 0
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def append(self, sample: GpuSample) -> None:
-        """Add a sample; the first sample of another GPU at this index clears the readings of the previous GPU."""
+        """Add a sample; the first sample from another GPU at this index clears the previous GPU's readings."""
         with self._lock:
             if is_identified(sample):
                 if self._uuid not in ("", sample.uuid):
@@ -78,9 +78,9 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
-        """Insert stored readings of a GPU, oldest first, before the live readings; replace earlier stored readings.
+        """Insert a GPU's stored readings, oldest first, before the live readings; replace earlier stored readings.
 
-        Ignore readings that are not older than the first live reading. If another GPU now has this index, do nothing.
+        Ignore readings not older than the first live reading. If another GPU now has this index, do nothing.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -107,7 +107,7 @@ class Ring:
         """Return the live readings after a position, oldest first, and the new position.
 
         If `position` is None, return all readings. If the GPU at this index has another UUID, return no readings.
-        Positions count readings rather than time, since the clock may be set back.
+        Since the clock may be set back, positions count readings rather than time.
         """
         with self._lock:
             if self._uuid not in ("", uuid):
@@ -119,5 +119,5 @@ class Ring:
 
 
 def reading_of(of: Readable) -> RingReading:
-    """Return a reading that contains the history fields of a sample."""
+    """Return a reading with a sample's history fields."""
     return RingReading(of.timestamp, *(getattr(of, name, None) for name in RingReading._fields[1:]))

@@ -1,4 +1,4 @@
-"""Reads each GPU on its own thread, so that a hung GPU never blocks the other GPUs or the app."""
+"""Reads each GPU on its own thread so that a hung GPU never blocks the other GPUs or the app."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# The minimum interval between attempts to reopen a driver that can be opened but does not recognise its GPUs.
+# The minimum interval between attempts to reopen a driver that opens but does not recognise its GPUs.
 _REOPEN_AFTER_S = 5.0
 SILENT_AFTER_S = 5.0
-# If a read takes longer than this, the driver's buffered samples are not read, since this requires more calls.
+# If a read takes longer than this, the driver's buffered samples are skipped, as reading them requires more calls.
 _QUICK_S = 0.3
 
 
@@ -49,11 +49,11 @@ class SamplerStatus(StrEnum):
 
 @dataclass(slots=True)
 class _SampledGpu:
-    """The latest sample and the ring of a GPU; only that GPU's thread writes them."""
+    """A GPU's latest sample and ring, written only by that GPU's thread."""
 
     sample: GpuSample
     ring: Ring
-    answered: float  # The monotonic time of the last response.
+    answered: float  # The monotonic time of the last driver response.
     took_s: float = 0.0  # The duration of the last read.
     buffered: tuple[RingReading, ...] | None = None  # The driver's buffer at the first healthy read.
     details: GpuDetails | None = None
@@ -61,7 +61,7 @@ class _SampledGpu:
 
 
 class Sampler:
-    """Keeps the latest sample and the recent history of each GPU of a source."""
+    """Keeps the latest sample and the recent history for each GPU in a source."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Sampler:
         self._gpus: tuple[_SampledGpu, ...] = ()
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
-        self._opened = 0.0  # The monotonic time when the driver was last opened.
+        self._opened = 0.0  # The monotonic time at which the driver was last opened.
         self._probe = Probe(source.name)
         self._changed = threading.Condition()
         self._stopping = self._paused = self._is_open = False
@@ -95,18 +95,18 @@ class Sampler:
         return len(self._gpus)
 
     def start(self) -> None:
-        """Start sampling and return immediately, since opening the source may hang; a second call does nothing."""
+        """Start sampling and return without waiting for the source, which may hang; a second call does nothing."""
         if not self._threads:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
+        """Stop all threads; return False if one is stuck in the driver so that only `os._exit` ends the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # Join the first thread before the others: it starts them, so no thread is added once it has exited.
+        # Join the first thread before the others, which it starts: once it has exited, no thread is added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -114,7 +114,7 @@ class Sampler:
         return ended
 
     def pause(self, timeout: float) -> bool:
-        """Close the driver until `resume` is called, since a GPU cannot be reset while the driver is open.
+        """Close the driver until `resume` is called; a GPU cannot be reset while the driver is open.
 
         Return False if the driver is not closed within `timeout` seconds.
         """
@@ -135,18 +135,18 @@ class Sampler:
             self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """Return the latest sample of each GPU, in index order; GPUs that no longer respond have unhealthy samples."""
+        """Return each GPU's latest sample, in index order; GPUs that no longer respond have unhealthy samples."""
         now = time.monotonic()
         return tuple(self._current(gpu, now) for gpu in self._gpus)
 
     def ring(self, index: int) -> Ring:
-        """Return the ring of a GPU, which may be requested and filled before the source is open."""
+        """Return a GPU's ring, which may be requested and filled before the source is open."""
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
-        """Return the readings that the driver had buffered when the GPU was first read, oldest first."""
+        """Return the readings buffered by the driver when the GPU was first read, oldest first."""
         return (self._gpus[index].buffered or ()) if index < len(self._gpus) else ()
 
     def readings_s(self) -> dict[int, float]:
@@ -154,7 +154,7 @@ class Sampler:
         return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
     def want_shares(self, wanted: bool) -> None:
-        """Switch the sampling of per-process utilisation on or off."""
+        """Turn sampling of per-process utilisation on or off."""
         if wanted == self._shares_wanted:
             return
         with self._changed:
@@ -162,14 +162,14 @@ class Sampler:
             self._changed.notify_all()
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return a dict that maps the pid of each process to the percentage of multiprocessors that it uses.
+        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
-        The dict is empty if these percentages are not sampled, or have not been sampled yet.
+        The dict is empty if sampling of these percentages is off or has not started yet.
         """
         return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
-        """Start to read the details of this GPU regularly, or stop reading details if `index` is None."""
+        """Start reading this GPU's details regularly, or stop if `index` is None."""
         if index == self._looked_at:
             return
         with self._changed:
@@ -208,7 +208,7 @@ class Sampler:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, SamplerStatus.UNAVAILABLE
             self._now_closed()
-            # If the driver is broken, keep the GPUs, since they still exist, but mark them as unreadable.
+            # If the driver is broken, keep the GPUs, which still exist, but mark them as unreadable.
             self._gpus = tuple(self._unread(gpu, problem.reason) for gpu in self._gpus if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
@@ -230,7 +230,7 @@ class Sampler:
             self._changed.notify_all()
 
     def _must_reopen_safely(self) -> bool:
-        with contextlib.suppress(Exception):  # Errors of a source must not end this thread.
+        with contextlib.suppress(Exception):  # Source errors must not end this thread.
             return self._must_reopen()
         return False
 
@@ -246,13 +246,13 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
-        # Consider only GPUs that could be read before, since resetting one GPU does not affect the other GPUs.
+        # Consider only GPUs that were readable: resetting one GPU does not affect the other GPUs.
         lost = [gpu.sample.index for gpu in unread if gpu.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
     def _close(self) -> None:
-        """Stop the GPU threads that are not stuck, and close the driver so that it can be reopened."""
-        # Replace all entries with copies, since each thread exits once its entry is no longer in `_gpus`.
+        """Stop all GPU threads that are not stuck, and close the driver so that it can be reopened."""
+        # Each thread exits once its entry is no longer in `_gpus`, so replace all entries with copies.
         self._gpus = tuple(replace(gpu) for gpu in self._gpus)
         with self._changed:
             self._changed.notify_all()
@@ -267,9 +267,9 @@ class Sampler:
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
         while self._is_current(gpu):
-            # The half interval is a margin, since sums of floats are not exact.
+            # Float sums are not exact, so allow a margin of half an interval.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Also list the processes if an unlisted process uses the GPU.
+            # Also list the processes if an unlisted process is using the GPU.
             due = due or gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
@@ -293,7 +293,7 @@ class Sampler:
             sample = _lost(gpu.sample, sample)
         if sample.uuid != gpu.sample.uuid:
             gpu.buffered = None  # Another GPU has this index now.
-        # Update the ring before the latest sample, so that the ring never contains an older GPU than the sample.
+        # Update the ring before the latest sample so that the ring never belongs to an older GPU than the sample.
         gpu.ring.append(sample)
         gpu.sample, gpu.answered = sample, time.monotonic()
         gpu.took_s = gpu.answered - begun
@@ -359,13 +359,13 @@ class Sampler:
         return waiting and now - gpu.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
     def _record_silence(self) -> None:
-        """Append an unhealthy sample to the ring of each silent GPU, so that its history keeps advancing."""
+        """Append an unhealthy sample to each silent GPU's ring so that its history keeps advancing."""
         for gpu, sample in zip(self._gpus, self.latest(), strict=True):
             if sample is not gpu.sample:
                 gpu.ring.append(sample)
 
     def _new_gpu(self, index: int, old: Sequence[_SampledGpu]) -> _SampledGpu:
-        """Return the initial state of a GPU, including its last sample from before the driver was reopened, if any."""
+        """Return a GPU's initial state, including its last sample from before the driver was reopened, if any."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _SampledGpu(old[index].sample, self.ring(index), time.monotonic())
@@ -403,7 +403,7 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """Return the number of the clock interval that contains a time.
+    """Return the number of the clock interval containing a time.
 
     The numbers are the same for all GPUs, apps and hosts.
     """
@@ -426,12 +426,12 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Set `unread_since` of an unhealthy sample to the time when the GPU became unreadable."""
+    """Set an unhealthy sample's `unread_since` to the time at which the GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:
-    """Return a sample without values for a GPU that cannot be read; keep the GPU's identity."""
+    """Return a sample without values for an unreadable GPU; keep the GPU's identity."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
         last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed, vendor=last.vendor

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables whose values are harmless. All other values are hidden, since a variable with any name may contain a secret.
+# Variables whose values are harmless. All other values are hidden: a variable with any name may contain a secret.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -22,16 +22,16 @@ _SECRET_WORD = re.compile(
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# Tokens of well-known services, recognised by their prefixes.
+# Tokens for well-known services, recognised by their prefixes.
 _TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
-# Greedy, since a password in a URL may contain a slash, a space or an @.
+# Greedy because a password in a URL may contain a slash, a space or an @.
 _IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
 _HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
-# A name and its value within a text, such as JSON, a query or a header.
+# A name and its value within text such as JSON, a query or a header.
 _PAIR = re.compile(
     r"([\w.-]+)([\"']?\s*(?:=|:(?!//))\s*(?:(?:Bearer|Basic|Token)\s+)?)(\"[^\"]*\"?|'[^']*'?|[^\s&;,\"']+)"
 )
@@ -50,22 +50,22 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 # These programs accept a password only directly after -p. If a space follows, the next word is a database name.
 _ATTACHED = ("mysql", "mysqldump", "mariadb")
-# Longer text is truncated, since searching it would take seconds.
+# Longer text is truncated because searching it would take seconds.
 _LONGEST = 4096
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the name of an option, key or variable suggests that its value is a secret."""
+    """Return whether an option, key or variable name suggests that its value is a secret."""
     return any(_SECRET_WORD.fullmatch(word.lower()) for word in _WORD.findall(name))
 
 
 def is_harmless(name: str) -> bool:
-    """Return whether the value of the environment variable with this name may be shown."""
+    """Return whether the value of this environment variable may be shown."""
     return bool(_HARMLESS.fullmatch(name)) and (name in ("PWD", "OLDPWD") or not is_secret_name(name))
 
 
 def masked(text: str) -> str:
-    """Mask everything in `text` that looks like a secret; truncate long text, since searching it is slow."""
+    """Mask everything in `text` that looks like a secret; truncate long text because searching it is slow."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -78,9 +78,9 @@ def masked(text: str) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Mask the secrets in a command line, which are recognised by option names and token formats.
+    """Mask the secrets in a command line, recognised by option names and token formats.
 
-    Since a program may start another program (`sudo curl -u …`), any argument may name a program whose options follow.
+    A program may start another program (`sudo curl -u …`), so any argument may name a program whose options follow.
     """
     program, hides, previous, shown = "", False, "", []
     for argument in arguments:

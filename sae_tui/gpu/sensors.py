@@ -1,8 +1,8 @@
-"""Declares the sensors of a GPU once, in the fields of a reading, for all views and the JSON output.
+"""Declares GPU sensors once, as fields of a reading, for all views and the JSON output.
 
 Drivers sometimes return impossible values, such as a number with all bits set, or a negative number that was converted
-to an unsigned one. The readings of all vendors are checked, since a single impossible value would make the sums, stored
-values and plots of all GPUs wrong.
+to an unsigned one. Readings from all vendors are checked: a single impossible value would make the sums, stored values
+and plots for all GPUs wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
     per: float = 1
 
 
-# Maps the last part of a field's name to the field's unit. The field `utilization` has no unit in its name.
+# Maps the last part of a field name to the field's unit. The field `utilization` has no unit in its name.
 UNITS: Mapping[str, Unit] = {
     "utilization": Unit("%", "utilization_ratio", per=100),
     "percent": Unit("%", "ratio", per=100),
@@ -47,12 +47,12 @@ UNITS: Mapping[str, Unit] = {
 
 @dataclass(frozen=True, slots=True)
 class Sensor:
-    """The declaration of a measured value.
+    """Declares a measured value.
 
     `words` describe the value in the JSON reference and in Prometheus; a value without `words` is not exported.
     `public` is the value's name in JSON, and `null` explains what null means there. `limits` are the lowest and the
-    highest possible values, inclusive. A sensor with a `heading` is a column in every list of GPUs, and also appears
-    in each GPU's panel and in the map. In a narrow terminal, the columns with the highest `drop` are omitted first. A
+    highest possible values, inclusive. A sensor with a `heading` is a column in every GPU list, and also appears in
+    each GPU's panel and in the map. In a narrow terminal, the columns with the highest `drop` are omitted first. A
     sensor with a `title` is an entry in a `group` on a GPU's page.
     """
 
@@ -72,7 +72,7 @@ class Sensor:
 
     @property
     def meaning(self) -> str:
-        """The description of the value in the JSON reference."""
+        """The value's description in the JSON reference."""
         unit = self.unit
         return f"{self.words}{f', in {unit.words}' if unit else ''}; null: {self.null}."
 
@@ -93,7 +93,7 @@ _FOUND: dict[type[Any], Mapping[str, Sensor]] = {}
 
 
 def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
-    """Return a dict that maps each field of a reading class to its sensor."""
+    """Return a dict mapping each field of a reading class to its sensor."""
     if kind not in _FOUND:
         hints = get_type_hints(kind, include_extras=True)
         _FOUND[kind] = {
@@ -106,7 +106,7 @@ def sensors_of(kind: type[Any]) -> Mapping[str, Sensor]:
 
 
 def exported(kind: type) -> Mapping[str, Sensor]:
-    """Return a dict that maps each field that is exported to JSON to its sensor."""
+    """Return a dict mapping each field exported to JSON to its sensor."""
     return {name: one for name, one in sensors_of(kind).items() if one.words}
 
 
@@ -116,7 +116,7 @@ def public_values(reading: Any) -> dict[str, Any]:
 
 
 def is_possible(value: object, limits: Limits | None) -> bool:
-    """Return whether a value is within the limits of its sensor; None (unknown) is always possible."""
+    """Return whether a value is within its sensor's limits; None (unknown) is always allowed."""
     if value is None or limits is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -126,12 +126,12 @@ def is_possible(value: object, limits: Limits | None) -> bool:
 
 
 def drop_impossible(reading: Any) -> dict[str, str]:
-    """Set fields with impossible values to None; return a dict that maps each of these fields to the reason."""
+    """Set fields with impossible values to None; return a dict mapping each of these fields to the reason."""
     sensors = sensors_of(type(reading))
     names = [name for name, one in sensors.items() if not is_possible(getattr(reading, name), one.limits)]
     failed = {name: _words(getattr(reading, name)) for name in names}
     for name in names:
-        # Readings are frozen, but this function is called only while a reading is constructed.
+        # Readings are frozen, but this function is called only while a reading is being constructed.
         object.__setattr__(reading, name, None)
     return failed
 

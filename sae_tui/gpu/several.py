@@ -1,4 +1,4 @@
-"""A GPU source for machines with GPUs from several vendors. The GPUs of each vendor have consecutive indices."""
+"""A GPU source for machines with GPUs from several vendors. Each vendor's GPUs have consecutive indices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# This is shorter than the time limit for opening the entire source, so that the drivers that respond can be used.
+# This is shorter than the time limit for opening the entire source, so responding drivers can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
@@ -33,14 +33,14 @@ class Several:
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)
         self._sources = sources
-        # The source of each GPU, and the GPU's index in that source.
+        # Each GPU's source, and its index in that source.
         self._gpus: list[tuple[GpuSource, int]] = []
         self._faults: list[SourceUnavailable] = []
 
     def open(self) -> int:
         gpus: list[tuple[GpuSource, int]] = []
         self._faults = []
-        # Open each source on a separate thread, so that a driver that never responds does not block the other drivers.
+        # Open each source on a separate thread so that a driver that never responds does not block the other drivers.
         counts = [(source, on_thread(source.open)) for source in self._sources]
         deadline = time.monotonic() + LIMIT_S
         for source, count in counts:
@@ -86,10 +86,10 @@ class Several:
         return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
-        """Return the combined facts of all vendors, with GPU indices of this source."""
+        """Return the combined facts from all vendors, with this source's GPU indices."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        # Missing software for one vendor is not a fault if another vendor's GPUs work.
+        # Software missing for one vendor is not a fault if another vendor's GPUs work.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}

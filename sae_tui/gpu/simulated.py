@@ -32,7 +32,7 @@ IDLE_TEMPERATURE_C = 33.0
 BUSY_TEMPERATURE_C = 74.0
 SLOWDOWN_C = 93
 _AT_POWER_LIMIT = 0.98
-WARM_UP_S = 45.0  # The time constant of heating and cooling.
+WARM_UP_S = 45.0  # The time constant for heating and cooling.
 
 Occupied = Callable[[], Mapping[str, tuple[int, int]]]
 
@@ -56,8 +56,8 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 class Simulated:
     """Simulates a machine with four GPUs, one of them used by another user; a larger `count` repeats the four GPUs.
 
-    `occupied` returns a dict that maps the UUID of each GPU that our jobs use to the job's pid and memory in bytes.
-    `occupied` may be called from any thread. All values of a GPU are computed from `occupied` and the clock.
+    `occupied` returns a dict mapping the UUID of each GPU used by our jobs to the job's pid and memory in bytes.
+    `occupied` may be called from any thread. All GPU values are computed from `occupied` and the clock.
     """
 
     name = "simulated"
@@ -92,7 +92,7 @@ class Simulated:
         return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
 
     def facts(self) -> GpuFacts:
-        """Return facts in which each CPU socket has four GPUs, with NVLink between the first two of them."""
+        """Return facts in which each CPU socket has four GPUs, with NVLink between the first two."""
         n_gpus = len(self._gpus)
         pairs = tuple(starmap(_pair, combinations(range(n_gpus), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -110,7 +110,7 @@ def _pair(first: int, second: int) -> GpuPair:
 
 
 def uuid_of(index: int) -> str:
-    """Return the UUID of a simulated GPU, which is the same in every process."""
+    """Return a simulated GPU's UUID, which is the same in every process."""
     return f"{UUID_PREFIX}{index}"
 
 
@@ -120,7 +120,7 @@ def is_simulated(uuid: str) -> bool:
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Parse a string like "1:lost,2:no_power" into a dict that maps GPU indices to faults.
+    """Parse a string like "1:lost,2:no_power" into a dict mapping GPU indices to faults.
 
     Raise `UserError` if the string is invalid.
     """
@@ -225,7 +225,7 @@ class _Heat:
 
 
 def _condition(busy: float) -> Condition:
-    """Return the condition of a GPU with a utilisation of `busy` (0 to 1); from 0.98, the power limit throttles it."""
+    """Return the condition of a GPU at utilisation `busy` (0 to 1); from 0.98 up, the power limit throttles it."""
     return Condition(
         sm_clock_mhz=round(1485 * busy) + 210,
         performance_state=2 if busy else 8,
@@ -238,5 +238,5 @@ def _condition(busy: float) -> Condition:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # Some containers lack an entry in /etc/passwd.
+    except (KeyError, OSError):  # Some containers have no entry in /etc/passwd.
         return str(os.getuid())

@@ -1,6 +1,6 @@
-"""Reads GPU samples, and their means per time step, from `gpu.db`.
+"""Reads GPU samples and their per-step means from `gpu.db`.
 
-A GPU is identified by its UUID, since its index may change.
+A GPU is identified by its UUID because its index may change.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
 # The history is read in windows of this many seconds, and all rows of a window are read before the first is yielded.
-# A statement that stays open while a user pages through the output would prevent truncation of the write-ahead log.
+# A statement left open while a user pages through the output would prevent truncation of the write-ahead log.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
-# Rows further in the future than this are ignored, since they were written while the clock was wrong.
+# Rows further in the future than this were written while the clock was wrong, and are ignored.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The primary key contains the GPU index, which belongs to one GPU at a time. The UUID identifies that GPU. Each row of
-# `places` is a GPU index with the time ranges to read. CROSS JOIN keeps the order of the tables, so that each row of
+# The primary key contains the GPU index; an index belongs to one GPU at a time. The UUID identifies that GPU. Each row
+# of `places` is a GPU index with the time ranges to read. CROSS JOIN keeps the order of the tables so that each row of
 # `places` becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
@@ -54,7 +54,7 @@ ROWS = PLACES + "SELECT * FROM samples UNION ALL SELECT * FROM minutes ORDER BY 
 
 
 def _mean(name: str) -> str:
-    """Return SQL for the mean of a column, weighted by the number of samples `n`."""
+    """Return SQL for a column's mean, weighted by the number of samples `n`."""
     return f"sum(1.0 * n * {name}) / sum(1.0 * n * ({name} IS NOT NULL))"
 
 
@@ -76,9 +76,9 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: a sample, or the mean of several samples; `samples` is the number of samples.
+    """A history row: a sample, or the mean of several samples; `samples` is their number.
 
-    The `timestamp` of a mean is the start of its time step.
+    A mean's `timestamp` is the start of its time step.
     """
 
     gpu_index: FewAtOnce
@@ -99,14 +99,14 @@ STORED = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTotals(GpuSummary):
-    """The totals over all GPUs in one time step; `gpus_counted` is the number of GPUs with a sample."""
+    """Totals over all GPUs for one time step; `gpus_counted` is the number of GPUs with a sample."""
 
     timestamp: float
     gpus_counted: int
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[RingReading]]:
-    """Return a dict that maps the UUID of each GPU to its samples of the last `seconds`."""
+    """Return a dict mapping each GPU's UUID to its samples from the last `seconds`."""
     if not path.exists():
         return {}
     now = time.time()
@@ -123,8 +123,8 @@ def stored_samples(
 ) -> Iterator[StoredSample]:
     """Yield the history of one GPU, or of all GPUs, since `begin`, oldest first; minute means replace deleted samples.
 
-    With `step_s`, yield the mean of each time step; the first step may start before `begin`. At most one hour of
-    history, or one step if it is longer, is in memory at a time.
+    With `step_s`, yield the mean for each time step; the first step may start before `begin`. At most one hour of
+    history (or one step, if longer) is in memory at a time.
     """
     with explain_errors(path), closing(_open(path)) as db:
         oldest, newest = _span(db, host)
@@ -139,7 +139,7 @@ def stored_samples(
 
 
 def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
-    """Combine chronologically sorted rows of all GPUs into one row per time step."""
+    """Combine chronologically sorted rows from all GPUs into one row per time step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         gpus = list(each)
         busy = _not_none(gpu.utilization for gpu in gpus)
@@ -148,7 +148,7 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
             timestamp=timestamp,
             gpus_counted=len(gpus),
             total_memory_used_bytes=sum(used) if (used := _not_none(gpu.memory_used_bytes for gpu in gpus)) else None,
-            # Include the total memory of a GPU in the sum only if its used memory is included too.
+            # Include a GPU's total memory in the sum only if its used memory is included too.
             total_memory_total_bytes=sum(
                 _not_none(gpu.memory_total_bytes for gpu in gpus if gpu.memory_used_bytes is not None)
             )
@@ -162,8 +162,8 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[GpuTotals]:
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
     """Return when a GPU's utilisation last exceeded `above` percent, or `after` if it has not done so since then.
 
-    Return None if this is unknown, because no utilisation is stored since `after` or in the last three minutes. For
-    example, slices do not report their utilisation.
+    Return None if this is unknown because no utilisation has been stored since `after` or in the last three minutes.
+    For example, slices do not report their utilisation.
     """
     if not path.exists():
         return None
@@ -178,7 +178,7 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 def energy_readings(
     path: Path, host: str, gpus: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
 ) -> dict[str, list[EnergyReading]]:
-    """Return a dict that maps the UUID of each GPU to its energy readings after the GPU's time in `after`.
+    """Return a dict mapping each GPU's UUID to its energy readings after its time in `after`.
 
     Readings later than `until` are omitted. `gpus` contains pairs of index and UUID.
     """
@@ -190,7 +190,7 @@ def energy_readings(
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:
-    """Return all GPU indices of a host; do one key lookup per index instead of scanning the tables."""
+    """Return all GPU indices on a host; do one key lookup per index instead of scanning the tables."""
     all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
         query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_GPUS}"
@@ -203,10 +203,10 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """Return the `places` of a query as JSON: GPU indices, each with the time ranges of samples and minute means.
+    """Return the `places` for a query as JSON: GPU indices, each with the time ranges of samples and minute means.
 
-    If `uuid` is given, include only the indices that this GPU has had. For times that both tables cover, read the
-    samples or, if `minutes`, the minute means. There are sixty times fewer minute means than samples.
+    If `uuid` is given, include only indices this GPU has had. For times covered by both tables, read the samples or, if
+    `minutes`, the minute means. There are sixty times fewer minute means than samples.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -233,7 +233,7 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
     """Return the smallest or largest key ("min" or "max") of a GPU index's rows, or `default` if it has no rows."""
-    # The range excludes keys that are text, which SQLite sorts after all numbers.
+    # The range excludes text keys, which SQLite sorts after all numbers.
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if key_value is None else key_value

@@ -18,7 +18,7 @@ from trainer.contract.store.database import transaction
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Below these limits, free pages are not returned to the file system, since the next rows will reuse them.
+# Below these limits, free pages are kept for the next rows and not returned to the file system.
 SLACK, SLACK_PAGES = 0.1, 1000
 # Rewriting a file of this size takes a second and temporarily requires twice the file's size on disk.
 SMALL_BYTES = 128 << 20
@@ -26,8 +26,8 @@ SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
 # The smallest change that counts as a clock jump, and how long the clock is distrusted after a jump.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
-# The smallest gap in the stored rows that counts as a clock jump, and for how long rows must follow the gap before the
-# new time is accepted.
+# The smallest gap in the stored rows that counts as a clock jump, and how long rows must follow the gap before the new
+# time is accepted.
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
@@ -40,7 +40,7 @@ class Retention:
 
 
 class Upkeep:
-    """Deletes old rows once per minute and frees their disk space; used only by the process that writes the file."""
+    """Deletes old rows once per minute and frees their disk space; used only by the process writing the file."""
 
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
-        # The wall-clock time and the time since boot when the wall clock was last trusted.
+        # The wall-clock time and the time since boot at which the wall clock was last trusted.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
@@ -59,7 +59,7 @@ class Upkeep:
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Delete rows and shrink the file for up to `TURN_S` (0.2 s); the next turn continues from there."""
+        """Delete rows and shrink the file for up to `TURN_S` (0.2 s); the next turn picks up from there."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -80,8 +80,8 @@ class Upkeep:
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
         """Delete old rows.
 
-        Delete the rows of each GPU index separately, as a range of the primary key, to avoid reading entire tables.
-        Delete only complete minutes, so that there is no gap or overlap between minute means and samples.
+        Delete rows separately for each GPU index, as a primary key range, to avoid reading entire tables.
+        Delete only whole minutes so that there is no gap or overlap between minute means and samples.
         """
         now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
@@ -91,11 +91,11 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the reference time for the age of rows, which is `now` unless the clock has jumped ahead.
+        """Return the reference time for row ages: `now`, unless the clock has jumped ahead.
 
         A jump while this process runs is detected by comparison with the time since boot. The new time is accepted
         after a day. A jump before this process started is detected as a gap of hours in the stored rows. The new time
-        is accepted once rows for half an hour have been stored after the gap.
+        is accepted once half an hour of rows has been stored after the gap.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)
@@ -111,7 +111,7 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """Delete rows in batches, since the log of a single transaction would be as large as all deleted rows."""
+        """Delete rows in batches; the log for a single transaction would be as large as all deleted rows."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True
@@ -124,7 +124,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Return free pages to the file system if there are more of them than will soon be reused."""
+        """Return free pages to the file system if there are more than will soon be reused."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -141,7 +141,7 @@ class Upkeep:
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Rewrite a file from an earlier version once, so that its pages can be freed; if that fails, keep it."""
+        """Rewrite a file from an earlier version once so that its pages can be freed; if that fails, keep it."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_space(self._path.parent, n_bytes):

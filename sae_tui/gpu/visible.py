@@ -1,4 +1,4 @@
-"""Hides the GPUs that are excluded by CUDA_VISIBLE_DEVICES, or by the equivalent variable of another vendor.
+"""Hides the GPUs excluded by CUDA_VISIBLE_DEVICES, or by another vendor's equivalent variable.
 
 Hidden GPUs are sampled and stored, but not shown.
 """
@@ -25,8 +25,8 @@ def visible(
 def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
     """Return the indices of the GPUs that remain visible; each GPU is a tuple of index, UUID and vendor.
 
-    `variable` returns the value of a vendor's variable, which numbers that vendor's GPUs from 0. GPUs without a known
-    vendor, such as simulated GPUs, remain visible.
+    `variable` returns the value of a vendor's variable, in which that vendor's GPUs are numbered from 0. GPUs without a
+    known vendor, such as simulated GPUs, remain visible.
     """
     by_vendor: dict[str, list[tuple[int, str]]] = {}
     for index, uuid, name in gpus:
@@ -58,10 +58,10 @@ def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.en
 
 
 def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the names of the set variables that can hide GPUs of this source, joined by "and".
+    """Return the names of all set variables that can hide this source's GPUs, joined by "and".
 
-    For a source with GPUs of several vendors, consider the variables of all vendors. If no variable is set, return the
-    main variable of the first vendor.
+    For a source with GPUs from several vendors, consider all vendors' variables. If no variable is set, return the
+    first vendor's main variable.
     """
     vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
     names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))

@@ -1,4 +1,4 @@
-"""Reads GPU history in a given number of columns: the latest intervals of one GPU, or a stored time span."""
+"""Reads GPU history in a given number of columns: one GPU's latest intervals, or a stored time span."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sae_tui.gpu.stored import MINUTE_S, stored_samples
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
 # The time spans, in seconds, that can be shown in addition to the latest intervals.
 SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
-# For longer spans, minute means are read, since there are sixty times fewer minute means than samples.
+# For longer spans, minute means are read, as there are sixty times fewer of them than samples.
 _MINUTES_FROM_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The history of a GPU in columns of `step_s` seconds each; the first column starts at `begin`.
+    """A GPU's history in columns of `step_s` seconds each; the first column starts at `begin`.
 
-    `columns` maps each field to its values, one per column, with None for unknown values. `jobs` contains the id of
-    the job that ran in each column.
+    `columns` maps each field to its values, one per column, with None for unknown values. `jobs` contains the id of the
+    job running in each column.
     """
 
     begin: float
@@ -38,12 +38,12 @@ class Window:
         return self.begin + self.step_s * len(self.jobs)
 
     def time_of(self, column: float) -> float:
-        """Return the start of a column in seconds since the epoch."""
+        """Return a column's start time in seconds since the epoch."""
         return self.begin + self.step_s * column
 
 
 def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job: int | None) -> Window:
-    """Return the latest `n` intervals of a GPU; `job` is the id of the job that currently runs on the GPU."""
+    """Return a GPU's latest `n` intervals; `job` is the id of the job currently running on the GPU."""
     columns = {name: past.column(index, name, n) for name in FIELDS}
     length = max(map(len, columns.values()), default=0)
     begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s
@@ -51,7 +51,7 @@ def live_window(past: RecentHistory, index: int, n: int, interval_s: float, job:
 
 
 def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: float) -> Window:
-    """Return the stored history of a GPU in the last `span_s` seconds, in at most `n` columns.
+    """Return a GPU's stored history for the last `span_s` seconds, in at most `n` columns.
 
     Missing values are None. Raise `UserError` if the store cannot be read.
     """
@@ -70,7 +70,7 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
 def stored_past(
     path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float
 ) -> RecentHistory:
-    """Return the stored history of the GPUs in `samples` in the last `span_s` seconds, in at most `n` columns.
+    """Return the stored history for the last `span_s` seconds of each GPU in `samples`, in at most `n` columns.
 
     Raise `UserError` if the store cannot be read.
     """

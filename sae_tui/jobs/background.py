@@ -14,7 +14,7 @@ from trainer.contract.process import take_back_signals
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     """Fork and call `begin` in the child; in the parent, return 0 once `begin` has succeeded, or 1 if it fails.
 
-    The child then calls the function that `begin` returned, and exits without returning. If an error occurs, the child
+    The child then calls the function returned by `begin`, and exits without returning. If an error occurs, the child
     writes it to stderr and exits with code 1.
     """
     take_back_signals()
@@ -35,6 +35,6 @@ def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
-        # Exit without waiting for threads, since a thread that hangs in the driver would keep the process alive.
+        # A thread hung in the driver would keep the process alive, so exit without waiting for threads.
         os._exit(code)
     return 0

@@ -1,4 +1,4 @@
-"""Starts a job's supervisor or evaluation in a new session on this host, so that it outlives the app and terminal."""
+"""Starts a job's supervisor or evaluation in a new session on this host so that it outlives the app and terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SlowStart(UserError):
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Start the supervisor of a job; return once it has registered itself in the job's row (after about 0.1 s).
+    """Start a job's supervisor; return once it has registered itself in the job's row (after about 0.1 s).
 
     Raise `UserError` if the supervisor does not start.
     """
@@ -36,8 +36,8 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
     """Start a background program and append its output to a log; `who` is the program's name in error messages.
 
-    Raise `UserError` if the program does not start. The process that is started here forks the actual program and
-    exits. Therefore, the caller need not wait for a child, and the program can never acquire a controlling terminal.
+    Raise `UserError` if the program does not start. The process started here forks the actual program and exits.
+    Therefore, the caller need not wait for a child, and the program can never acquire a controlling terminal.
     """
     outside = _scope_prefix()
     if outside:
@@ -45,7 +45,7 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
             _start([*outside, *arguments], log_file, who)
             return
         except UserError as error:
-            # A slow supervisor may still start, and a job must not get two supervisors.
+            # A slow supervisor may still start, and a job must never have two.
             if isinstance(error, SlowStart):
                 raise
     _start(arguments, log_file, who)

@@ -24,7 +24,7 @@ from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
-# Returns the reply to a request: a phrase to be appended to "job N".
+# Returns the reply to a request: a phrase appended to "job N".
 Words = Callable[[Job], str]
 
 
@@ -41,7 +41,7 @@ def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
 
 
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Add and remove tags; adding a tag that the job has, or removing one that it lacks, has no effect."""
+    """Add and remove tags; adding an existing tag or removing a missing one has no effect."""
     tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
     has = f"the tag{'s' * (len(tags) > 1)} {', '.join(tags)}" if tags else "no tags"
     return _change(data, control, job_id, f"has {has}", tags=tags)
@@ -75,7 +75,7 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Release a queued job that is held or paused; the job still waits for GPUs and other jobs."""
+    """Release a held or paused job in the queue; the job still waits for GPUs and other jobs."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state not in DONE
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
@@ -98,7 +98,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """Return a message about what a queued job will do after its release.
+    """Return a message saying what a queued job will do after its release.
 
     `other` is a clause about the jobs that must finish first, or "" if there are none.
     """
@@ -121,7 +121,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and stop; return a message about what will happen."""
+    """Ask a job to save and stop; return a message saying what will happen."""
     return _ask(
         data,
         job_id,
@@ -191,7 +191,7 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 def _text(text: str, allowed: str = "") -> str:
     """Strip leading and trailing whitespace.
 
-    Raise `UserError` if the text contains control characters that are not in `allowed`, or if it is not valid UTF-8. A
+    Raise `UserError` if the text contains control characters not in `allowed`, or if it is not valid UTF-8. A
     terminal may send invalid UTF-8, which cannot be stored.
     """
     if not is_utf8(text):
@@ -242,6 +242,6 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:
-    """Return a clause that says when another host will act on the request, or "" if the job belongs to this host."""
+    """Return a clause saying when another host will act on the request, or "" if the job belongs to this host."""
     why = elsewhere(data, job)
     return f", once {job.host} reads the request; {why}" if why else ""

@@ -33,7 +33,7 @@ class JobEnding(msgspec.Struct, frozen=True):
     first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job row that describe the end of the job."""
+        """Return the job row columns that describe how the job ended."""
         return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
 
 

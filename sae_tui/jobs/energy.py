@@ -1,4 +1,4 @@
-"""The energy that a job has used, and the cost and CO₂ emissions that follow from the settings."""
+"""The energy used by a job, and the resulting cost and CO₂ emissions according to the settings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# The user is informed if the energy was measured for a smaller share of a job's time than this. The limit is below 1
+# The user is told if energy was measured for a smaller share of a job's time than this. The limit is below 1
 # because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
-    """The energy that a job has used; unknown values are None.
+    """The energy used by a job; unknown values are None.
 
-    `energy_share` is the share of the job's time during which the energy was measured.
+    `energy_share` is the share of the job's time during which energy was measured.
     """
 
     energy_wh: float | None = None
@@ -28,7 +28,7 @@ class Energy(NamedTuple):
 
 
 def energy_of(job: Job, settings: Settings) -> Energy:
-    """Return the energy that a job has used; all fields are None if nothing was measured."""
+    """Return the energy used by a job; all fields are None if nothing was measured."""
     if job.energy_wh is None or not job.energy_known_s or not job.energy_s:
         return Energy()
     priced, kwh = settings.price_per_kwh > 0, job.energy_wh / 1000
@@ -43,7 +43,7 @@ def energy_of(job: Job, settings: Settings) -> Energy:
 
 
 def is_whole(energy: Energy) -> bool:
-    """Return whether the energy was measured for almost all of the job's time."""
+    """Return whether energy was measured for almost all of the job's time."""
     return (energy.energy_share or 0.0) >= WHOLE
 
 
@@ -79,8 +79,8 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 
 def _source(counted: float) -> str:
-    """Return the source of the measurement; `counted` is the share of the measured time that the counter covers."""
-    # The energy of a job's last seconds is always computed from power samples.
+    """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
+    # Energy for a job's last seconds is always computed from power samples.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

@@ -30,12 +30,12 @@ from trainer.contract.wording import join_words
 SETTING = "launch.python"
 PACKAGE = "sae-tui"
 OLDEST = (3, 11)
-# The time limit for a check. The first import of torch from a network disk can take half a minute.
+# The time limit for an interpreter check. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 60.0
 # An interpreter whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# A script that reports the properties of the interpreter that runs it. Even Python 2 can run the script, which then
+# A script that reports the properties of the interpreter running it. Even Python 2 can run the script, which then
 # reports its version. The alarm stops the script even if the app has exited.
 _ASK = """
 import gc, json, os, signal, sys
@@ -76,7 +76,7 @@ os._exit(0)
 
 
 class Torch(msgspec.Struct, frozen=True):
-    """An installed torch: its version, the CUDA or ROCm version that it was built for, and how many GPUs it sees."""
+    """An installed torch: its version, the CUDA or ROCm version it was built for, and how many GPUs it sees."""
 
     version: str
     cuda: str | None
@@ -85,7 +85,7 @@ class Torch(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that torch was built for, as named in a vendor's `torch_runtime`."""
+        """The runtime torch was built for, as named in a vendor's `torch_runtime`."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
@@ -98,7 +98,7 @@ class Torch(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """An interpreter's report about itself.
 
-    `trainer` is the version of its sae-tui package, and `settings` contains the settings that its trainer supports.
+    `trainer` is the version of its sae-tui package, and `settings` contains the settings supported by its trainer.
     """
 
     version: list[int]
@@ -133,7 +133,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """The installed packages, in the form that the checks of a job require."""
+        """The installed packages, in the form required by the job checks."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
@@ -151,7 +151,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Import the function here, since importing it takes as long as an entire command.
+        # Importing this function takes as long as an entire command, so import it here.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):
@@ -216,9 +216,9 @@ def glance(python: str, then: Callable[[], object]) -> Environment:
 
 @contextlib.contextmanager
 def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
-    """Yield the problems of the interpreter that a job names, or an empty list if the job names no interpreter.
+    """Yield the problems with the interpreter named by a job, or an empty list if the job names none.
 
-    Within the context, all checks of the job use the packages of that interpreter.
+    Within the context, all checks of the job use that interpreter's packages.
     """
     if not (python := job.launch.python):
         yield []
@@ -237,7 +237,7 @@ def required(job: AnyJob) -> Iterator[None]:
         yield
 
 
-# Maps the path of each checked interpreter to its fingerprint, the time of the check, and the result.
+# Maps each checked interpreter's path to its fingerprint, the time of the check, and the result.
 _SEEN: dict[str, tuple[object, float, Environment]] = {}
 _LOCKS: dict[str, threading.Lock] = {}
 
@@ -266,8 +266,8 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Run the script in a folder owned by root, since older interpreters lack the option -P and import modules from
-    # their working folder.
+    # Older interpreters lack the option -P and import modules from their working folder, so run the script in a folder
+    # owned by root.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:
         done = subprocess.run(

@@ -16,7 +16,7 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
-    """Return a dict that maps the label of each SAE of a job ("" for a single SAE) to its feature file.
+    """Return a dict mapping the label of each SAE of a job ("" for a single SAE) to its feature file.
 
     Raise `UserError` if there are no feature files.
     """
@@ -33,7 +33,7 @@ def has_features(data: DataDir, job_id: int) -> bool:
 
 
 def features_in(folder: Path) -> dict[str, Path]:
-    """Return a dict that maps the label of each SAE in a folder to its feature file.
+    """Return a dict mapping the label of each SAE in a folder to its feature file.
 
     `folder` may also be a run folder. Raise `UserError` if there are no feature files.
     """

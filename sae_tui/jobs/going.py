@@ -109,7 +109,7 @@ def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
-        # Compare the name, since a killed process may have left a temporary file.
+        # Compare the name because a killed process may have left a temporary file.
         return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
     return []
 

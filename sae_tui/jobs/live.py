@@ -50,11 +50,11 @@ class LiveRun:
             heartbeat = self.heartbeat
             fields |= {"step": heartbeat.step, "total_steps": heartbeat.total_steps or None, "tokens": heartbeat.tokens}
             fields["overfitting"] = self.overfitting
-        # Drop invalid values, so that a damaged file cannot make the job list unreadable.
+        # Drop invalid values so that a damaged file cannot make the job list unreadable.
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict that maps these series to their latest values; for a sweep, to those of its best SAE."""
+        """Return a dict mapping these series to their latest values; for a sweep, to those of its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

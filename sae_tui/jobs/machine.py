@@ -22,7 +22,7 @@ from trainer.contract.wording import duration
 
 # The interval at which a supervisor updates the modification time of its run's lock file.
 SIGN_EVERY_S = 30.0
-# A supervisor is regarded as silent only after this time, since the clocks of two hosts may differ by a minute.
+# A supervisor is regarded as silent only after this time because the clocks of two hosts may differ by a minute.
 SILENT_S = 180.0
 
 
@@ -94,7 +94,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
     if math.isinf(heard.age_s):
         # The job has no files whose modification times could show whether its host is silent.
         return ""
-    # Import the module here, since a waiting supervisor does not need it.
+    # Import the module here because a waiting supervisor does not need it.
     import shlex
 
     way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"

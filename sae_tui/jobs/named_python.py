@@ -16,14 +16,14 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
 # Variables that make an interpreter import the packages of another interpreter, which may have other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Other programs are refused, since they would misinterpret arguments for Python: `sh -c` would run code as a script.
+# Other programs are refused because they would misinterpret arguments for Python: `sh -c` would run code as a script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
     """Return the argv that runs the trainer with this interpreter; "" and None stand for the app's own interpreter.
 
-    If the first of the `words` is `-c`, the argv runs that code instead of the trainer. The argv includes -P, since
+    If the first of the `words` is `-c`, the argv runs that code instead of the trainer. The argv includes -P because
     Python would otherwise import a `trainer` or `torch` module in the working folder.
     """
     start = [] if words[:1] == ("-c",) else ["-m", "trainer"]

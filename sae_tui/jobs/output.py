@@ -43,7 +43,7 @@ def name_of_output(job: Job) -> str:
 
 
 def names_of_hooks(job: Job) -> dict[str, list[str]]:
-    """Return a dict that maps each hook of an extraction to the other names for the same position in the model.
+    """Return a dict mapping each hook of an extraction to the other names for the same position in the model.
 
     Once rows are stored, the other names include the name of the module.
     """

@@ -160,7 +160,7 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # Use the time when the job was queued, since a resumed job was created long ago.
+        # Use the time when the job was queued because a resumed job was created long ago.
         # The absolute value limits the wait if the clock was set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
@@ -174,7 +174,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     held = is_held(lock)
     # If no process holds the lock, ignore the processes in the rows, since other users may have written these rows.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # Import the catalog here, since a waiting supervisor does not need it.
+    # Import the catalog here because a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
@@ -183,7 +183,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Cancel the cluster job before the row is marked as lost, since the user may start a lost job again.
+        # Cancel the cluster job before the row is marked as lost because the user may start a lost job again.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:

@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Write the row of a job atomically; ignore disk errors, since they must not prevent the job from running."""
+    """Write the row of a job atomically; ignore disk errors because they must not prevent the job from running."""
     with contextlib.suppress(OSError):
         write_json(paths.record_file, job)
 

@@ -1,7 +1,7 @@
 """Restarts the supervisors of queued jobs that no longer have one, for example after a reboot.
 
 `python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one after another, in queue order. The command runs in
-the background, so that other commands need not wait for it.
+the background so that other commands need not wait for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def revive(data: DataDir) -> None:
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
-    # Ignore errors, since the log contains the reason, and the next command retries.
+    # Ignore errors because the log contains the reason, and the next command retries.
     with contextlib.suppress(UserError):
         detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
 

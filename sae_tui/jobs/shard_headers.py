@@ -1,6 +1,6 @@
 """Reads the headers of shards whose format requires torch or pyarrow, in a separate trainer process.
 
-The results are cached in the data folder until the files change, so that other commands and supervisors can use them.
+The results are cached in the data folder until the files change so that other commands and supervisors can use them.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def answer_of(
     `python` is the interpreter that runs the command, or None for the app's own. Raise `UserError` if the command
     fails.
     """
-    # Hide the GPUs, since no GPU is reserved for this command.
+    # Hide the GPUs because no GPU is reserved for this command.
     environment: Mapping[str, str] = {**named_python.variables(python), **hide_all()}
     ends = time.monotonic() + limit_s
     with subprocess.Popen(

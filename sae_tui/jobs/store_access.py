@@ -25,7 +25,7 @@ def existing(data: DataDir, job_id: int) -> Iterator[Control]:
     """Open the control store to access a job; if the store is missing, raise `UserError` instead of creating it."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    # Refuse symbolic links in place of the job's folders, since changes to a job also write to these folders.
+    # Refuse symbolic links in place of the job's folders because changes to a job also write to these folders.
     data.refuse_links(job_id)
     with open_control(data) as control:
         yield control

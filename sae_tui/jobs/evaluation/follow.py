@@ -60,7 +60,7 @@ class RunningEvaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job is running")
-        # Mark an old stop request as answered, since it was meant for an earlier evaluation.
+        # Mark an old stop request as answered because it was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
         self._gpu: ReservedGpu | None = None
@@ -135,7 +135,7 @@ class RunningEvaluation:
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
         """Publish the trainer's progress until the trainer exits; return whether it was stopped."""
         kept, is_open = b"", True
-        # Poll the process, since the trainer's children may keep the descriptor open after the trainer has exited.
+        # Poll the process because the trainer's children may keep the descriptor open after the trainer has exited.
         while process.poll() is None:
             if self._is_stopped():
                 _end(process)
@@ -150,7 +150,7 @@ class RunningEvaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # Finish the progress line now, so that the trainer's result becomes the last line of the log.
+                # Finish the progress line now so that the trainer's result becomes the last line of the log.
                 progress.close()
             self._write(self._going)
         return False

@@ -92,7 +92,7 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
 
 
 def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> dict[str, float]:
-    """Return a dict that maps each part to its duration in seconds, or to 0 if the duration is unknown."""
+    """Return a dict mapping each part to its duration in seconds, or to 0 if the duration is unknown."""
     box = read_box(data.box_file)
     plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
@@ -102,7 +102,7 @@ def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -
     """Return the default parts: the missing parts that do not take long or, if there are none, only the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # Measuring the rows again is worthwhile, since an evaluation reads more rows than the measurement at the end of
+    # Measuring the rows again is worthwhile because an evaluation reads more rows than the measurement at the end of
     # training.
     return short or [ROWS]
 

@@ -111,7 +111,7 @@ def read_card(folder: Path) -> ReportCard | None:
 
 
 def whole_cards(folder: Path) -> dict[str, Card]:
-    """Return a dict that maps the label of each SAE in a folder to its complete report card."""
+    """Return a dict mapping the label of each SAE in a folder to its complete report card."""
     cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
     return {card.label: card for card in cards}
 
@@ -122,7 +122,7 @@ def read_cards(folder: Path) -> list[ReportCard]:
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return a dict that maps the label of each SAE in a folder to its current and earlier report cards, latest first.
+    """Return a dict mapping the label of each SAE in a folder to its current and earlier report cards, latest first.
 
     The label of a single SAE is "".
     """
@@ -133,7 +133,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return a dict that maps the label of each SAE in a folder to the report card with this number.
+    """Return a dict mapping the label of each SAE in a folder to the report card with this number.
 
     Raise `UserError` if no SAE has a report card with this number.
     """

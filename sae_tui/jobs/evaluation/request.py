@@ -182,7 +182,7 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # Ignore the events of earlier evaluations, since an evaluation that is killed while it waits for a GPU records
+        # Ignore the events of earlier evaluations because an evaluation that is killed while it waits for a GPU records
         # none.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:

@@ -2,7 +2,7 @@
 
 The ranks inherit the descriptors of the locks. Therefore, a GPU stays locked while its rank runs, even if the
 supervisor is killed, and no locks have to be cleaned up after a crash. All locks of a machine's real GPUs are in one
-folder, so that users with different data folders see each other's locks.
+folder so that users with different data folders see each other's locks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GpuLocks:
     """The locks of one job's GPUs; either all locks are acquired, or none. Jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sort the GPUs, so that two jobs that need the same GPUs cannot each hold one and wait for the other.
+        # Sort the GPUs so that two jobs that need the same GPUs cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """Return a dict that maps the UUID of each locked GPU to the pid that acquired the lock.
+    """Return a dict mapping the UUID of each locked GPU to the pid that acquired the lock.
 
     Locks that were acquired in another PID namespace are omitted. This function does not acquire any lock.
     """
@@ -119,7 +119,7 @@ def lock_holder(path: Path) -> int | None:
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return a dict that maps the name of each locked file to the pid that holds its lock.
+    """Return a dict mapping the name of each locked file to the pid that holds its lock.
 
     `paths` maps names to files, which must all be in one folder.
     """
@@ -139,7 +139,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads the holders of locks on a separate thread, so that a hung disk does not block the caller."""
+    """Reads the holders of locks on a separate thread so that a hung disk does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -159,7 +159,7 @@ class HolderReader:
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
-    """Return a dict that maps the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
+    """Return a dict mapping the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
     # Lines for processes that wait for a lock have an arrow before the type of the lock, so the pattern does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
@@ -217,7 +217,7 @@ def _open_or_create(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        # Set the mode after the file is created, since the umask would remove permissions that other users need.
+        # Set the mode after the file is created because the umask would remove permissions that other users need.
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, 0o644)
         return descriptor

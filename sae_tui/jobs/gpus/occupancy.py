@@ -35,11 +35,11 @@ class Occupancy:
             return self._holders
 
     def jobs_by_uuid(self) -> Mapping[str, int]:
-        """Return a dict that maps the UUID of each held GPU to the id of its job."""
+        """Return a dict mapping the UUID of each held GPU to the id of its job."""
         return {uuid: job.id for uuid, job in self.holders().jobs.items()}
 
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
-        """Return a dict that maps the UUID of each GPU with a rank to the rank's pid and estimated memory in bytes.
+        """Return a dict mapping the UUID of each GPU with a rank to the rank's pid and estimated memory in bytes.
 
         Simulated GPUs list these ranks as their processes.
         """

@@ -69,7 +69,7 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # The import runs in a separate process, because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # Show the standard error of a download, since it contains the progress for each file.
+        # Show the standard error of a download because it contains the progress for each file.
         from_hub = not os.path.lexists(folder)
         imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:

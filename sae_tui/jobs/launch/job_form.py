@@ -32,7 +32,7 @@ from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, se
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
-# The form omits this setting, since the user chooses the GPUs in a list.
+# The form omits this setting because the user chooses the GPUs in a list.
 _BY_PICKER = "launch.gpus"
 
 
@@ -149,7 +149,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # Omit warnings, since they would concern the defaults that have replaced the invalid values.
+        # Omit warnings because they would concern the defaults that have replaced the invalid values.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -168,7 +168,7 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
-    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU, since the list of GPUs shows
+    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU because the list of GPUs shows
     # this estimate.
     beside = look
     if choices and not look.on_gpus:
@@ -322,7 +322,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 
 
 def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
-    """Return a dict that maps overridden settings to their effective values, like `4.0 (from d_sae)`.
+    """Return a dict mapping overridden settings to their effective values, like `4.0 (from d_sae)`.
 
     If the effective value of a setting is unknown, its text omits the number.
     """

@@ -1,4 +1,4 @@
-"""Saves the launch form to disk while the user fills it in, so that the input survives an exit or crash of the app."""
+"""Saves the launch form to disk while the user fills it in so that the input survives an exit or crash of the app."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class KeptDraft:
 
 
 def keep(data: DataDir, draft: Draft) -> None:
-    """Save the valid values of a draft to its draft file; ignore errors, since the form still contains the values."""
+    """Save the valid values of a draft to its draft file; ignore errors because the form still contains the values."""
     with contextlib.suppress(OSError, UserError):
         if not data.root.exists():
             data.create()

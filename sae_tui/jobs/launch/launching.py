@@ -155,7 +155,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
     `distrust` explains why the file is not trusted, for example because other users can write to it; for a trusted
     file, it is "".
     """
-    # Check local jobs too, since the options are copied into our own job file, and a later resume may use SLURM.
+    # Check local jobs too because the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))
     if job.launch.sbatch_options and not sets(overrides, SBATCH):

@@ -135,7 +135,7 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        # Ignore the number of rows, since it is not recorded and affects only how many rows are held out.
+        # Ignore the number of rows because it is not recorded and affects only how many rows are held out.
         wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done

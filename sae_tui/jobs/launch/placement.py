@@ -184,7 +184,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs with these indices; they may be busy, since the job can wait for them or share them.
+    """Return the GPUs with these indices; they may be busy because the job can wait for them or share them.
 
     Raise `JobFileError` if a GPU does not exist or cannot be used.
     """

@@ -118,7 +118,7 @@ def resume(
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # The supervisor runs on this host, since only the supervisor's host can check whether it is alive.
+        # The supervisor runs on this host because only the supervisor's host can check whether it is alive.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
@@ -169,7 +169,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 def _complete_launch(data: DataDir, job: Job) -> None:
     """Write the job file of a job whose launch was interrupted before the file was written.
 
-    Raise `UserError` if the job has already run, since this means that its job file was deleted later.
+    Raise `UserError` if the job has already run because this means that its job file was deleted later.
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
@@ -195,7 +195,7 @@ def _with_its_place(job: Job) -> Job:
     """Return the job with the values of `after` and `held` that apply when it is queued again.
 
     If the job has never run, both values are kept; otherwise, they are cleared. A job that the user stopped is no
-    longer held, since resuming it also releases it.
+    longer held because resuming it also releases it.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())

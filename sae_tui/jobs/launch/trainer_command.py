@@ -30,7 +30,7 @@ def answer_of(
 ) -> T:
     """Run a trainer command and return its result, decoded as `kind`; raise `UserError` if the command fails.
 
-    The command runs on the CPU, since it computes very little. `on_reached` is called on another thread. If
+    The command runs on the CPU because it computes very little. `on_reached` is called on another thread. If
     `shows_errors`, the command inherits the standard error of this program.
     """
     reading, writing = os.pipe()

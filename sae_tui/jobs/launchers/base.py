@@ -20,7 +20,7 @@ RankCommand = Callable[[Path], Sequence[str]]
 class AttemptSetup(msgspec.Struct, frozen=True):
     """Everything that an attempt needs to start.
 
-    `locks` contains the descriptors of the GPU locks. The ranks inherit these descriptors, so that the GPUs stay locked
+    `locks` contains the descriptors of the GPU locks. The ranks inherit these descriptors so that the GPUs stay locked
     while any rank is alive.
     """
 
@@ -57,7 +57,7 @@ class Attempt(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank exited prematurely, so that the other ranks cannot continue."""
+        """True if a rank exited prematurely so that the other ranks cannot continue."""
         ...
 
     @property

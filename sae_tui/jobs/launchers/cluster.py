@@ -66,7 +66,7 @@ class SlurmJob:
     def read(cls, file: Path) -> SlurmJob:
         """Return the job whose number is stored in a file.
 
-        Raise `UserError` if other users can write to the file, since they could have the wrong job cancelled. Raise
+        Raise `UserError` if other users can write to the file because they could have the wrong job cancelled. Raise
         `SlurmError` if the file contains no number, and `OSError` if it is missing.
         """
         with open_own(file) as stream:

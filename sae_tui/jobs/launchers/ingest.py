@@ -65,7 +65,7 @@ class Ingest:
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read new data. Open the file each time, since a network file system checks for new data only on opening."""
+        """Read new data. Open the file each time because a network file system checks for new data only on opening."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)

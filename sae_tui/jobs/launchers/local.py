@@ -119,7 +119,7 @@ def _die_with(supervisor: int) -> None:
 
     This function runs in the rank's process before the rank's program is executed.
     """
-    # Reset the signal handlers, since the supervisor's handlers are inherited until the program is executed.
+    # Reset the signal handlers because the supervisor's handlers are inherited until the program is executed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)

@@ -69,7 +69,7 @@ class RemoteRank(OneRank):
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - BACKDATED_BY_S
-        # Ignore a mark that was written at the start of the rank, since it does not record the rank's end.
+        # Ignore a mark that was written at the start of the rank because it does not record the rank's end.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -90,7 +90,7 @@ class RemoteRank(OneRank):
 def _last_cause(log: Path) -> str:
     """Return the last error line that was written before the ranks had their own logs.
 
-    Skip lines in which SLURM reports that it ended the other ranks, since they do not show the cause.
+    Skip lines in which SLURM reports that it ended the other ranks because they do not show the cause.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")

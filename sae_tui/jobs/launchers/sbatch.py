@@ -88,7 +88,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
     """Return the sbatch command that submits the script in `file`; the job's output is appended to `log`.
 
-    The user's own options come last, so that they override our options.
+    The user's own options come last so that they override our options.
     """
     layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {
@@ -127,7 +127,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """Return a script line that sets the GPU variables of all vendors, since SLURM chooses the node and the GPUs."""
+    """Return a script line that sets the GPU variables of all vendors because SLURM chooses the node and the GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

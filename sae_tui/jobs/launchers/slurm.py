@@ -25,7 +25,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# A failed job is cancelled only after this time, since SLURM reports the reason if the job ends on its own.
+# A failed job is cancelled only after this time because SLURM reports the reason if the job ends on its own.
 ENDS_ITSELF_S = 15.0
 # The time until the last data that a node has written becomes visible on a network file system.
 WORDS_S = 5.0
@@ -97,7 +97,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the SLURM job's number to a file; if this fails, cancel the job, since it could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job because it could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -157,7 +157,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the names of the nodes to the file, since this host cannot read the stacks of remote processes."""
+        """Write the names of the nodes to the file because this host cannot read the stacks of remote processes."""
         where = self.describe() or "SLURM has not responded"
         write_whole(file, f"{where}; run `py-spy dump` there to see what they are doing\n")
 
@@ -176,7 +176,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near, so it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # Read the progress after the marks, so that all progress made before a rank ended is stored.
+        # Read the progress after the marks so that all progress made before a rank ended is stored.
         with tolerate("reading the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -201,7 +201,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel the job if it was asked to stop before it started, since there is nothing to save.
+        """Cancel the job if it was asked to stop before it started because there is nothing to save.
 
         SLURM cancels it only if it has not started in the meantime.
         """
@@ -209,7 +209,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark all ranks without a recorded end as ended, since the SLURM job is over, and return them."""
+        """Mark all ranks without a recorded end as ended because the SLURM job is over, and return them."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -217,7 +217,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Return whether the job is about to end on its own, since srun stops all ranks if one fails."""
+        """Return whether the job is about to end on its own because srun stops all ranks if one fails."""
         if self._over_since:
             return True
         if not self.has_failed:

@@ -27,9 +27,9 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Readings up to this age are reused, since taking a reading keeps a core busy for 0.1 s.
+# Readings up to this age are reused because taking a reading keeps a core busy for 0.1 s.
 FRESH_S = 5.0
-# Readings up to this age may be used to look up the name of a GPU, since the name does not change.
+# Readings up to this age may be used to look up the name of a GPU because the name does not change.
 NAMED_S = 86_400.0
 # The time limit for a read, which includes the startup of Python, opening the driver and reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
@@ -47,7 +47,7 @@ class GpuReader:
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        # Each host has its own file, since hosts that share the data folder have different GPUs.
+        # Each host has its own file because hosts that share the data folder have different GPUs.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
         # Contains the list of processes that hang in the driver.
@@ -66,14 +66,14 @@ class GpuReader:
         self.problem = ""
         if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
             self._read()
-        # Use `abs`, so that an old reading is not considered fresh after the clock was set back.
+        # Use `abs` so that an old reading is not considered fresh after the clock was set back.
         if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading could not be written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # Check for a missing reading separately, since its age is infinite, and `fresh_s` may also be infinite.
+        # Check for a missing reading separately because its age is infinite, and `fresh_s` may also be infinite.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
@@ -192,7 +192,7 @@ def vendor_of(data: DataDir, job: Job) -> str:
     source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
-    # A reading of any age is sufficient, since the vendor of a GPU does not change.
+    # A reading of any age is sufficient because the vendor of a GPU does not change.
     samples = GpuReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
@@ -208,7 +208,7 @@ def gpus(
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
 
-    Only leases determine which GPUs our own jobs use, since a job that has just started has not allocated its memory
+    Only leases determine which GPUs our own jobs use because a job that has just started has not allocated its memory
     yet.
     """
     ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)

@@ -98,7 +98,7 @@ def in_order(line: Iterable[Job]) -> list[Job]:
 
 
 def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
-    """Return a dict that maps the id of every queued job to its turn; `now` is in seconds since the epoch."""
+    """Return a dict mapping the id of every queued job to its turn; `now` is in seconds since the epoch."""
     board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
@@ -144,7 +144,7 @@ def _keep(
 ) -> dict[str, _Reservation]:
     """Reserve for a job the suitable GPUs that will become free first; return the reservations by GPU UUID.
 
-    Return {} if the job waits for other users' processes, since it is unknown when these will end.
+    Return {} if the job waits for other users' processes because it is unknown when these will end.
     """
     possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:

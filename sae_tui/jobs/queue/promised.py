@@ -18,7 +18,7 @@ from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
-    """Return a dict that maps each folder that an unfinished job in `after` will write to its promised content.
+    """Return a dict mapping each folder that an unfinished job in `after` will write to its promised content.
 
     Raise `UserError` if a job does not exist.
     """
@@ -32,12 +32,12 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
 
 
 def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
-    """Return a dict that maps each folder that a queued or running job will write to its promised content."""
+    """Return a dict mapping each folder that a queued or running job will write to its promised content."""
     return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
 
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
-    """Return the ids of the queued and running jobs that this job must wait for, since it reads folders they write."""
+    """Return the ids of the queued and running jobs that this job must wait for because it reads folders they write."""
     folders = {folder for _, folder in job.folders_read}
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
@@ -65,6 +65,6 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
 
 def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    # Parse only jobs that write rows, since most jobs do not, and there may be a thousand jobs.
+    # Parse only jobs that write rows because most jobs do not, and there may be a thousand jobs.
     writer = parse_any(table)[0] if class_of(table).writes_rows else None
     return writer.promises(f"job {job.id}") if writer else NO_PROMISES

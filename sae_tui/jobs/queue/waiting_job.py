@@ -58,7 +58,7 @@ class QueueEntry:
     def try_start(self) -> bool:
         """Acquire all GPUs of the job and set its state to `starting`, or record in its row why it waits.
 
-        Return whether the job starts. The more jobs are queued, the less often each of them checks, so that the total
+        Return whether the job starts. The more jobs are queued, the less often each of them checks so that the total
         load stays constant.
         """
         if time.monotonic() < self._again_at:
@@ -91,7 +91,7 @@ class QueueEntry:
     def _try_take_gpus(self) -> str:
         """Acquire the locks, then the leases; return why this failed, or "" if the GPUs are acquired.
 
-        The locks are acquired first, since they are correct even after a crash.
+        The locks are acquired first because they are correct even after a crash.
         """
         held = describe_state(self.job).word if self.job.held else ""
         if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
@@ -163,7 +163,7 @@ class QueueEntry:
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:
-        """Record which supervisors of skipped jobs are halted or hung, since this job starts before these jobs.
+        """Record which supervisors of skipped jobs are halted or hung because this job starts before these jobs.
 
         A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports the supervisors
         that no longer send heartbeats.
@@ -198,7 +198,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Correct the row here, since there may be no other process that detects that the lease's holder has died.
+            # Correct the row here because there may be no other process that detects that the lease's holder has died.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)

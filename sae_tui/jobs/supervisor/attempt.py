@@ -268,7 +268,7 @@ class AttemptRunner:
         """Return whether training had written all its output before the ranks were stopped."""
         heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
-            # Read the row again, since a run that was asked to finish early has fewer steps than planned.
+            # Read the row again because a run that was asked to finish early has fewer steps than planned.
             job = self._control.job(job.id)
         is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None

@@ -30,7 +30,7 @@ def run_hook(data: DataDir, job: Job) -> None:
         "RUN_DIR": data.run(job.id).root,
     }
     environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in facts.items()}
-    # Set the data folder, so that `sae-tui` finds the job if the command calls it.
+    # Set the data folder so that `sae-tui` finds the job if the command calls it.
     environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(

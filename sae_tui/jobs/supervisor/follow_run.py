@@ -47,7 +47,7 @@ class StallWatch:
         `place` is the phase and the step, and `now` is a monotonic time in seconds.
         """
         if place != self._place:
-            # Use only the durations of steps within a phase, since a start or a phase change takes much longer.
+            # Use only the durations of steps within a phase because a start or a phase change takes much longer.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
@@ -84,7 +84,7 @@ class Watch:
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # The version is initially None, so that the first poll also reads requests that were made during the start.
+        # The version is initially None so that the first poll also reads requests that were made during the start.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
@@ -155,7 +155,7 @@ class Watch:
         return was_lost
 
     def _look(self) -> None:
-        """Read the run's progress, but not the control store, so that a locked store is not mistaken for a hang."""
+        """Read the run's progress, but not the control store so that a locked store is not mistaken for a hang."""
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
@@ -237,7 +237,7 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once about a slow start, since ranks that hang before their first step do not write a heartbeat."""
+        """Warn once about a slow start because ranks that hang before their first step do not write a heartbeat."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not started to train after {SLOW_START_S:.0f} s; its logs may show why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")

@@ -1,4 +1,4 @@
-"""Stores GPU samples from a supervisor, so that the history of a job's GPUs is complete even if no app is running."""
+"""Stores GPU samples from a supervisor so that the history of a job's GPUs is complete even if no app is running."""
 
 from __future__ import annotations
 

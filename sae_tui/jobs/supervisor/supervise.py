@@ -172,7 +172,7 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
-        # Import these modules here, since a waiting supervisor does not need them. Import all of them now, since the
+        # Import these modules here because a waiting supervisor does not need them. Import all of them now, since the
         # package may be replaced while the job runs.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
@@ -311,7 +311,7 @@ class Supervisor:
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
-        # Import the module here, since a waiting supervisor does not need the settings.
+        # Import the module here because a waiting supervisor does not need the settings.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()

@@ -60,7 +60,7 @@ class Installed:
 
 
 def _state() -> int:
-    # Combine the entries into one hash, since a set of all entries would use 0.5 MB in each waiting supervisor.
+    # Combine the entries into one hash because a set of all entries would use 0.5 MB in each waiting supervisor.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 

@@ -44,7 +44,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
-    # Empty the trash before the run folders are read, since this restores the files of interrupted deletions.
+    # Empty the trash before the run folders are read because this restores the files of interrupted deletions.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -137,7 +137,7 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # Use the number of the folder as the id, since a manually copied folder is a separate job.
+    # Use the number of the folder as the id because a manually copied folder is a separate job.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 

@@ -1,6 +1,6 @@
 """Deletes jobs with their files by moving them to the trash, and restores them until the trash is emptied.
 
-A job's row is written to the trash before any file is moved, so that a deletion can be undone if a crash interrupts it.
+A job's row is written to the trash before any file is moved so that a deletion can be undone if a crash interrupts it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
-            # Remove the row before any file is moved, so that the job cannot be resumed at the same time.
+            # Remove the row before any file is moved so that the job cannot be resumed at the same time.
             if not control.forget(job_id):
                 raise UserError(_not_ended(data, control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
@@ -117,7 +117,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
     If `job_ids` is None, delete the files of all jobs that can no longer be restored. Undo interrupted deletions. If
     this fails for some files, delete all other jobs, then raise `FilesLeft`. Raise `UserError` if the trash is a
-    symbolic link, since its target may contain files that were never deleted.
+    symbolic link because its target may contain files that were never deleted.
     """
     refuse_link(data.trash)
     freed = 0
@@ -132,7 +132,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
-            # The row cannot be read. Move back only the files, so that `repair` can rebuild the row from them.
+            # The row cannot be read. Move back only the files so that `repair` can rebuild the row from them.
             left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
@@ -164,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # Lock a new file, since the first one was removed before it could be locked.
+        # Lock a new file because the first one was removed before it could be locked.
         hold(file)
 
 
@@ -198,7 +198,7 @@ def _not_ended(data: DataDir, job: Job) -> str:
 def _remove(data: DataDir, folder: Path) -> None:
     """Permanently delete a job's folder in the trash; for the newest job, keep an empty folder to reserve its id."""
     is_newest = int(folder.name) >= data.last_id()
-    # Access the folder through a descriptor of the trash, since a symbolic link could replace the trash at any time.
+    # Access the folder through a descriptor of the trash because a symbolic link could replace the trash at any time.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
@@ -224,7 +224,7 @@ def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Remove this file first. The deletion then looks interrupted, so that `empty` does not delete the job's files.
+        # Remove this file first. The deletion then looks interrupted so that `empty` does not delete the job's files.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)

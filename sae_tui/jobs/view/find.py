@@ -100,7 +100,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # Use a regular expression, since a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
+    # Use a regular expression because a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -137,7 +137,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that compares numbers in a name by value, so that `k=8` comes before `k=16`."""
+    """Return a sort key that compares numbers in a name by value so that `k=8` comes before `k=16`."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
@@ -147,7 +147,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Ignore values measured on training batches, since they are lower than values on held-out rows.
+        # Ignore values measured on training batches because they are lower than values on held-out rows.
         known = None if is_of_batch else value
         # Sort unfinished jobs after all finished jobs.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
@@ -161,7 +161,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return a dict that maps the name of each sort order to its sort function; metrics are sorted best first."""
+    """Return a dict mapping the name of each sort order to its sort function; metrics are sorted best first."""
     metrics = key_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

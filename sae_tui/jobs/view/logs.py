@@ -26,7 +26,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return a dict that maps the name of each log to its path.
+    """Return a dict mapping the name of each log to its path.
 
     Logs that do not exist yet are included, except the evaluation log.
     """
@@ -35,7 +35,7 @@ def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
 
 
 class LogReader:
-    """Reads the logs on a separate thread, so that an unresponsive file server does not block the app."""
+    """Reads the logs on a separate thread so that an unresponsive file server does not block the app."""
 
     def __init__(self, sources: dict[str, Path], on_lines: Callable[[Sequence[LogLine]], object]) -> None:
         self._sources, self._on_lines = sources, on_lines

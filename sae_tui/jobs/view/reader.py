@@ -273,7 +273,7 @@ class JobReader:
     def poll(self) -> bool:
         """Read new data and return whether anything has changed; never raise."""
         changed = self._store.poll(self._read)
-        # Build a list, so that every source is polled.
+        # Build a list so that every source is polled.
         news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
         if self._row is None or not (changed or news):
             return False

@@ -38,7 +38,7 @@ def dead_after_words(job: Job) -> str:
 
     Return "" if the number is unknown or differs between the SAEs of a sweep.
     """
-    # Import the function here, since a job list does not need it.
+    # Import the function here because a job list does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")

@@ -45,7 +45,7 @@ class JobDetail(msgspec.Struct, frozen=True):
 class Watcher:
     """Polls the job store twice per second.
 
-    Any thread may read results such as `jobs` and `news`, since they are replaced rather than modified.
+    Any thread may read results such as `jobs` and `news` because they are replaced rather than modified.
     """
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
