@@ -100,7 +100,7 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver so that only `os._exit` ends the process."""
+        """Stop all threads; return False if one is stuck in the driver, so only `os._exit` ends the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Finds and formats the stored features of a job's SAEs, which include the texts that activate each latent."""
+"""Finds and formats the stored features of a job's SAEs, including the texts that activate each latent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
-    """Return a dict mapping the label of each SAE of a job ("" for a single SAE) to its feature file.
+    """Return a dict mapping each of a job's SAE labels ("" for a single SAE) to the SAE's feature file.
 
     Raise `UserError` if there are no feature files.
     """
@@ -33,7 +33,7 @@ def has_features(data: DataDir, job_id: int) -> bool:
 
 
 def features_in(folder: Path) -> dict[str, Path]:
-    """Return a dict mapping the label of each SAE in a folder to its feature file.
+    """Return a dict mapping each SAE label in a folder to the SAE's feature file.
 
     `folder` may also be a run folder. Raise `UserError` if there are no feature files.
     """
@@ -78,7 +78,7 @@ def in_row(moved: Iterable[LogitChange]) -> str:
 
 
 def readable(text: str) -> str:
-    """Return the text of a token with visible symbols for line breaks, and spaces for tabs."""
+    """Return a token's text with visible symbols for line breaks, and spaces for tabs."""
     return text.translate(_LINE_ENDS)
 
 

@@ -21,7 +21,7 @@ def is_gone(folder: Path) -> bool:
 
 
 class LogFollower:
-    """Reads the lines that are appended to a log; starts again from the beginning if the log is truncated."""
+    """Reads lines as they are appended to a log; starts over if the log is truncated."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class LogFollower:
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines that were appended since the last call."""
+        """Return the complete lines appended since the last call."""
         try:
             with open_plain(self.path) as stream:
                 if stream.seek(0, os.SEEK_END) < self._offset:

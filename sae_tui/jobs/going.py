@@ -1,4 +1,4 @@
-"""Stores the progress of each running evaluation in a small file in the data folder's subfolder `evaluations`."""
+"""Stores each running evaluation's progress in a small file in the data folder's `evaluations` subfolder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.store.rows import JobId, Time
 
 # The kinds of events about an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
-# The file of a running evaluation is written at least this often.
+# A running evaluation's file is written at least this often.
 HEARTBEAT_S = 5.0
 # An evaluation on another machine is presumed to have ended if it has written nothing for this long.
 _SILENT_S = 60.0
@@ -31,7 +31,7 @@ _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """A running evaluation of a job: its parts, start time, device, progress, and the reason why it waits, if any."""
+    """A job's running evaluation: its parts, start time, device, progress, and the reason why it is waiting, if any."""
 
     job_id: JobId
     process: ProcessRef
@@ -57,13 +57,13 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(data: DataDir, going: Going) -> None:
-    """Write the progress of an evaluation; raise `OSError` or `UserError` if it cannot be written."""
+    """Write an evaluation's progress; raise `OSError` or `UserError` if it cannot be written."""
     private_folder(data.evaluations)
     write_own(_file(data, going.job_id), msgspec.json.encode(going), durable=False)
 
 
 def remove(data: DataDir, job_id: int) -> bool:
-    """Remove the file of an evaluation; return False if it does not exist or cannot be removed."""
+    """Remove an evaluation's file; return False if it does not exist or cannot be removed."""
     try:
         _file(data, job_id).unlink()
     except OSError:
@@ -109,7 +109,7 @@ def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
-        # Compare the name because a killed process may have left a temporary file.
+        # A killed process may have left a temporary file, so compare the name.
         return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
     return []
 
@@ -130,7 +130,7 @@ def _is_here(going: Going) -> bool:
 
 
 def _shown(going: Going) -> Going:
-    """Return the evaluation with its texts made printable and truncated for display."""
+    """Return the evaluation with its text made printable and truncated for display."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),

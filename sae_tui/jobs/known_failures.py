@@ -1,4 +1,4 @@
-"""Known causes of failures, each with a remedy. A cause is recognised by the error message of a rank."""
+"""Known failure causes, each with a remedy. A cause is recognised from a rank's error message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal[
 
 
 class Remedy(msgspec.Struct, frozen=True):
-    """A known cause of failures, and its remedy; `may_repeat` is True if repeating the unchanged job may succeed."""
+    """A known failure cause and its remedy; `may_repeat` is True if rerunning the unchanged job may succeed."""
 
     kind: Kind
     text: str

@@ -1,4 +1,4 @@
-"""Reads the live state of a run from its `metrics.db`: the heartbeat and the latest values."""
+"""Reads a run's live state from its `metrics.db`: the heartbeat and the latest values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LiveRun:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run overfits, or None. A warning from before the latest resume does not count.
+        # The warning that the run is overfitting, or None. A warning from before the latest resume does not count.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
@@ -33,16 +33,16 @@ class LiveRun:
 
     @property
     def reader(self) -> SeriesReader | None:
-        """The reader of the store, or None if the store is not open."""
+        """The store's reader, or None if the store is not open."""
         return self._follower.store
 
     @property
     def best_sae(self) -> str:
-        """The SAE of a sweep whose values represent the run, or "" for a run with a single SAE."""
+        """The SAE in a sweep whose values represent the run, or "" for a run with a single SAE."""
         return best_sae(self.latest)
 
     def fields(self) -> dict[str, Any]:
-        """Return the columns of the job's row that the run updates, with the values of the best SAE of a sweep."""
+        """Return the job row columns updated by the run, with the values for the best SAE in a sweep."""
         fields: dict[str, Any] = self.values(VALUE_COLUMNS)
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
@@ -54,7 +54,7 @@ class LiveRun:
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict mapping these series to their latest values; for a sweep, to those of its best SAE."""
+        """Return a dict mapping these series to their latest values; for a sweep, to those for its best SAE."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

@@ -1,7 +1,7 @@
-"""Determines on which machine a job runs.
+"""Determines which machine a job runs on.
 
 Host names do not identify machines: a laptop may change its name, a recreated container may use the same volume under
-another name, and two hosts that share a data folder may have the same name.
+another name, and two hosts sharing a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from trainer.contract.wording import duration
 
 # The interval at which a supervisor updates the modification time of its run's lock file.
 SIGN_EVERY_S = 30.0
-# A supervisor is regarded as silent only after this time because the clocks of two hosts may differ by a minute.
+# The clocks on two hosts may differ by a minute, so a supervisor is regarded as silent only after this time.
 SILENT_S = 180.0
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the columns of a job row that identify this machine."""
+    """Return the job row columns identifying this machine."""
     return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
 
 
@@ -35,8 +35,8 @@ def is_here(job: Job) -> bool:
     """Return whether a job is on this machine, even if the machine's name has changed.
 
     A job with the current boot id is on this machine. If the boot ids differ, the host names are compared, unless
-    different machine ids show that another machine has the same name. Equal machine ids prove nothing, since machines
-    that were created from the same image share their id.
+    different machine ids show that another machine has the same name. Equal machine ids prove nothing: machines created
+    from the same image share their id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -49,12 +49,12 @@ class Silence(NamedTuple):
     """How recently a job on another machine was active, as seen from this machine."""
 
     is_held: bool | None  # Whether a process of the run holds the run's lock, or None if this is unknown.
-    age_s: float  # The seconds since the files of the run last changed, or infinity if there are no files.
-    is_local: bool = False  # Whether the files are on a local disk of this machine, which no other host can access.
+    age_s: float  # The seconds since the run's files last changed, or infinity if there are no files.
+    is_local: bool = False  # Whether the files are on a local disk on this machine, inaccessible to other hosts.
 
     @property
     def is_certain(self) -> bool:
-        """True if no process of the run can be alive on any machine."""
+        """True if none of the run's processes can be alive on any machine."""
         return self.is_local and self.is_held is False
 
     @property
@@ -73,7 +73,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return how recently a job on another machine was active, judging by its lock and the age of its files."""
+    """Return how recently a job on another machine was active, judging by its lock and file ages."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -84,7 +84,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Describe the host of an active job on another machine; return "" for any other job.
+    """Describe the host of an active job running on another machine; return "" for any other job.
 
     Example: `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -92,7 +92,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # The job has no files whose modification times could show whether its host is silent.
+        # The job has no files with modification times showing whether its host is silent.
         return ""
     # Import the module here because a waiting supervisor does not need it.
     import shlex

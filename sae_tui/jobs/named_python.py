@@ -1,4 +1,4 @@
-"""Checks the Python interpreter that a job or the settings name, and returns its command line and environment."""
+"""Checks the Python interpreter named by a job or the settings, and returns its command line and environment."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
-# Variables that make an interpreter import the packages of another interpreter, which may have other versions.
+# Variables that make an interpreter import another interpreter's packages, possibly in other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Other programs are refused because they would misinterpret arguments for Python: `sh -c` would run code as a script.
+# Other programs are refused, as they would misinterpret arguments for Python: `sh -c` would run code as a script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 
 def command(python: str | None, *words: str) -> list[str]:
     """Return the argv that runs the trainer with this interpreter; "" and None stand for the app's own interpreter.
 
-    If the first of the `words` is `-c`, the argv runs that code instead of the trainer. The argv includes -P because
-    Python would otherwise import a `trainer` or `torch` module in the working folder.
+    If the first of the `words` is `-c`, the argv runs that code instead of the trainer. The argv includes -P;
+    otherwise, Python would import a `trainer` or `torch` module in the working folder.
     """
     start = [] if words[:1] == ("-c",) else ["-m", "trainer"]
     return [whole(python) or sys.executable, "-P", *start, *words]
 
 
 def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables that make this interpreter find its own packages."""
+    """Return environment variables with which this interpreter finds its own packages."""
     return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
 
 
 def unset_line() -> str:
-    """Return the line of a shell script that unsets the variables that `variables` removes."""
+    """Return the shell script line that unsets the variables removed by `variables`."""
     return f"unset {' '.join(_OF_ANOTHER)}"
 
 
 def whole(python: str | None) -> str:
-    """Return the path of an interpreter with `~` expanded; keep symbolic links, since they identify the environment."""
+    """Return an interpreter's path with `~` expanded; keep symbolic links, as they identify the environment."""
     return os.path.expanduser(python) if python else ""
 
 
@@ -79,7 +79,7 @@ def _kind(path: Path) -> str:
 def _distrust(python: Path) -> str:
     """Return how other users could change an interpreter or add files to its folder, or "" if they cannot.
 
-    If the path is a symbolic link, check both the folder of the link and the folder of its target.
+    If the path is a symbolic link, check both the link's folder and its target's folder.
     """
     folders = (python.parent, python.resolve(strict=True).parent)
     why = distrust_of_program(python) or next(filter(None, map(distrust_of_searched, folders)), "")

@@ -1,4 +1,4 @@
-"""Finds the output of a job: the folder of its SAE, or of the activations that it has extracted."""
+"""Finds a job's output: the folder of its SAE or of its extracted activations."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.contract.settings.job_file import class_of, parse_as, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
-# The reason why a resumed extraction starts from the first row.
+# The reason a resumed extraction starts from the first row.
 NO_SHARD = "no shard was complete"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return the folder of a job's output, or None if there is no output yet."""
+    """Return a job's output folder, or None if there is no output yet."""
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_as(ExtractJob, table_of(job.config))
@@ -43,9 +43,9 @@ def name_of_output(job: Job) -> str:
 
 
 def names_of_hooks(job: Job) -> dict[str, list[str]]:
-    """Return a dict mapping each hook of an extraction to the other names for the same position in the model.
+    """Return a dict mapping each hook in an extraction to the other names for the same position in the model.
 
-    Once rows are stored, the other names include the name of the module.
+    Once rows are stored, the other names include the module name.
     """
     extraction = _extraction(job.config)
     if extraction is None:
@@ -62,14 +62,14 @@ def _extraction(config: str) -> ExtractJob | None:
 
 
 def may_tell_tokens(config: str) -> bool:
-    """Return whether the data of a recorded job file may include tokens, or True if it is not on this machine."""
+    """Return whether the data for a recorded job file may include tokens, or True if it is not on this machine."""
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 
 
 @functools.lru_cache(maxsize=256)
 def kind_of(config: str) -> KindEntry:
-    """Return the registry entry for the kind of job that a recorded job file describes."""
+    """Return the registry entry for the kind of job described by a recorded job file."""
     return KINDS[class_of(table_of(config)).kind]
 
 

@@ -112,7 +112,7 @@ def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
-    """Record that the evaluating process of a job was killed, unless another process is evaluating the job now."""
+    """Record that a job's evaluation process was killed, unless another process is evaluating the job now."""
     if is_held(data.run(job_id).evaluation_lock) or not going.remove(data, job_id):
         return
     if control.state(job_id) is not None:
@@ -129,7 +129,7 @@ def is_supervised(data: DataDir, job: Job) -> bool:
 
 
 def has_lost_its_place(data: DataDir, job: Job) -> bool:
-    """Return whether a queued job of this user on this machine has no supervisor."""
+    """Return whether this is a queued job on this machine, owned by this user, without a supervisor."""
     return _can_go_on(data, job) and _is_mine(data, job) and _is_orphaned(data, job)
 
 
@@ -160,8 +160,8 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     if not is_here(job):
         return False
     if job.supervisor is None:
-        # Use the time when the job was queued because a resumed job was created long ago.
-        # The absolute value limits the wait if the clock was set back.
+        # A resumed job was created long ago, so use the time at which it was queued.
+        # The absolute value limits the wait if the clock is set back.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -172,18 +172,18 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # If no process holds the lock, ignore the processes in the rows, since other users may have written these rows.
+    # Other users may have written the rows, so ignore the processes in them if no process holds the lock.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # Import the catalog here because a waiting supervisor does not need it.
     from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # On a cluster, do not wait for processes that hold the lock, since the job is cancelled below.
+    # On a cluster, do not wait for processes holding the lock: the job is cancelled below.
     if living or (held and backend and not backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
-        # Cancel the cluster job before the row is marked as lost because the user may start a lost job again.
+        # The user may restart a lost job, so cancel the cluster job before marking the row as lost.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
@@ -200,7 +200,7 @@ def _end(control: Control, job: Job, state: JobState, message: str, level: str, 
 
 
 def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
-    """Return the columns that the ranks wrote after the supervisor had exited, and whether the job is complete."""
+    """Return the columns written by the ranks after the supervisor had exited, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
     fields, heartbeat = run.fields(), run.heartbeat
@@ -208,17 +208,17 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     output = output_of(data, job)
     if output:
         fields["output_path"] = output
-    # Use the total number of steps in the row, since the heartbeat of an extended job may be from before the extension.
+    # An extended job's heartbeat may be from before the extension, so use the total number of steps in the row.
     is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
-    """Give orphaned ranks one minute to save after the event that reports them, then kill them.
+    """Give orphaned ranks one minute to save after the event reporting them, then kill them.
 
-    The minute starts again if the clock was set back, and is not shortened if the clock jumps forward. Since other
-    users may write rows too, kill only processes that hold the run's lock. If the holders of the lock are unknown,
-    kill only processes that were started as ranks of the attempt.
+    The minute starts over if the clock is set back, and is not shortened if the clock jumps forward. Since other users
+    may write rows too, kill only processes holding the run's lock. If the lock holders are unknown, kill only processes
+    started as ranks of the attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -252,7 +252,7 @@ def _is_of_the_run(rank: Rank, lock: Path) -> bool:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        # The command line of a process is empty while the process starts and after it has exited.
+        # A process's command line is empty while the process is starting and after it has exited.
         words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
         return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False

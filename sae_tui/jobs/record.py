@@ -1,4 +1,4 @@
-"""Reads and writes a run's `record.json`, a copy of the job's row that is used to rebuild a lost store."""
+"""Reads and writes a run's `record.json`, a copy of the job's row used to rebuild a lost store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Write the row of a job atomically; ignore disk errors because they must not prevent the job from running."""
+    """Write a job's row atomically; ignore disk errors because they must not prevent the job from running."""
     with contextlib.suppress(OSError):
         write_json(paths.record_file, job)
 
@@ -20,12 +20,12 @@ def write_record(paths: RunPaths, job: Job) -> None:
 def as_recorded(paths: RunPaths, job: Job) -> Job:
     """Return the row for rebuilding a lost store: the recorded row, but with the state of `job`.
 
-    The recorded row includes edits that `job` lacks. If there is no record, return `job`.
+    The recorded row includes edits missing from `job`. If there is no record, return `job`.
     """
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
 
 
 def read_record(paths: RunPaths) -> Job | None:
-    """Return the recorded row of a job, or None if there is no readable record."""
+    """Return a job's recorded row, or None if there is no readable record."""
     return read_json(paths.record_file, Job)

@@ -1,6 +1,6 @@
-"""Restarts the supervisors of queued jobs that no longer have one, for example after a reboot.
+"""Restarts missing supervisors for queued jobs, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one after another, in queue order. The command runs in
+`python -m sae_tui.jobs.revive DATA_DIR` starts the supervisors one at a time, in queue order. The command runs in
 the background so that other commands need not wait for it.
 """
 
@@ -26,7 +26,7 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# A process tries again to start missing supervisors after this many seconds.
+# A process retries starting missing supervisors after this many seconds.
 AGAIN_S = 60.0
 _COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
 _again_at = 0.0
@@ -35,8 +35,8 @@ _again_at = 0.0
 def reconcile_and_revive(data: DataDir) -> list[int]:
     """Correct the rows of jobs whose supervisor has exited, and restart the supervisors of queued jobs.
 
-    Return the ids of the jobs whose state has changed. A supervisor must not call this function, since it kills all
-    its descendants, which would include the new processes.
+    Return the ids of the jobs whose state has changed. A supervisor must not call this function: it kills all its
+    descendants, which would include the new processes.
     """
     return reconcile(data, revive)
 
@@ -55,7 +55,7 @@ def revive(data: DataDir) -> None:
 def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.start) -> list[int]:
     """Start the missing supervisors of this user's queued jobs, in queue order; return the ids of these jobs.
 
-    Only one process per host does this at a time; in other processes, return [].
+    Only one process per host does this at a time; others return [].
     """
     if not data.control_db.exists():
         return []

@@ -1,4 +1,4 @@
-"""Reads the headers of shards whose format requires torch or pyarrow, in a separate trainer process.
+"""Reads shard headers in formats requiring torch or pyarrow, in a separate trainer process.
 
 The results are cached in the data folder until the files change so that other commands and supervisors can use them.
 """
@@ -28,20 +28,20 @@ from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import ShardSet
 
 POLL_S = 0.2
-# The time limit for reading headers. The first import of torch from a network disk can take half a minute.
+# The time limit for reading shard headers. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 120.0
-# Headers that could not be read are read again after this time, since a missing package may have been installed.
+# A missing package may be installed later, so reading is retried after this many seconds if it fails.
 FAILED_FOR_S = 10.0
 # The trainer's error messages start with the name of this setting.
 _FIELD = "data.path"
 
-# Path, size and modification time of each file.
+# Each file's path, size and modification time.
 Fingerprint = tuple[tuple[str, int, int], ...]
 _when_reading: ContextVar[Callable[[Path], object]] = ContextVar("when_reading", default=lambda _: None)
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """The shards in files with the fingerprint `state`, or why reading them failed at the time `failed_at`."""
+    """The shards in files with the fingerprint `state`, or why reading these failed at the time `failed_at`."""
 
     state: Fingerprint
     shards: ShardSet | None = None
@@ -50,7 +50,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class ShardHeaders:
-    """Reads the headers of shards in a trainer process, and caches them until the files change."""
+    """Reads shard headers in a trainer process, and caches them until the files change."""
 
     def __init__(self, data: DataDir, command: Sequence[str] = ()) -> None:
         self._folder, self._command = data.headers, command
@@ -58,7 +58,7 @@ class ShardHeaders:
         self._locks: dict[str, threading.Lock] = {}
 
     def inspect(self, root: Path, files: Sequence[Path], field: str) -> ShardSet:
-        """Return the shards of a data path; raise `JobFileError` for the setting `field` if they cannot be read."""
+        """Return the shards at a data path; raise `JobFileError` for the setting `field` if they cannot be read."""
         place = os.path.abspath(root)
         try:
             state = fingerprint(files)
@@ -108,7 +108,7 @@ class ShardHeaders:
         return known if known.shards and known.shards.shards else None
 
     def _keep(self, place: str, known: _Known) -> None:
-        # Ignore errors. If the result cannot be saved, other commands simply read the headers again.
+        # Ignore errors. If the result cannot be saved, other commands simply reread the headers.
         with contextlib.suppress(OSError, UserError, UnicodeError):
             if known.shards is not None:
                 private_folder(self._folder)
@@ -124,7 +124,7 @@ def fingerprint(files: Sequence[Path]) -> Fingerprint:
 def announcing(when_reading: Callable[[Path], object]) -> Iterator[None]:
     """Within the context, call `when_reading` with each data path before the trainer reads its headers.
 
-    This applies only to reads that this thread requests.
+    This applies only to reads requested by this thread.
     """
     token = _when_reading.set(when_reading)
     try:
@@ -139,9 +139,9 @@ def answer_of(
     is_over: Callable[[], bool] = lambda: False,
     limit_s: float = float("inf"),
 ) -> bytes | None:
-    """Return the last line that a trainer command prints, or None if `is_over` returns True before the command exits.
+    """Return the last line printed by a trainer command, or None if `is_over` returns True before the command exits.
 
-    `python` is the interpreter that runs the command, or None for the app's own. Raise `UserError` if the command
+    `python` is the interpreter running the command, or None for the app's own. Raise `UserError` if the command
     fails.
     """
     # Hide the GPUs because no GPU is reserved for this command.

@@ -1,4 +1,4 @@
-"""The displayed name and symbol of each job state, shared by all screens, commands and filters."""
+"""The displayed name and symbol for each job state, shared by all screens, commands and filters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ENDED = {
 
 
 def describe_state(job: Job) -> Shown:
-    """Return the word and symbol of a job's state.
+    """Return the word and symbol for a job's state.
 
     A queued job that must not start until it is released is "held", or "paused" if it has run before. A running job
     that was asked to finish early is "cooling".
@@ -61,7 +61,7 @@ def is_cooling(job: Job) -> bool:
 
 
 def phase_words(job: Job) -> str:
-    """Describe the phase of a job, such as `cooling down, 40 steps left`; return "" if the phase is unknown."""
+    """Describe a job's phase, such as `cooling down, 40 steps left`; return "" if the phase is unknown."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase
@@ -69,7 +69,7 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Return whether a job's quality can be compared with that of other jobs, which requires completed training.
+    """Return whether a job has completed training, so that its quality can be compared with other jobs.
 
     Most of the improvement happens while the learning rate decays. Halfway through a run, the FVU is 15 % higher than
     at the end of a run that is a quarter as long. Comparing unfinished runs would favour the wrong settings.
@@ -78,7 +78,7 @@ def is_ranked(job: Job) -> bool:
 
 
 def was_resumed(job: Job) -> bool:
-    """Return whether a job was resumed by its user, and not only restarted automatically.
+    """Return whether a job was resumed by its user rather than just restarted automatically.
 
     In the row of a resumed job, `started` is the time of the latest start.
     """
@@ -86,5 +86,5 @@ def was_resumed(job: Job) -> bool:
 
 
 def stands(job: Job) -> str:
-    """Return a job's state as a predicate to be appended to "job 5", such as `is running` or `has finished`."""
+    """Return a job's state as a predicate appended to "job 5", such as `is running` or `has finished`."""
     return ENDED.get(job.state) or f"is {describe_state(job).word}"

@@ -1,4 +1,4 @@
-"""Opens the control store of a data folder for writing, and closes it afterwards."""
+"""Opens a data folder's control store for writing, and closes it afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.job_store import Control
 
 @contextlib.contextmanager
 def open_control(data: DataDir) -> Iterator[Control]:
-    """Open the control store of a data folder for writing; create it if it is missing."""
+    """Open a data folder's control store for writing; create it if it is missing."""
     control = Control(data.control_db)
     try:
         yield control
@@ -25,7 +25,7 @@ def existing(data: DataDir, job_id: int) -> Iterator[Control]:
     """Open the control store to access a job; if the store is missing, raise `UserError` instead of creating it."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    # Refuse symbolic links in place of the job's folders because changes to a job also write to these folders.
+    # Changing a job also writes to its folders, so refuse symbolic links in place of these folders.
     data.refuse_links(job_id)
     with open_control(data) as control:
         yield control

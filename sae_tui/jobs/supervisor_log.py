@@ -13,14 +13,14 @@ from trainer.contract.errors import UserError
 
 def note(text: str) -> None:
     """Write a line with the current time to stderr. The module `logging` would use 1 MB in each waiting supervisor."""
-    # Ignore errors because the log may be on a full disk.
+    # Ignore errors, as the log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()
 
 
 _last = ""
-# All retries take one minute if the store fails immediately, or six minutes if each of them waits for a lock.
+# All retries together take one minute if the store fails immediately, or six minutes if each one waits for a lock.
 STORE_TRIES = 60
 STORE_PAUSE_S = 1.0
 

@@ -42,14 +42,14 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# The interval between checks for a free GPU or a stop request.
+# How often to check for a free GPU or a stop request.
 LOOK_S = 0.5
 # A trainer that has not exited this many seconds after a stop request is killed.
 PATIENCE_S = 5.0
 
 
 class RunningEvaluation:
-    """An evaluation of a job; the constructor raises `UserError` if another evaluation of the job is running."""
+    """An evaluation of a job; the constructor raises `UserError` if the job is already being evaluated."""
 
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
@@ -60,7 +60,7 @@ class RunningEvaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another evaluation of this job is running")
-        # Mark an old stop request as answered because it was meant for an earlier evaluation.
+        # Mark any old stop request as answered; it was meant for an earlier evaluation.
         self._answer_stop()
         self._locks: GpuLocks | None = None
         self._gpu: ReservedGpu | None = None
@@ -135,7 +135,7 @@ class RunningEvaluation:
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
         """Publish the trainer's progress until the trainer exits; return whether it was stopped."""
         kept, is_open = b"", True
-        # Poll the process because the trainer's children may keep the descriptor open after the trainer has exited.
+        # The trainer's children may keep the descriptor open after the trainer has exited, so poll the process.
         while process.poll() is None:
             if self._is_stopped():
                 _end(process)
@@ -158,7 +158,7 @@ class RunningEvaluation:
     def _write(self, now: Going) -> None:
         """Write the progress if it has changed, or if the last write was more than `HEARTBEAT_S` ago."""
         is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
-        # Do not write if the data folder was deleted, since writing would recreate it.
+        # Do not write if the data folder was deleted: writing would recreate it.
         if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
@@ -200,7 +200,7 @@ class RunningEvaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that writes its progress to `descriptor`, and that is killed when this process exits."""
+    """Start a command that writes its progress to `descriptor` and is killed when this process exits."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,
@@ -221,7 +221,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
-    """Return the free GPU with the most memory and ""; if no GPU is free, return None and the reason."""
+    """Return the free GPU with the most memory, and ""; if no GPU is free, return None and the reason."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
@@ -241,9 +241,9 @@ def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[Re
 
 @functools.cache
 def _reader(root: Path, source: str) -> GpuReader:
-    """Return the cached reader of a GPU source.
+    """Return the cached reader for a GPU source.
 
-    The reader keeps track of how long another process has blocked the source.
+    The reader tracks how long another process has been blocking the source.
     """
     return GpuReader(DataDir(root), source)
 

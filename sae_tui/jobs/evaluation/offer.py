@@ -37,7 +37,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
 class EvaluationOffer(msgspec.Struct, frozen=True):
     """The parts of an evaluation, and a description of the device.
 
-    `other_device` describes the alternative device, or is "".
+    `other_device` describes the alternative device, if any.
     """
 
     job_id: int
@@ -69,7 +69,7 @@ class EvaluationChoice(msgspec.Struct, frozen=True):
 
 
 def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -> EvaluationOffer:
-    """Return the parts of an evaluation of a job's SAEs; raise `UserError` if the job cannot be evaluated now."""
+    """Return the evaluation parts for a job's SAEs; raise `UserError` if the job cannot be evaluated now."""
     refuse(data, job)
     wants_gpu = job.device == "cuda" and cuda
     parsed, _ = parse_job(table_of(job.config))
@@ -102,7 +102,7 @@ def _default(seconds: dict[str, float], cards: list[Card], *, has_model: bool) -
     """Return the default parts: the missing parts that do not take long or, if there are none, only the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
-    # Measuring the rows again is worthwhile because an evaluation reads more rows than the measurement at the end of
+    # Remeasuring the rows is worthwhile because an evaluation reads more rows than the measurement at the end of
     # training.
     return short or [ROWS]
 

@@ -1,4 +1,4 @@
-"""Describes the result of an evaluation for the event that records it."""
+"""Describes an evaluation result for the event that records it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def failure(paths: RunPaths, code: int) -> str:
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Describe the requested metrics of the SAE with the lowest FVU."""
+    """Describe the requested metrics for the SAE with the lowest FVU."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since no rows are held out")  # fmt: skip
@@ -54,10 +54,10 @@ def _contexts(data: DataDir, job_id: int) -> str:
 
 
 def is_judged(folder: Path) -> bool:
-    """Return whether the SAE in a folder, or any SAE of a sweep, has a report card."""
+    """Return whether the SAE in a folder, or any SAE in a sweep, has a report card."""
     return (folder / CARD).exists() or any(folder.glob(f"*/{CARD}"))
 
 
 def has_features(folder: Path) -> bool:
-    """Return whether feature files are stored for the SAE in a folder, or for any SAE of a sweep."""
+    """Return whether feature files are stored for the SAE in a folder, or for any SAE in a sweep."""
     return (folder / FEATURES).exists() or any(folder.glob(f"*/{FEATURES}"))

@@ -1,4 +1,4 @@
-"""Reads the report card that an evaluation has stored next to an SAE's weights."""
+"""Reads the report card stored by an evaluation next to an SAE's weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.series import error_of
 
 
 class FiguresSummary(msgspec.Struct, frozen=True):
-    """Metrics of an SAE, measured on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
+    """SAE metrics, measured on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
 
     n_tokens: int
     fvu: float
@@ -59,7 +59,7 @@ class AucSummary(msgspec.Struct, frozen=True):
 
 
 class ProbingSummary(msgspec.Struct, frozen=True):
-    """The performance of probes that predict the labels of texts from k latents, for each k."""
+    """The performance of probes predicting text labels from k latents, for each k."""
 
     k: dict[str, AucSummary] = {}
 
@@ -87,7 +87,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     probing: ProbingSummary | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the metrics that are used to compare SAEs, with their standard errors if known."""
+        """Return the metrics used to compare SAEs, with their standard errors if known."""
         own = self.figures
         values = {
             "card_fvu": own.fvu,
@@ -111,18 +111,18 @@ def read_card(folder: Path) -> ReportCard | None:
 
 
 def whole_cards(folder: Path) -> dict[str, Card]:
-    """Return a dict mapping the label of each SAE in a folder to its complete report card."""
+    """Return a dict mapping each SAE label in a folder to the SAE's complete report card."""
     cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
     return {card.label: card for card in cards}
 
 
 def read_cards(folder: Path) -> list[ReportCard]:
-    """Return the report card of the SAE in a folder, or the report cards of all SAEs of a sweep."""
+    """Return the report card for the SAE in a folder, or the report cards for all SAEs in a sweep."""
     return [card for one in _folders(folder) if (card := read_card(one))]
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return a dict mapping the label of each SAE in a folder to its current and earlier report cards, latest first.
+    """Return a dict mapping each SAE label in a folder to the SAE's current and earlier report cards, latest first.
 
     The label of a single SAE is "".
     """
@@ -133,7 +133,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return a dict mapping the label of each SAE in a folder to the report card with this number.
+    """Return a dict mapping each SAE label in a folder to the SAE's report card with this number.
 
     Raise `UserError` if no SAE has a report card with this number.
     """

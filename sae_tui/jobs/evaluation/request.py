@@ -30,7 +30,7 @@ from trainer.contract.settings.toml import Judged, read_plain_text
 from trainer.contract.store.rows import Job
 
 FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
-# The value of `--model` that stands for the language model that produced the data.
+# The value of `--model` that stands for the language model used to produce the data.
 AUTO = "auto"
 POLL_S = 0.1
 
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The names of the parts of the report card that the evaluation measures."""
+        """The names of the report card parts measured by the evaluation."""
         asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
         return tuple(part for part, is_asked in asked.items() if is_asked)
 
@@ -80,7 +80,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def evaluate(data: DataDir, request: Request) -> str:
-    """Start the evaluation of a job's SAEs and return a message; raise `UserError` if it cannot be started."""
+    """Start evaluating a job's SAEs and return a message; raise `UserError` if it cannot be started."""
     with existing(data, request.job_id) as control:
         refuse(data, control.job(request.job_id))
     python, allows_code = python_of(data, request.job_id), request.allows_code or _runs_code(data, request.job_id)
@@ -91,7 +91,7 @@ def evaluate(data: DataDir, request: Request) -> str:
     except SlowStart:
         raise
     except UserError:
-        # The evaluation may have failed to start because another process has already started an evaluation.
+        # The evaluation may have failed to start because another process has already started one.
         if is_going(data, request.job_id):
             raise UserError(f"job {request.job_id} is already being evaluated") from None
         raise
@@ -170,7 +170,7 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
 
 
 def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
-    """Show the progress of a job's evaluation until it ends; `since` is the time of the request.
+    """Show a job's evaluation progress until the evaluation ends; `since` is the time of the request.
 
     Return whether the evaluation succeeded, and a message about its result.
     """
@@ -182,8 +182,7 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        # Ignore the events of earlier evaluations because an evaluation that is killed while it waits for a GPU records
-        # none.
+        # An evaluation killed while waiting for a GPU records no event, so ignore events from earlier evaluations.
         events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
@@ -191,7 +190,7 @@ def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, 
 
 
 def is_going(data: DataDir, job_id: int) -> bool:
-    """Return whether a process is evaluating the job now."""
+    """Return whether the job is being evaluated now."""
     return bool(is_held(data.run(job_id).evaluation_lock))
 
 

@@ -23,9 +23,8 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 class GpuChoice(msgspec.Struct, frozen=True):
     """A GPU that the user may choose; `reason` explains why it is unavailable, or what is unknown about it.
 
-    `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory that jobs can use on the
-    idle GPU, which excludes the memory that the driver reserves. `withheld` is True if only other users may use the
-    GPU.
+    `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory available to jobs on the
+    idle GPU, excluding memory reserved by the driver. `withheld` is True if only other users may use the GPU.
     """
 
     index: int
@@ -48,12 +47,12 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """The jobs in our own store that hold this machine's GPUs, and the pids of their ranks, by GPU UUID.
+    """The jobs in our own store holding this machine's GPUs, and the pids of their ranks, by GPU UUID.
 
     If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
-    contains the pids of all our ranks and supervisors. `other_users` describes the jobs from other data folders that
-    hold a GPU, and `idle` describes how long a held GPU has been unused. `freed` contains the time when one of our
-    jobs last ended on a GPU.
+    contains the pids of all our ranks and supervisors. `other_users` describes jobs from other data folders holding a
+    GPU, and `idle` describes how long a held GPU has been unused. `freed` contains the time at which one of our jobs
+    last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -72,7 +71,7 @@ class Holders(msgspec.Struct, frozen=True):
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
-    """Return the holders of this machine's GPUs according to the leases of unfinished jobs on this machine."""
+    """Return the holders of this machine's GPUs according to leases for unfinished jobs on this machine."""
     jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
@@ -99,7 +98,7 @@ def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterab
     """Add the GPUs whose lock is held by a job outside our store; `folder` contains the locks, or is their reader."""
     uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
     pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
-    # If one of our jobs holds the lock but not yet the lease, it is recognised by the pid of its supervisor.
+    # If one of our jobs holds the lock but not yet the lease, it is recognised by its supervisor's pid.
     other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, other_users=other_users) if other_users else held
 
@@ -110,17 +109,17 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short description of how a GPU is used, and the name of the style to show it in."""
+    """Return a short description of a GPU's use, and the name of the style to show it in."""
     if choice.state == "available":
         return choice.brief or "idle", "dim"
     return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why a job that needs `needed_bytes` does not fit into a GPU's free memory, or "" if it fits."""
+    """Return why a job needing `needed_bytes` does not fit into a GPU's free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
-        # A value of 0 means that the job's memory requirement is not known yet.
+        # 0 means that the job's memory requirement is not known yet.
         return f"needs {gibibytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gibibytes(needed_bytes)}, {gibibytes(free)} free"
 
@@ -178,9 +177,9 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Describe the process that uses a GPU in exclusive compute mode, or return "".
+    """Describe the process using a GPU in exclusive compute mode, or return "".
 
-    In exclusive compute mode, even a process that uses little memory occupies the GPU.
+    In exclusive compute mode, even a process using little memory occupies the GPU.
     """
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
@@ -195,7 +194,7 @@ def _usable(sample: GpuSample) -> int | None:
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
     """Return the processes on a GPU; for a leased GPU, omit processes without a user name.
 
-    A process without a user name may be a rank of the job that leases the GPU, if that job runs in a container.
+    A process without a user name may be a rank of the job leasing the GPU, if that job is running in a container.
     """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
@@ -205,13 +204,13 @@ def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
     """Return whether an unlisted process must be using a GPU; return False if one of our jobs leases the GPU."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
-    # Ignore a reading that was taken before our last job on the GPU ended, since it reflects that job's use of the GPU.
+    # Ignore a reading taken before our last job on the GPU ended: it reflects that job's use of the GPU.
     freed = held.freed.get(sample.uuid)
     return freed is None or sample.timestamp > freed
 
 
 def _use(sample: GpuSample) -> str:
-    """Format the utilisation and the used memory of a GPU, like `98 %, 127.0 GiB`; omit unknown values."""
+    """Format a GPU's utilisation and used memory, like `98 %, 127.0 GiB`; omit unknown values."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 
@@ -224,9 +223,9 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """Return the process outside our jobs that uses the most memory, or None if they all use little memory.
+    """Return the process outside our jobs using the most memory, or None if all such processes use little memory.
 
-    A process whose memory use is unknown is never assumed to use little memory.
+    A process with unknown memory use is never assumed to use little memory.
     """
     large = [
         process

@@ -1,4 +1,4 @@
-"""Finds GPUs that a job holds but does not use, based on the stored history of their utilisation."""
+"""Finds GPUs held but not used by a job, based on their stored utilisation history."""
 
 from __future__ import annotations
 

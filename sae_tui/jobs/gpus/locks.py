@@ -1,7 +1,7 @@
-"""File locks that mark a GPU as in use for exactly as long as a process of the GPU's job is alive.
+"""File locks marking a GPU as in use for exactly as long as one of its job's processes is alive.
 
-The ranks inherit the descriptors of the locks. Therefore, a GPU stays locked while its rank runs, even if the
-supervisor is killed, and no locks have to be cleaned up after a crash. All locks of a machine's real GPUs are in one
+The ranks inherit the lock descriptors. Therefore, a GPU stays locked while its rank is running, even if the
+supervisor is killed, and no locks have to be cleaned up after a crash. All locks for a machine's real GPUs are in one
 folder so that users with different data folders see each other's locks.
 """
 
@@ -23,18 +23,18 @@ from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # /run/lock is emptied at every boot, and on most machines all users can write to it.
-# The locks are not in a subfolder, since the user who created it would own it and could lock out other users.
+# The locks are not in a subfolder: its creator would own it and could lock out other users.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
-# The time limit for reading the locks. Reading takes 0.1 ms unless the disk hangs.
+# The time limit for reading the GPU locks. Reading takes 0.1 ms unless the disk hangs.
 LIMIT_S = 0.1
 _ALONE = f"other users cannot see GPU reservations: set {ENV_LOCK_DIR} to a folder with mode 1777"
 
 
 class GpuLocks:
-    """The locks of one job's GPUs; either all locks are acquired, or none. Jobs that share a GPU share its lock."""
+    """The locks for one job's GPUs; either all locks are acquired, or none. Jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sort the GPUs so that two jobs that need the same GPUs cannot each hold one and wait for the other.
+        # Sort the GPUs so that two jobs needing the same GPUs cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class GpuLocks:
         not be acquired, and `why` is the error, or "" if another process holds the lock.
         """
         if self.descriptors:
-            # Do not lock again, since a second descriptor of the same file would conflict with the first one.
+            # Do not lock again: a second descriptor for the same file would conflict with the first.
             return True
         taken: list[int] = []
         for uuid, path in self._paths.items():
@@ -56,7 +56,7 @@ class GpuLocks:
                 if not path.parent.exists():
                     private_folder(path.parent)
                 taken.append(open_lock(path))
-                # If the file was replaced in the meantime, another process may hold the lock of the new file.
+                # If the file was replaced in the meantime, another process may hold the lock on the new file.
                 is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
                 why = ""
             except OSError as error:
@@ -81,7 +81,7 @@ def _is_there_still(path: Path, descriptor: int) -> bool:
 
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
-    """Return the folder of the GPU locks: the machine's folder for real GPUs, the data folder for simulated ones."""
+    """Return the GPU lock folder: the machine's folder for real GPUs, the data folder for simulated ones."""
     return _place(data, gpu_source)[0]
 
 
@@ -94,7 +94,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source == "none":
         return data.locks, ""
     if gpu_source.partition(":")[0] == "simulated":
-        # Simulated GPUs have the same UUIDs on all hosts that share the folder.
+        # Simulated GPUs have the same UUIDs on all hosts sharing the folder.
         return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
@@ -108,20 +108,20 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return a dict mapping the UUID of each locked GPU to the pid that acquired the lock.
 
-    Locks that were acquired in another PID namespace are omitted. This function does not acquire any lock.
+    Locks acquired in another PID namespace are omitted. This function does not acquire any lock.
     """
     return _holders({uuid: _path(folder, uuid) for uuid in uuids})
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid that holds the lock of a file, or None if no process in this PID namespace holds the lock."""
+    """Return the pid holding a file's lock, or None if no process in this PID namespace holds it."""
     return _holders({"": path}).get("")
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return a dict mapping the name of each locked file to the pid that holds its lock.
+    """Return a dict mapping the name of each locked file to the pid holding its lock.
 
-    `paths` maps names to files, which must all be in one folder.
+    `paths` maps names to files; these must all be in one folder.
     """
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
@@ -139,7 +139,7 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
 
 
 class HolderReader:
-    """Reads the holders of locks on a separate thread so that a hung disk does not block the caller."""
+    """Reads the lock holders on a separate thread so that a hung disk does not block the caller."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -160,13 +160,13 @@ class HolderReader:
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
     """Return a dict mapping the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
-    # Lines for processes that wait for a lock have an arrow before the type of the lock, so the pattern does not match.
+    # Lines for processes waiting for a lock have an arrow before the lock type, so the pattern does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
 
 
 def owner(pid: int) -> str:
-    """Describe the owner of a process, like `alice (pid 123)`, or return only the pid if the process has exited."""
+    """Describe a process's owner, like `alice (pid 123)`, or return only the pid if the process has exited."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -217,7 +217,7 @@ def _open_or_create(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        # Set the mode after the file is created because the umask would remove permissions that other users need.
+        # Set the mode after creating the file; the umask would remove permissions that other users need.
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, 0o644)
         return descriptor

@@ -1,4 +1,4 @@
-"""Tracks which GPUs of this machine our jobs hold, and creates GPU sources.
+"""Tracks which GPUs on this machine our jobs hold, and creates GPU sources.
 
 The functions can be called from any thread.
 """
@@ -35,7 +35,7 @@ class Occupancy:
             return self._holders
 
     def jobs_by_uuid(self) -> Mapping[str, int]:
-        """Return a dict mapping the UUID of each held GPU to the id of its job."""
+        """Return a dict mapping the UUID of each held GPU to its job's id."""
         return {uuid: job.id for uuid, job in self.holders().jobs.items()}
 
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
@@ -59,7 +59,7 @@ class Occupancy:
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
     """Return the GPU source with this name, which must be one of `source_names`.
 
-    Simulated GPUs list the ranks of our jobs as their processes. The number of simulated GPUs is `count` or, if `count`
+    Simulated GPUs list our jobs' ranks as their processes. The number of simulated GPUs is `count` or, if `count`
     is None, the number in the name, as in "simulated:8".
     """
     name, _, named = name.partition(":")

@@ -25,7 +25,7 @@ MOST_AT_ONCE = 100
 
 
 def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:
-    """Return the settings of a job, with its current name and with `overrides` applied.
+    """Return a job's settings, with its current name and with `overrides` applied.
 
     Raise `JobFileError` if an override is invalid.
     """
@@ -52,7 +52,7 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
-    """Return the current name of a job, which may have changed since its launch, or "" if there is no such job."""
+    """Return a job's current name, which may have changed since its launch, or "" if there is no such job."""
     with contextlib.suppress(UserError), existing(data, job_id) as control:
         return control.job(job_id).name
     return ""

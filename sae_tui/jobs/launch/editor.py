@@ -23,7 +23,7 @@ def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
 
     Comments at the top of the file describe the problems, as in `kubectl edit`. Raise `UserError` if the editor cannot
     be run or reports failure, or if the user leaves an invalid file unchanged. In the last two cases, the message names
-    a file with the edited text.
+    a file containing the edited text.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Save the edited text to a file, and return a message that names the file and states that the form is unchanged.
+    """Save the edited text to a file, and return a message naming the file and stating that the form is unchanged.
 
     If the user changed nothing, write no file.
     """

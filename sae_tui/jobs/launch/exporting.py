@@ -1,4 +1,4 @@
-"""Exports the SAE of a job for other tools. The export runs in a trainer process because it needs torch."""
+"""Exports a job's SAE for other tools. The export runs in a trainer process because it needs torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.contract.paths import DataDir, working_folder
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The trainer's report on an export: the checkpoint, and the folder of the SAE, or of each SAE of a sweep.
+    """The trainer's report on an export: the checkpoint, and the folder for the SAE or for each SAE in a sweep.
 
-    If the format does not support some SAEs of a sweep, `left_out` maps the label of each of them to the reason.
+    If the format does not support some SAEs in a sweep, `left_out` maps their labels to the reasons.
     """
 
     checkpoint: str
@@ -31,7 +31,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def export_sae(
     data: DataDir, job_id: int, out: Path, arguments: Sequence[str], on_reached: OnReached | None = None
 ) -> Exported:
-    """Export the SAE of a job to a folder; `arguments` are passed to the trainer's `export` command.
+    """Export a job's SAE to a folder; `arguments` are passed to the trainer's `export` command.
 
     Raise `UserError` if the export fails.
     """

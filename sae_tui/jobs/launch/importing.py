@@ -67,9 +67,9 @@ def import_sae(
     staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
     try:
         paths = ["--out", str(staged), "--data", str(activations)]
-        # The import runs in a separate process, because it needs torch.
+        # The import runs in a separate process because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # Show the standard error of a download because it contains the progress for each file.
+        # Show a download's standard error, which contains the progress for each file.
         from_hub = not os.path.lexists(folder)
         imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
@@ -97,7 +97,7 @@ def import_sae(
 
 
 def _named(folder: Path) -> str:
-    """Return the absolute path of an existing folder, or the unchanged name of a repository on the Hugging Face Hub."""
+    """Return an existing folder's absolute path, or the unchanged name of a Hugging Face Hub repository."""
     return str(folder.absolute() if os.path.lexists(folder) else folder)
 
 

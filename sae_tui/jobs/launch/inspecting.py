@@ -1,4 +1,4 @@
-"""Inspects stored activations with `sae-train inspect`, which runs in a separate process because it needs torch."""
+"""Inspects stored activations by running `sae-train inspect` in a separate process, as it needs torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DataFinding(msgspec.Struct, frozen=True):
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """The properties of stored activations, measured on a sample of `n_looked_at` rows; `gamma` is ‖mean‖/‖std‖."""
+    """Properties of stored activations, measured on a sample of `n_looked_at` rows; `gamma` is ‖mean‖/‖std‖."""
 
     n_tokens: int
     d_in: int

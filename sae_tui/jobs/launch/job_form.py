@@ -1,4 +1,4 @@
-"""Converts the values of a launch form into a validated job and a one-line summary."""
+"""Converts launch form values into a validated job and a one-line summary."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, se
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
-# The form omits this setting because the user chooses the GPUs in a list.
+# The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
 
 
 class Draft(msgspec.Struct, frozen=True):
     """The user's input in the launch form.
 
-    `values` maps the paths of settings to valid values, and `wrong` maps them to messages about invalid values. `gpus`
+    `values` maps setting paths to valid values, and `wrong` maps setting paths to messages about invalid values. `gpus`
     is the value of `launch.gpus`. If the job is not a training job, `values` also contains its `kind`.
     """
 
@@ -56,9 +56,9 @@ class Review(msgspec.Struct, frozen=True):
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # A message that the job would have to wait for GPU memory, or "" if enough memory is free.
+    # A message saying that the job would have to wait for GPU memory, or "" if enough memory is free.
     lack: str = ""
-    # Maps the paths of overridden settings to their effective values, if these are known.
+    # Maps the paths of overridden settings to their effective values, if known.
     comes_to: dict[str, str] = {}
     # Why no job can be launched here; a job file can still be written.
     refusal: str = ""
@@ -110,7 +110,7 @@ def review(
     cuda: bool,
     when_known: Callable[[], object] | None = None,
 ) -> Review:
-    """Check whether a draft can run on this machine, reading the headers of the activation shards or language model.
+    """Check whether a draft can run on this machine, reading the activation shards' or language model's headers.
 
     If the draft names an interpreter, that interpreter is run once to list its packages. If `when_known` is given, do
     not wait for this list, but call `when_known` once it is available.
@@ -149,7 +149,7 @@ def _review(
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
-        # Omit warnings because they would concern the defaults that have replaced the invalid values.
+        # Omit warnings, which would concern the defaults substituted for the invalid values.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
@@ -168,8 +168,7 @@ def _review(
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
-    # Even if the job runs on the CPU, estimate the memory that it would need on a GPU because the list of GPUs shows
-    # this estimate.
+    # The GPU list shows the memory needed on a GPU, so estimate it even if the job runs on the CPU.
     beside = look
     if choices and not look.on_gpus:
         beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
@@ -186,7 +185,7 @@ def _review(
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:
-    """Return the free memory of the chosen devices, or `FreeMemory()` for a cluster, whose memory is unknown."""
+    """Return the free memory on the chosen devices, or `FreeMemory()` for a cluster, whose memory is unknown."""
     if elsewhere:
         return FreeMemory()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
@@ -194,7 +193,7 @@ def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: 
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
-    """Return the number of GPUs that `launch.gpus` selects by index or by count, or 0 for the CPU."""
+    """Return the number of GPUs selected by `launch.gpus`, by index or by count, or 0 for the CPU."""
     if isinstance(gpus, list):
         return len(gpus)
     word, _, count = gpus.partition(":")
@@ -202,7 +201,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """Return the indices of a job's GPUs; if the job may use any GPUs, return the GPUs that it would use now."""
+    """Return the indices of a job's GPUs; if the job may use any GPUs, return those it would use now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]
@@ -227,7 +226,7 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str
 
 
 def kind_of(values: Mapping[str, Any]) -> str:
-    """Return the kind of job that these values describe."""
+    """Return the kind of job described by these values."""
     return str(values.get("kind", TRAINING))
 
 
@@ -267,7 +266,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """Return the table of a job file, completed with defaults; if the file is invalid, raise a `JobFileError`.
+    """Return a job file's table, completed with defaults; if the file is invalid, raise a `JobFileError`.
 
     The error lists all problems.
     """
@@ -306,7 +305,7 @@ def _beside(job_file: Path, where: str) -> str:
 
 
 def each_alone(job: AnyJob) -> list[AnyJob]:
-    """Return one separately named job per SAE of a sweep; return any other job unchanged."""
+    """Return one separately named job per SAE in a sweep; return any other job unchanged."""
     if not job.sweep:
         return [job]
     named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
@@ -342,7 +341,7 @@ def write_job(path: Path, job: AnyJob) -> None:
 
 
 def presets() -> list[Path]:
-    """Return the job files that are shipped with the app."""
+    """Return the job files shipped with the app."""
     return sorted((shipped_data() / "presets").glob("*.toml"))
 
 
@@ -352,12 +351,12 @@ def default_preset() -> Path:
 
 
 def extraction_preset() -> Path:
-    """Return the job file with the initial values of the extraction form."""
+    """Return the job file with the extraction form's initial values."""
     return shipped_data() / "presets" / "extract.toml"
 
 
 def data_bases() -> list[Path]:
-    """Return the base folders of relative data paths: the working directory, and the folder that contains `data/`."""
+    """Return the base folders for relative data paths: the working directory, and the folder containing `data/`."""
     return [working_folder(), shipped_data().parent]
 
 

@@ -1,4 +1,4 @@
-"""Saves the launch form to disk while the user fills it in so that the input survives an exit or crash of the app."""
+"""Saves the launch form to disk while the user fills it in so that the input survives an app exit or crash."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainer.contract.paths import DataDir
 
 
 class KeptDraft:
-    """The draft file of one form; it contains the user's changes until they are launched, replaced or undone."""
+    """The draft file for one form; it contains the user's changes until they are launched, replaced or undone."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
         # The kind of job in the draft file, or None if this form has no draft file.
         self._kind: str | None = None
-        # True if the form was filled from a draft file that an earlier form left behind.
+        # True if the form was filled from a draft file left by an earlier form.
         self.is_left = False
 
     def note_filled(self, path: Path, kind: str) -> None:
-        """Record that the form was filled from a job file, which may be the draft file of an earlier form."""
+        """Record that the form was filled from a job file, which may be an earlier form's draft file."""
         self.is_left = path == file_of(self._data, kind)
         if self.is_left:
             self._kind = kind
 
     def follow(self, draft: Draft, *, is_changed: bool) -> None:
-        """Save the valid values of the form if the user has changed them; delete a draft file that is not needed."""
+        """Save the form's valid values if the user has changed them; delete an unneeded draft file."""
         kind = kind_of(draft.values)
         if self._kind and (self._kind != kind or not (is_changed or self.is_left)):
             drop(self._data, self._kind)
@@ -41,7 +41,7 @@ class KeptDraft:
 
 
 def keep(data: DataDir, draft: Draft) -> None:
-    """Save the valid values of a draft to its draft file; ignore errors because the form still contains the values."""
+    """Save a draft's valid values to its draft file; ignore errors because the form still contains the values."""
     with contextlib.suppress(OSError, UserError):
         if not data.root.exists():
             data.create()
@@ -59,7 +59,7 @@ def kept(data: DataDir, kind: str) -> Path | None:
     file = file_of(data, kind)
     with contextlib.suppress(OSError, UserError):
         status = file.lstat()
-        # Ignore a file of another user, which may exist in a folder that a group shares.
+        # Ignore another user's file, which may exist in a folder shared by a group.
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
             read_job_table(file)
             return file
@@ -67,5 +67,5 @@ def kept(data: DataDir, kind: str) -> Path | None:
 
 
 def file_of(data: DataDir, kind: str) -> Path:
-    """Return the path of the draft file for a kind of job; users who share a data folder have separate files."""
+    """Return the path of the draft file for a kind of job; users sharing a data folder have separate files."""
     return data.root / f"draft-{kind}-{os.getuid()}.toml"

@@ -105,9 +105,9 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs one after another and return their ids; if one fails, raise `UserError`.
+    """Launch jobs in sequence and return their ids; if a launch fails, raise `UserError`.
 
-    The error lists the jobs that were already launched.
+    The error lists the jobs already launched.
     """
     launched: list[int] = []
     for job, placement in jobs:
@@ -122,7 +122,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **option
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Start) -> None:
-    """Write the files that the supervisor of a queued job needs, and start the supervisor."""
+    """Write the files needed by a queued job's supervisor, and start the supervisor."""
 
     def write_and_start(data: DataDir, job_id: int) -> None:
         data.refuse_links(job_id)
@@ -155,7 +155,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
     `distrust` explains why the file is not trusted, for example because other users can write to it; for a trusted
     file, it is "".
     """
-    # Check local jobs too because the options are copied into our own job file, and a later resume may use SLURM.
+    # Check local jobs too: the options are copied into our own job file, and a later resume may use SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))
     if job.launch.sbatch_options and not sets(overrides, SBATCH):
@@ -165,7 +165,7 @@ def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str
 
 
 def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    """Return the columns of a job's row that are determined by its settings and its placement."""
+    """Return the job row columns determined by the job's settings and placement."""
     return launch_kind(job.kind).row(data, job, placement, past) | {
         "config": dump_job(job),
         "device": placement.device,
@@ -183,7 +183,7 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
-    """Return the value of the environment variable that limits the visible GPUs, such as `CUDA_VISIBLE_DEVICES`.
+    """Return the value of the environment variable limiting the visible GPUs, such as `CUDA_VISIBLE_DEVICES`.
 
     Return None if the variable is not set, or if the job does not use GPUs.
     """
@@ -193,7 +193,7 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:
-    """Return a `Machine` that has only the job's GPUs, for the checks of the job.
+    """Return a `Machine` that has only the job's GPUs, for the job checks.
 
     The GPUs themselves were checked when the job was placed.
     """

@@ -1,4 +1,4 @@
-"""The memory that a job needs: an estimate, the peak of a similar job, and settings that would make the job fit."""
+"""The memory needed by a job: an estimate, a similar job's peak, and settings that would make the job fit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
-# The peak that PyTorch measures excludes the CUDA context. The size of a process includes Python and PyTorch.
+# The peak measured by PyTorch excludes the CUDA context. The process size includes Python and PyTorch.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
 
 class PeakMemory(msgspec.Struct, frozen=True):
-    """The peak memory of a rank of a finished job: the reserved GPU memory ("cuda") or the process size ("cpu")."""
+    """A rank's peak memory in a finished job: the reserved GPU memory ("cuda") or the process size ("cpu")."""
 
     job_id: int
     peak_bytes: int
@@ -41,7 +41,7 @@ class PeakMemory(msgspec.Struct, frozen=True):
 
 
 class FreeMemory(msgspec.Struct, frozen=True):
-    """The free memory of the fullest of a job's GPUs, or of the machine if the job runs on the CPU.
+    """The free memory on the fullest of a job's GPUs, or on the machine if the job runs on the CPU.
 
     `free_bytes` is None if it is unknown, and `where` is the name of the GPU or the machine.
     """
@@ -51,17 +51,17 @@ class FreeMemory(msgspec.Struct, frozen=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The memory that each rank of a job needs; on the CPU, `sharing` ranks share the memory of the machine."""
+    """The memory needed by each of a job's ranks; on the CPU, `sharing` ranks share the machine's memory."""
 
     parts: Memory
     sharing: int = 1
     measured: PeakMemory | None = None
     remedies: tuple[str, ...] = ()
-    # The advice that is shown if there are no remedies.
+    # The advice shown if there are no remedies.
     otherwise: str = "a smaller batch_size or d_sae"
     # True if too little memory was free when the remedies were computed.
     judged_lacking: bool = False
-    # The memory requirement in the outlook, which replaces the sum of `parts` because it may have been measured.
+    # The memory requirement from the outlook; it may be measured, so it replaces the sum of `parts`.
     taken_bytes: int | None = None
     on_gpus: bool = True
 
@@ -80,7 +80,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def used_before(past: Iterable[Job]) -> UsedBefore:
-    """Return a function that looks up how much GPU memory the newest finished job of the same shape used."""
+    """Return a function that looks up how much GPU memory was used by the newest finished job of the same shape."""
 
     def find(job: JobConfig, data: DataShape, look: Outlook) -> Took | None:
         peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
@@ -90,7 +90,7 @@ def used_before(past: Iterable[Job]) -> UsedBefore:
 
 
 def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeMemory:
-    """Return the free memory of the fullest of these GPUs, ignoring GPUs that do not report their memory."""
+    """Return the free memory on the fullest of these GPUs, ignoring GPUs that do not report their memory."""
     free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
@@ -100,7 +100,7 @@ def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeM
 
 
 def capacity_on_cpu() -> FreeMemory:
-    """Return the memory of this machine that is available for new processes without swapping."""
+    """Return the memory on this machine available to new processes without swapping."""
     return FreeMemory(machine_memory().available_bytes, "this machine")
 
 
@@ -135,7 +135,7 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        # Ignore the number of rows because it is not recorded and affects only how many rows are held out.
+        # Ignore the row count, which is not recorded and affects only how many rows are held out.
         wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done

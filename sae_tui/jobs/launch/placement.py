@@ -38,7 +38,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """The devices of a job; `world_size` is their number.
+    """A job's devices; `world_size` is how many there are.
 
     If `any_gpus`, the job uses the first `world_size` GPUs that become free. For a job on a cluster, `gpus` is empty.
     A job on simulated GPUs leases these GPUs, but runs on the CPU.
@@ -50,7 +50,7 @@ class Placement(msgspec.Struct, frozen=True):
     any_gpus: bool = False
     # The job's outlook on these devices, or None if a job is resumed on its former devices.
     look: AnyOutlook | None = None
-    # The memory that the job needed on each GPU before, if it is resumed on its former devices.
+    # The memory previously needed by the job on each GPU, if it is resumed on its former devices.
     had_bytes: int | None = None
     # The vendor of the GPUs, or "" if it is unknown.
     vendor: str = ""
@@ -75,10 +75,9 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
-    """Return the GPUs of the vendor that the PyTorch build supports.
+    """Return the GPUs from the vendor supported by the PyTorch build.
 
-    If that vendor is unknown, return the GPUs of the vendor with the most usable GPUs, up to the `count` that are
-    required.
+    If that vendor is unknown, return those of the vendor with the most usable GPUs, up to the required `count`.
     """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:
@@ -92,7 +91,7 @@ def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoi
 
 
 def place(proposal: Proposal[Any], choices: Sequence[GpuChoice], *, multi_gpu_enabled: bool = True) -> Placement:
-    """Resolve `launch.gpus` on the machine of a proposal; raise `JobFileError` if the request cannot be satisfied."""
+    """Resolve `launch.gpus` on a proposal's machine; raise `JobFileError` if the request cannot be satisfied."""
     placement = _resolve(proposal, choices, multi_gpu_enabled)
     if fatal := errors(proposal.memory_problems()):
         raise JobFileError(fatal)
@@ -123,7 +122,7 @@ def _resolve(proposal: Proposal[Any], choices: Sequence[GpuChoice], multi_gpu_en
 
 
 def _one_vendor(choices: Sequence[GpuChoice]) -> str:
-    """Return the vendor of these GPUs, or "" if it is unknown; raise `JobFileError` if they have different vendors."""
+    """Return these GPUs' vendor, or "" if it is unknown; raise `JobFileError` if they have different vendors."""
     if message := refusal_of_mixture((choice.index, choice.vendor) for choice in choices):
         raise _refusal(message)
     return next((choice.vendor for choice in choices), "")
@@ -138,7 +137,7 @@ def propose_here(
     past: Iterable[Job] = (),
     promises: Promises = NO_PROMISES,
 ) -> Proposal[J]:
-    """Return the proposal for a job on this machine, using the measured memory of the jobs in `past`."""
+    """Return the proposal for a job on this machine, using the memory measured for the jobs in `past`."""
     return propose(job, machine(choices, data, cuda=cuda, promises=promises), used_before(past))
 
 
@@ -149,7 +148,7 @@ def machine(
     cuda: bool,
     promises: Promises = NO_PROMISES,
 ) -> Machine:
-    """Return a description of this machine for the checks of a job; `cuda` is True if jobs can use CUDA on its GPUs."""
+    """Return a description of this machine for the job checks; `cuda` is True if jobs can use CUDA on its GPUs."""
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -184,7 +183,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs with these indices; they may be busy because the job can wait for them or share them.
+    """Return the GPUs with these indices; busy GPUs are allowed, as the job can wait for them or share them.
 
     Raise `JobFileError` if a GPU does not exist or cannot be used.
     """

@@ -13,7 +13,7 @@ OTHER_BUILD = "install another build of torch; pytorch.org/get-started shows the
 def cuda_problem(vendors: Collection[str] = ()) -> str:
     """Return why no job can use a GPU with the installed PyTorch, or "" if jobs can or if this is unknown.
 
-    `vendors` contains the vendors of the GPUs, by default all vendors whose drivers are installed.
+    `vendors` contains the GPU vendors, by default all vendors whose drivers are installed.
     """
     build = installed_build()
     if build is None:

@@ -44,7 +44,7 @@ from trainer.contract.trust import distrust_of_file
 from trainer.contract.wording import join_words
 
 Place = Callable[[AnyJob], Placement]
-# The settings that determine where a job runs, and on how many ranks.
+# The settings determining where a job runs and on how many ranks.
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
@@ -66,7 +66,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
 
     @property
     def sentence(self) -> str:
-        """A predicate to be appended to "job 5", like `resumes from step 501`."""
+        """A predicate appended to "job 5", like `resumes from step 501`."""
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its complete shards" if self.step else begins
@@ -90,7 +90,7 @@ def resume(
 
     If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
-    Raise `JobFileError` if an override changes a setting that cannot be changed, and `UserError` if the job cannot be
+    Raise `JobFileError` if an override affects an unchangeable setting, and `UserError` if the job cannot be
     resumed.
     """
     reconcile_and_revive(data)
@@ -118,7 +118,7 @@ def resume(
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # The supervisor runs on this host because only the supervisor's host can check whether it is alive.
+        # Only the supervisor's host can check whether it is alive, so the supervisor runs on this host.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
@@ -167,9 +167,9 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:
-    """Write the job file of a job whose launch was interrupted before the file was written.
+    """Write the job file for a job whose launch was interrupted before the file was written.
 
-    Raise `UserError` if the job has already run because this means that its job file was deleted later.
+    If the job has already run, its job file was deleted later, so raise `UserError`.
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
@@ -194,8 +194,8 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 def _with_its_place(job: Job) -> Job:
     """Return the job with the values of `after` and `held` that apply when it is queued again.
 
-    If the job has never run, both values are kept; otherwise, they are cleared. A job that the user stopped is no
-    longer held because resuming it also releases it.
+    If the job has never run, both values are kept; otherwise, they are cleared. Resuming a job also releases it, so a
+    job stopped by the user is no longer held.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -203,15 +203,15 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _why_it_waits(job: Job) -> str:
-    """Return a clause that explains why a queued job cannot start yet, or "" if nothing prevents it."""
+    """Return a clause explaining why a queued job cannot start yet, or "" if nothing prevents it."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
 
 def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> None:
-    """Raise `JobFileError` if the job is pinned to GPUs of its former host that this host does not have.
+    """Raise `JobFileError` if the job is pinned to GPUs on its former host that this host does not have.
 
-    Raise `UserError` if the GPUs of this host cannot be read.
+    Raise `UserError` if this host's GPUs cannot be read.
     """
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
@@ -237,14 +237,14 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 
 
 def _as_before(job: Job) -> Placement:
-    """Return the former placement of a job; a job that was allowed to use any GPUs may do so again."""
+    """Return a job's former placement; a job that was allowed to use any GPUs may do so again."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` from the run folder, where it marks the job as ended, to the folder of its attempt."""
+    """Move `exit.json` from the run folder, where it marks the job as ended, to its attempt's folder."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

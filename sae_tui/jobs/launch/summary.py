@@ -1,4 +1,4 @@
-"""Lists the settings of a job for display: first the identifying settings, then other non-default settings."""
+"""Lists a job's settings for display: first the identifying settings, then other non-default settings."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return two lists of setting names and values: the important settings, and the settings with default values.
+    """Return two lists of setting names and values: important settings, and settings with default values.
 
-    The first list is sorted by importance. `became` pairs the path of each "auto" setting with the value that was
-    chosen for it.
+    The first list is sorted by importance. `became` pairs the path of each "auto" setting with the value chosen for it.
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
-    if job is None:  # The job file contains settings of another version.
+    if job is None:  # The job file contains settings from another version.
         return tuple((path, _word(value)) for path, value in _flat(raw)), ()
     table = to_table(job)
     settings = {path: (value, default) for path, value, default in _settings(table, job.kind)}
@@ -56,7 +55,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return pairs of the path of each setting that can be "auto" and the value that a job's ranks chose for it."""
+    """Return pairs of the path of each setting that can be "auto" and the value chosen for it by a job's ranks."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}
@@ -72,13 +71,13 @@ def settled(plan: Plan | None, total_steps: int | None) -> Entries:
 
 
 def _name(path: str, names: Counter[str]) -> str:
-    """Return the name of a setting, with its section if another section has a setting with the same name."""
+    """Return a setting's name, with its section if another section has a setting with the same name."""
     name = path.partition(".")[2]
     return path if names[name] > 1 else name
 
 
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path, value and default of every setting of a job; for an axis of a sweep, the value is a list."""
+    """Yield the path, value and default of every setting in a job; for a sweep axis, the value is a list."""
     for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
             yield f"{section}.{setting.name}", table[section].get(setting.name), setting.default

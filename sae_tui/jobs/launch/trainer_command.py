@@ -1,4 +1,4 @@
-"""Runs a command of the trainer that prints its result as JSON, and forwards the command's progress."""
+"""Runs a trainer command that prints its result as JSON, and forwards the command's progress."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def answer_of(
 ) -> T:
     """Run a trainer command and return its result, decoded as `kind`; raise `UserError` if the command fails.
 
-    The command runs on the CPU because it computes very little. `on_reached` is called on another thread. If
-    `shows_errors`, the command inherits the standard error of this program.
+    The command does little computation, so it runs on the CPU. `on_reached` is called on another thread. If
+    `shows_errors`, the command inherits this program's standard error.
     """
     reading, writing = os.pipe()
     env = {**named_python.variables(python), **hide_all(), ENV_DESCRIPTOR: str(writing)}

@@ -1,4 +1,4 @@
-"""Launch backends, which run the ranks of an attempt on this machine or on a cluster."""
+"""Launch backends that run an attempt's ranks on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, setup: AttemptSetup) -> Attempt:
-    """Return an attempt of this launch backend, without starting it."""
+    """Return an attempt for this launch backend, without starting it."""
     attempt: Attempt = LAUNCH_BACKENDS[backend].load()(setup)
     return attempt

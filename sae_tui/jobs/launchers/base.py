@@ -1,4 +1,4 @@
-"""The interface through which the supervisor controls the ranks of an attempt, on this machine or on a cluster."""
+"""The interface through which the supervisor controls an attempt's ranks, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ RankCommand = Callable[[Path], Sequence[str]]
 
 
 class AttemptSetup(msgspec.Struct, frozen=True):
-    """Everything that an attempt needs to start.
+    """Everything an attempt needs to start.
 
-    `locks` contains the descriptors of the GPU locks. The ranks inherit these descriptors so that the GPUs stay locked
+    `locks` contains the GPU lock descriptors. The ranks inherit these descriptors so that the GPUs stay locked
     while any rank is alive.
     """
 
@@ -57,16 +57,16 @@ class Attempt(Protocol):
 
     @property
     def has_failed(self) -> bool:
-        """True if a rank exited prematurely so that the other ranks cannot continue."""
+        """True if a rank exited prematurely, so the other ranks cannot continue."""
         ...
 
     @property
     def codes(self) -> set[int | None]:
-        """The exit codes of all ranks: negative for a signal, None for a rank that has not exited."""
+        """The exit codes for all ranks: negative for a signal, None for a rank still running."""
         ...
 
     def start(self) -> None:
-        """Start all ranks. After an `OSError` or `UserError`, the caller must stop the ranks that were started."""
+        """Start all ranks. After an `OSError` or `UserError`, the caller must stop any ranks already started."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
@@ -74,7 +74,7 @@ class Attempt(Protocol):
         ...
 
     def rows(self) -> list[Rank]:
-        """Return all ranks as rows of the store."""
+        """Return all ranks as store rows."""
         ...
 
     def ask_to_stop(self) -> None:
@@ -101,9 +101,9 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """Describe an abnormal state of the ranks, such as a halted rank, or return "" if all ranks seem to work."""
+        """Describe an abnormal rank state, such as a halted rank, or return "" if all ranks appear to be working."""
         ...
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the stacks of every rank to a file, to show why the attempt makes no progress."""
+        """Write every rank's stacks to a file, to show why the attempt is making no progress."""
         ...

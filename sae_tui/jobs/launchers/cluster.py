@@ -15,10 +15,11 @@ from trainer.contract.settings.declare import show
 from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5
-# The time limit for SLURM's commands. A busy controller responds late, and one that is down does not respond at all.
+# The time limit for SLURM commands. A busy controller responds late, and a controller that is down does not respond
+# at all.
 TIMEOUT_S = 15.0
-# A job is presumed to have ended if SLURM does not know it this many times in a row.
-# SLURM forgets ended jobs after MinJobAge, but a restarted controller may also briefly not know a running job.
+# A job is presumed to have ended if SLURM reports it as unknown this many times in a row.
+# SLURM forgets ended jobs after MinJobAge, but a restarted controller may also briefly be unaware of a running job.
 TIMES_UNKNOWN = 3
 _OVER = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
@@ -66,7 +67,7 @@ class SlurmJob:
     def read(cls, file: Path) -> SlurmJob:
         """Return the job whose number is stored in a file.
 
-        Raise `UserError` if other users can write to the file because they could have the wrong job cancelled. Raise
+        Raise `UserError` if other users can write to the file: they could have the wrong job cancelled. Raise
         `SlurmError` if the file contains no number, and `OSError` if it is missing.
         """
         with open_own(file) as stream:

@@ -1,4 +1,4 @@
-"""Copies progress from the file that rank 0 writes on another host into `metrics.db`.
+"""Copies progress from the file written by rank 0 on another host into `metrics.db`.
 
 No other process writes to this `metrics.db`.
 """
@@ -29,7 +29,7 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Store up to 4 MiB of complete lines that were added since the last call; return whether there were any.
+        """Store up to 4 MiB of complete lines added since the last call; return whether there were any.
 
         Raise `StoreError` if the store cannot be written to; the next call then stores the same lines.
         """
@@ -38,8 +38,7 @@ class Ingest:
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
             return False
-        # The trainer never writes a line of this length; since the pieces of a longer line cannot be decoded, they are
-        # skipped.
+        # The trainer never writes a line this long; the pieces of a longer line cannot be decoded, so they are skipped.
         whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
@@ -48,7 +47,7 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            # If the position is lost, all lines are read again, but no line is stored twice.
+            # If the position is lost, all lines are reread, but no line is stored twice.
             write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
@@ -58,14 +57,14 @@ class Ingest:
             writer.close()
 
     def _leave_lost_store(self) -> None:
-        """Start again from the first line if the store was deleted or replaced; the file still contains all lines."""
+        """Start over from the first line if the store was deleted or replaced; the file still contains all lines."""
         with explain_errors(self._db):
             if self._writer and file_identity(self._db) != self._identity:
                 self.close()
                 self._offset = 0
 
     def _read(self) -> bytes:
-        """Read new data. Open the file each time because a network file system checks for new data only on opening."""
+        """Read new data. A network file system checks for new data only on opening, so open the file each time."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -91,7 +90,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Open the store, and read its events so that no event is stored twice.
+        """Open the store and read its events so that no event is stored twice.
 
         Metric rows overwrite earlier copies.
         """

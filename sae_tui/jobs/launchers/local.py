@@ -1,4 +1,4 @@
-"""Runs the ranks of an attempt as child processes of the supervisor."""
+"""Runs an attempt's ranks as child processes of the supervisor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits 
 
 
 class RankProcess(ChildRank, OneRank):
-    """A rank that is one of our child processes."""
+    """A rank running as one of our child processes."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
@@ -43,7 +43,7 @@ class RankProcess(ChildRank, OneRank):
 
 
 class RankGroup(RankStates[RankProcess]):
-    """All ranks of an attempt as child processes.
+    """An attempt's ranks as child processes.
 
     The ranks and this process share the GPU locks. If this process dies, the kernel sends a signal to the ranks.
     """
@@ -63,10 +63,10 @@ class RankGroup(RankStates[RankProcess]):
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
 
     def ask_to_stop(self) -> None:
-        """Do nothing, since rank 0 reads the request from the store itself."""
+        """Do nothing: rank 0 reads the request from the store itself."""
 
     def ask_to_finish(self) -> None:
-        """Do nothing, since rank 0 reads the request from the store itself."""
+        """Do nothing: rank 0 reads the request from the store itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
@@ -126,7 +126,7 @@ def _die_with(supervisor: int) -> None:
 
 
 def odd_state(pid: int) -> str:
-    """Describe what prevents a process from running, or return "" if it runs or waits for other processes."""
+    """Describe what prevents a process from running, or return "" if it is running or waiting for other processes."""
     return _ODD.get(state_of(pid), "")
 
 
@@ -150,7 +150,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # Do not pause the process while its stacks are read, since this process could hang if it paused a hung process.
+    # Do not pause the process while reading its stacks: this process could hang if it paused a hung process.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=_DUMP_LIMIT_S)

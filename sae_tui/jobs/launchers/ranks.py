@@ -18,7 +18,7 @@ class OneRank(RankEnd):
     @property
     @abstractmethod
     def ref(self) -> ProcessRef:
-        """The process of the rank."""
+        """The rank's process."""
 
     def ending(self, n_ranks: int) -> RankEnding:
         code = self.code
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class RankStates(Generic[R]):
-    """The base class of attempts, with everything that does not depend on the host of the ranks."""
+    """The base class for attempts, with everything that does not depend on the ranks' host."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command

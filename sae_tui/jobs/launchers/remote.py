@@ -1,4 +1,4 @@
-"""A rank on another host, whose state is read from the files that it writes to the run folder."""
+"""A rank on another host; its state is read from files it writes to the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank whose state is read from its mark file; `launch_log` contains output that precedes the rank's own log."""
+    """A rank whose state is read from its mark file; `launch_log` contains output preceding the rank's own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -33,9 +33,9 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal, or None while the rank runs.
+        """The exit code, negative for a signal, or None while the rank is running.
 
-        If the rank has ended, but its mark file does not record this, the exit code is `EXIT_FAILED`.
+        If the rank has ended but its mark file does not record this, the exit code is `EXIT_FAILED`.
         """
         if self.ended is None:
             return None
@@ -58,18 +58,18 @@ class RemoteRank(OneRank):
     def give_up(self, *, never_ran: bool) -> None:
         """Record that a rank has ended, although its mark does not show this.
 
-        A rank that `never_ran` is not considered failed.
+        If `never_ran`, the rank is not considered failed.
         """
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """Return when the rank recorded its end or, if it did not, when it was given up.
+        """Return when the rank recorded its end or, if it did not, when it was given up on.
 
-        The time is in seconds since the epoch, according to the clock of the file system that all hosts share.
+        The time is in seconds since the epoch, according to the clock of the file system shared by all hosts.
         """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - BACKDATED_BY_S
-        # Ignore a mark that was written at the start of the rank because it does not record the rank's end.
+        # A mark written when the rank started does not record the rank's end, so ignore it.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -88,9 +88,9 @@ class RemoteRank(OneRank):
 
 
 def _last_cause(log: Path) -> str:
-    """Return the last error line that was written before the ranks had their own logs.
+    """Return the last error line written before the ranks had their own logs.
 
-    Skip lines in which SLURM reports that it ended the other ranks because they do not show the cause.
+    Skip lines in which SLURM reports ending the other ranks; they do not show the cause.
     """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")

@@ -1,4 +1,4 @@
-"""The batch script of an attempt, and the sbatch command that submits it.
+"""An attempt's batch script, and the sbatch command that submits it.
 
 No shell interprets text from the job file: options are passed as arguments to sbatch, and the script quotes all other
 text.
@@ -53,7 +53,7 @@ _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class NodeLayout(msgspec.Struct, frozen=True):
-    """The number of nodes, and the number of processes and devices on each node."""
+    """The number of nodes, and of processes and devices on each node."""
 
     nodes: int
     per_node: int
@@ -65,12 +65,12 @@ class NodeLayout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """The number of CPU cores per process: one for each of its devices."""
+        """The number of CPU cores per process: one per device."""
         return self.devices // self.per_node
 
 
 def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
-    """Return a bash script that runs `command` once for every rank of the attempt."""
+    """Return a bash script that runs `command` once for every rank in the attempt."""
     layout, stop_file = NodeLayout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
@@ -107,7 +107,7 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
-    # SLURM must not requeue the job, since the job's supervisor restarts it as a new attempt.
+    # SLURM must not requeue the job: the job's supervisor restarts it as a new attempt.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
@@ -127,7 +127,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """Return a script line that sets the GPU variables of all vendors because SLURM chooses the node and the GPUs."""
+    """SLURM chooses the node and the GPUs, so return a script line that sets all vendors' GPU variables."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

@@ -1,7 +1,7 @@
-"""Runs the ranks of an attempt on nodes that SLURM chooses.
+"""Runs an attempt's ranks on nodes chosen by SLURM.
 
-The supervisor stays on the host that submitted the job. The supervisor reads the state and progress of the ranks from
-files in the run folder, which all nodes can access.
+The supervisor stays on the host that submitted the job. The supervisor reads the ranks' state and progress from files
+in the run folder, which is accessible from all nodes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# A failed job is cancelled only after this time because SLURM reports the reason if the job ends on its own.
+# SLURM reports the reason if a failed job ends on its own, so it is cancelled only after this many seconds.
 ENDS_ITSELF_S = 15.0
-# The time until the last data that a node has written becomes visible on a network file system.
+# The time until the last data written by a node becomes visible on a network file system.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """Cancel the SLURM job of an attempt whose supervisor has exited; `folder` is the folder of the attempt."""
+    """Cancel the SLURM job for an attempt whose supervisor has exited; `folder` is the attempt's folder."""
     try:
         SlurmJob.read(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def cancel_left_behind(folder: Path) -> None:
 
 
 class SlurmAttempt(RankStates[RemoteRank]):
-    """Submits the batch script of an attempt, polls the SLURM job, and copies its progress into the run's store."""
+    """Submits an attempt's batch script, polls the SLURM job, and copies its progress into the run's store."""
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
@@ -60,7 +60,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._job = setup.config
         self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # Contains SLURM's output, and the output of the ranks until they open their own logs.
+        # Contains SLURM's output, and the ranks' output until they open their own logs.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -72,7 +72,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     @property
     def is_halted(self) -> bool:
-        """False, since this host cannot determine the state of processes on other hosts."""
+        """False: this host cannot determine the state of processes on other hosts."""
         return False
 
     @property
@@ -80,9 +80,9 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Submit the attempt to SLURM, or attach to the job if it has already been submitted.
+        """Submit the attempt to SLURM, or attach to the job if already submitted.
 
-        Raise `OSError` if SLURM refuses the job. Since SLURM allocates the GPUs, the ranks inherit no locks.
+        Raise `OSError` if SLURM refuses the job. SLURM allocates the GPUs, so the ranks inherit no locks.
         """
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
@@ -97,7 +97,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the SLURM job's number to a file; if this fails, cancel the job because it could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job, which could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -125,7 +125,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._end_if_pending()
 
     def ask_to_finish(self) -> None:
-        """Write the file that asks rank 0 to cool down, even if the job still waits for nodes."""
+        """Write the file that asks rank 0 to cool down, even if the job is still waiting for nodes."""
         finish_file = self._paths.finish_file(self._spec.attempt)
         if not finish_file.exists():
             with tolerate_disk("asking the ranks to finish early"):
@@ -157,7 +157,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """Write the names of the nodes to the file because this host cannot read the stacks of remote processes."""
+        """Write the node names to the file instead: this host cannot read the stacks of remote processes."""
         where = self.describe() or "SLURM has not responded"
         write_whole(file, f"{where}; run `py-spy dump` there to see what they are doing\n")
 
@@ -185,7 +185,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """Query the job's state from SLURM, and record each change of state as an event."""
+        """Query the job's state from SLURM, and record each state change as an event."""
         if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
         if latest.is_over:
@@ -201,7 +201,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel the job if it was asked to stop before it started because there is nothing to save.
+        """Cancel the job if it was asked to stop before it started; there is nothing to save.
 
         SLURM cancels it only if it has not started in the meantime.
         """
@@ -209,7 +209,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """Mark all ranks without a recorded end as ended because the SLURM job is over, and return them."""
+        """Mark all ranks without a recorded end as ended now that the SLURM job is over, and return these ranks."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -217,7 +217,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """Return whether the job is about to end on its own because srun stops all ranks if one fails."""
+        """Return whether the job is about to end on its own; srun stops all ranks if one fails."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -230,7 +230,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
-        """Wait up to 15 s for the job's final state in SLURM, which appears shortly after the ranks have ended."""
+        """Wait up to 15 s for the job's final state, which SLURM reports shortly after the ranks have ended."""
         deadline = time.monotonic() + ENDS_ITSELF_S
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()

@@ -1,1 +1,1 @@
-"""The job queue: determines the order of queued jobs, why each of them waits, and when it starts."""
+"""The job queue: determines the order of queued jobs, why each one is waiting, and when it starts."""

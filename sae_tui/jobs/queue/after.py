@@ -37,7 +37,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Return a clause about the first unfinished job that a job depends on, or "".
+    """Return a clause about a job's first unfinished dependency, or "".
 
     When a finished job is deleted, it is removed from `after`. Therefore, a deleted job that is still in `after` had
     not finished.
@@ -48,7 +48,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         except Unreadable as error:
             return f"{comes_after([other])}, but {error}"
         if state is None and data.run(other).root.is_dir():
-            # The other job has files but no row, so the store was lost and the state of the other job is unknown.
+            # The other job has files but no row, so the store was lost and that job's state is unknown.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` restores it"
         if state is None:
             remedy = f"stop waiting for it: `sae-tui after {job.id}`"
@@ -62,7 +62,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:
-    """Return the displayed word for a job's state, or the state's own name if the job's row cannot be read."""
+    """Return the displayed word for a job state, or the state's own name if the job's row cannot be read."""
     try:
         return describe_state(control.job(job_id)).word
     except Unreadable:

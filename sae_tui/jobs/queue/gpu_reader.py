@@ -27,9 +27,9 @@ from trainer.contract.planning.hardware import slowest
 from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
-# Readings up to this age are reused because taking a reading keeps a core busy for 0.1 s.
+# Taking a reading keeps a core busy for 0.1 s, so readings up to this age are reused.
 FRESH_S = 5.0
-# Readings up to this age may be used to look up the name of a GPU because the name does not change.
+# Readings up to this age may be used to look up a GPU's name, which does not change.
 NAMED_S = 86_400.0
 # The time limit for a read, which includes the startup of Python, opening the driver and reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
@@ -43,16 +43,16 @@ STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
 class GpuReader:
-    """Reads the GPUs of a source in a separate process; all jobs that wait for these GPUs share the readings."""
+    """Reads the GPUs of a source in a separate process; all jobs waiting for these GPUs share the readings."""
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        # Each host has its own file because hosts that share the data folder have different GPUs.
+        # Hosts sharing the data folder have different GPUs, so each host has its own file.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
-        # Contains the list of processes that hang in the driver.
+        # Contains the list of processes hung in the driver.
         self._stuck_file = self._file.with_suffix(".stuck")
-        # When another process was first seen to hold the lock: the monotonic time, and the time of day as text.
+        # When another process was first seen holding the lock: the monotonic time, and the time of day as text.
         self._refused: tuple[float, str] | None = None
         # Why there are no samples, or "".
         self.problem = ""
@@ -66,14 +66,14 @@ class GpuReader:
         self.problem = ""
         if not self._has_reading() or not 0 <= self._age_s() <= fresh_s:
             self._read()
-        # Use `abs` so that an old reading is not considered fresh after the clock was set back.
+        # Use `abs` so that an old reading is not considered fresh after the clock is set back.
         if not self._has_reading() or abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading could not be written"
             return ()
         return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _has_reading(self) -> bool:
-        # Check for a missing reading separately because its age is infinite, and `fresh_s` may also be infinite.
+        # A missing reading has infinite age and `fresh_s` may also be infinite, so check for it separately.
         return math.isfinite(self._age_s())
 
     def _age_s(self) -> float:
@@ -144,7 +144,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Return whether a process still exists, as a killed process does if one of its threads hangs in the driver."""
+    """Return whether a process still exists, as a killed process does if one of its threads is hung in the driver."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -155,7 +155,7 @@ def _who(pid: int | None) -> str:
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
     """Return the line that a process prints, and its standard error. The line is complete if it ends with a newline.
 
-    Do not wait for EOF, since a hung thread keeps the pipe open.
+    Do not wait for EOF: a hung thread keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -186,19 +186,19 @@ def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
-    """Return the key in `VENDORS` for the vendor of a job's GPUs, or "" if the job has no GPUs or simulated ones."""
+    """Return the key in `VENDORS` for a job's GPU vendor, or "" if the job has no GPUs or simulated ones."""
     if not job.gpu_uuids:
         return ""
     source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
-    # A reading of any age is sufficient because the vendor of a GPU does not change.
+    # A GPU's vendor does not change, so a reading of any age will do.
     samples = GpuReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
 
 def name_of(data: DataDir, job: Job) -> str:
-    """Return the name of the slowest GPU of a job, or "" if the GPUs cannot be read."""
+    """Return the name of a job's slowest GPU, or "" if the GPUs cannot be read."""
     samples = GpuReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
@@ -208,8 +208,7 @@ def gpus(
 ) -> list[QueueGpu]:
     """Return a `QueueGpu` for every sample.
 
-    Only leases determine which GPUs our own jobs use because a job that has just started has not allocated its memory
-    yet.
+    A job that has just started has not allocated its memory yet, so only leases determine which GPUs our own jobs use.
     """
     ours = Holders(own_pids=held.own_pids, other_users=held.other_users, leases=held.leases, freed=held.freed)
     samples = list(samples)
@@ -220,7 +219,7 @@ def gpus(
 
 
 def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
-    """Return the GPUs that a job names, with their leases, but without readings."""
+    """Return the GPUs named by a job, with their leases but without readings."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
@@ -245,8 +244,8 @@ def _gpu(
 def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
     """Return how many bytes other users leave free on a GPU that our jobs use, or None if this is unknown.
 
-    Our jobs are assumed to use the memory of their leases, even before they allocate it. The memory of processes
-    without a user name is attributed to our jobs up to the size of the leases, and beyond that to other users.
+    Our jobs are assumed to use all their leased memory, even before they allocate it. Memory used by processes without
+    a user name is attributed to our jobs up to the size of the leases, and beyond that to other users.
     """
     if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None

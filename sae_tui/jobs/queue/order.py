@@ -1,8 +1,8 @@
 """Decides which queued job starts next; given the same queue and GPUs, all supervisors reach the same decision.
 
-Jobs are ordered by priority, then by age. A job that cannot start yet reserves the suitable GPUs that will become free
-first. Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has waited
-for `BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the longest
+Jobs are ordered by priority, then by age. A job that cannot start yet reserves the first suitable GPUs to become free.
+Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has waited for
+`BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the longest
 running job.
 """
 
@@ -19,14 +19,14 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# After a job has waited for this long, other jobs can no longer use the GPUs that are reserved for it.
+# After a job has waited this long, other jobs can no longer use its reserved GPUs.
 BACKFILL_S = 3600.0
 
 
 class QueueGpu(msgspec.Struct, frozen=True):
     """A GPU from the queue's point of view.
 
-    `free_bytes` is the memory that other users leave free, or None if unknown. `unusable` and `other_user` describe
+    `free_bytes` is the memory left free by other users, or None if unknown. `unusable` and `other_user` describe
     obstacles that remain after our jobs have ended. `frees_in_s` is the time until all our jobs on the GPU have ended.
     """
 
@@ -37,12 +37,12 @@ class QueueGpu(msgspec.Struct, frozen=True):
     other_user: str = ""
     leases: tuple[Lease, ...] = ()
     frees_in_s: float = 0.0
-    # The vendor of the GPU, if the machine has GPUs of several vendors.
+    # The GPU's vendor, if the machine has GPUs from several vendors.
     vendor: str = ""
     takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
-        """Return whether a job fits into the memory that other users leave free, regardless of our own jobs.
+        """Return whether a job fits into the memory left free by other users, regardless of our own jobs.
 
         If the free memory is unknown, return True for a job that names its GPUs, and False for a job that accepts any.
         """
@@ -87,7 +87,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class _Reservation(msgspec.Struct, frozen=True):
-    """A GPU's reservation for a waiting job; other jobs may use the GPU for the next `until_s` seconds."""
+    """A GPU reservation for a waiting job; other jobs may use the GPU for the next `until_s` seconds."""
 
     job_id: int
     until_s: float
@@ -133,7 +133,7 @@ def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reserv
 
 
 def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) -> bool:
-    """Return whether a job may use a GPU, because it is not reserved or because the job would end early enough."""
+    """Return whether a job may use a GPU: it is not reserved, or the job would end early enough."""
     if gpu.uuid not in reservations:
         return True
     return job.expected_s is not None and job.expected_s <= reservations[gpu.uuid].until_s
@@ -142,9 +142,9 @@ def _is_open(job: Job, gpu: QueueGpu, reservations: Mapping[str, _Reservation]) 
 def _keep(
     job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation], now: float
 ) -> dict[str, _Reservation]:
-    """Reserve for a job the suitable GPUs that will become free first; return the reservations by GPU UUID.
+    """Reserve for a job the first suitable GPUs to become free; return the reservations by GPU UUID.
 
-    Return {} if the job waits for other users' processes because it is unknown when these will end.
+    If the job is waiting for other users' processes, whose end is unknown, return {}.
     """
     possible = [gpu for gpu in gpus if gpu.is_for(job) and gpu.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
@@ -162,7 +162,7 @@ def _ready_in_s(job: Job, gpu: QueueGpu) -> float:
 
 
 def _reason(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> str:
-    """Return why a job waits, like `GPU 0 is held by job 3 (ann)`.
+    """Return why a job is waiting, like `GPU 0 is held by job 3 (ann)`.
 
     If the job accepts any GPUs, the text includes a reason for each GPU: `2 GPUs: GPU 0 is …, GPU 1 is …`.
     """

@@ -1,4 +1,4 @@
-"""Finds the activation folders that other jobs will write, for training jobs that wait for these jobs."""
+"""Finds the activation folders that other jobs will write, for training jobs waiting for these jobs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
 
 
 def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
-    """Return the ids of the queued and running jobs that this job must wait for because it reads folders they write."""
+    """Return the ids of queued and running jobs that this job must wait for because it reads folders they write."""
     folders = {folder for _, folder in job.folders_read}
     return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
 
 
 def refuse_other_rows(control: Control, job: Job, config: AnyJob) -> None:
-    """Raise `JobFileError` if the rows that a job waited for differ from what was promised when it was launched."""
+    """Raise `JobFileError` if the rows a job waited for differ from what was promised at its launch."""
     kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
     for other, writer in kept.items():
         promises = _promises(writer)
@@ -65,6 +65,6 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
 
 def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    # Parse only jobs that write rows because most jobs do not, and there may be a thousand jobs.
+    # There may be a thousand jobs, and most do not write rows, so parse only those that do.
     writer = parse_any(table)[0] if class_of(table).writes_rows else None
     return writer.promises(f"job {job.id}") if writer else NO_PROMISES

@@ -24,11 +24,11 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that may start reads the GPUs again, unless the last reading is more recent than this.
+# A job that may start rereads the GPUs unless the last reading is more recent than this.
 JUST_NOW_S = 1.0
 # A supervisor is regarded as silent if it could start its job, but has not done so for this long.
 SILENT_AFTER_S = 30.0
-# The states of a process that was halted by a signal or a debugger, or that waits for a disk.
+# The states of a process halted by a signal or a debugger, or waiting for a disk.
 _HALTED = ("T", "t", "D")
 # The pause between two checks, per queued job, and its maximum. A check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
@@ -50,16 +50,16 @@ class QueueEntry:
         self._again_at = 0.0
         self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # By job id: the time at which each other job could first have started, and the rows of skipped jobs.
+        # By job id: the time at which each other job could first have started, and skipped jobs' rows.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Acquire all GPUs of the job and set its state to `starting`, or record in its row why it waits.
+        """Acquire all the job's GPUs and set its state to `starting`, or record in its row why it is waiting.
 
-        Return whether the job starts. The more jobs are queued, the less often each of them checks so that the total
-        load stays constant.
+        Return whether the job starts. The more jobs are queued, the less often each one checks, so the total load stays
+        constant.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -91,7 +91,7 @@ class QueueEntry:
     def _try_take_gpus(self) -> str:
         """Acquire the locks, then the leases; return why this failed, or "" if the GPUs are acquired.
 
-        The locks are acquired first because they are correct even after a crash.
+        The locks come first because they are correct even after a crash.
         """
         held = describe_state(self.job).word if self.job.held else ""
         if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
@@ -107,14 +107,14 @@ class QueueEntry:
         try:
             return self._lease(turn.gpus)
         finally:
-            # If the job does not start, always release the locks, since they would block the next attempt.
+            # If the job does not start, always release the locks, which would block the next attempt.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """Return the GPUs that the job may use according to a recent reading, or what the job waits for."""
+        """Return the GPUs that the job may use according to a recent reading, or what the job is waiting for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -150,7 +150,7 @@ class QueueEntry:
         self._silent |= {job.id: job for job in late}
 
     def _report_silent(self, job: Job) -> None:
-        """Record that the supervisor of a skipped job does not respond, unless it has recently sent a heartbeat."""
+        """Record that a skipped job's supervisor is not responding, unless it has recently sent a heartbeat."""
         if not self._gave_sign(job):
             self._tell_silent(job)
 
@@ -163,10 +163,10 @@ class QueueEntry:
         self._silent[job.id] = self._control.job(job.id)
 
     def _report_halted(self) -> None:
-        """Record which supervisors of skipped jobs are halted or hung because this job starts before these jobs.
+        """Record which skipped jobs' supervisors are halted or hung, as this job starts before the skipped jobs.
 
-        A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports the supervisors
-        that no longer send heartbeats.
+        A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports supervisors that
+        no longer send heartbeats.
         """
         with tolerate("reporting supervisors that do not respond"):
             for job in tuple(self._silent.values()):
@@ -175,7 +175,7 @@ class QueueEntry:
                     self._tell_silent(job)
 
     def report_silent(self) -> None:
-        """Record which supervisors of skipped jobs send no heartbeats; also called after this job has started."""
+        """Record which skipped jobs' supervisors are sending no heartbeats; also called after this job has started."""
         if not self._silent:
             return
         with tolerate("reporting supervisors that do not respond"):
@@ -198,7 +198,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Correct the row here because there may be no other process that detects that the lease's holder has died.
+            # No other process may detect that the lease's holder has died, so correct the row here.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)
@@ -221,8 +221,8 @@ class QueueEntry:
             if not self._control.lease(self.job, gpus, capacity, **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
-            # The GPU's lock was free, so the supervisor and ranks of the job that holds the lease have exited.
-            # Correct the row of the job that holds the lease.
+            # The GPU's lock was free, so the supervisor and ranks of the job holding the lease have exited.
+            # Correct the row for the job holding the lease.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)

@@ -65,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class AttemptRunner:
-    """Runs the ranks of one attempt from their start until all of them have exited."""
+    """Runs the ranks in one attempt from their start until all ranks have exited."""
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
@@ -102,7 +102,7 @@ class AttemptRunner:
         return outcome
 
     def _record_faults(self, recording: Recording, error: str | None) -> None:
-        """If a GPU probably caused the failure, record the errors that the driver reports for the job's GPUs."""
+        """If a GPU probably caused the failure, record the errors reported by the driver for the job's GPUs."""
         from sae_tui.jobs.known_failures import remedy
 
         if (cause := remedy(error)) and cause.kind == "gpu-fault":
@@ -124,7 +124,7 @@ class AttemptRunner:
         """Start the ranks and return the attempt; if a rank cannot be started, set `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
-        # Do not check the packages of another interpreter here, since they were checked at launch.
+        # Do not check another interpreter's packages here: they were checked at launch.
         there = OtherInterpreter(config.launch.python) if config.launch.python else None
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             setup = self._setup(config)
@@ -175,7 +175,7 @@ class AttemptRunner:
         return with_model_placed(spec, config, name, box, DeviceMemory(had, had), memory_of)
 
     def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
-        """Monitor the ranks until all of them have exited; return the requests that were made in the meantime.
+        """Monitor the ranks until all have exited; return the requests made in the meantime.
 
         Forward requests to the ranks, publish their progress, and stop all ranks if one fails.
         """
@@ -201,7 +201,7 @@ class AttemptRunner:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Dump the stacks of an attempt that makes no progress, and give up on the attempt after the time limit."""
+        """Dump the stacks for an attempt making no progress, and give up on the attempt after the time limit."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -268,7 +268,7 @@ class AttemptRunner:
         """Return whether training had written all its output before the ranks were stopped."""
         heartbeat, job = self._heartbeat(), self._job
         with tolerate("reading its number of steps"):
-            # Read the row again because a run that was asked to finish early has fewer steps than planned.
+            # A run asked to finish early has fewer steps than planned, so reread the row.
             job = self._control.job(job.id)
         is_last = heartbeat is not None and heartbeat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
@@ -302,7 +302,7 @@ def _memory_limit(job: Job) -> int | None:
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """Return the latest undamaged checkpoint, or None if there are no checkpoints.
+    """Return the latest intact checkpoint, or None if there are no checkpoints.
 
     Raise `UserError` if all checkpoints are damaged.
     """
@@ -310,7 +310,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Start to store GPU samples while a job runs, in case no app is running; return None if this fails.
+    """Start storing GPU samples while a job is running, in case no app is; return None if this fails.
 
     Recording errors never affect the job.
     """

@@ -1,4 +1,4 @@
-"""Measures the energy that GPUs use while a job holds them, and writes it to the job's row."""
+"""Measures the energy used by GPUs while held by a job, and writes it to the job's row."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trainer.contract.store.rows import Job
 # The interval between updates. Frequent updates would cost time; rare updates would lose energy readings after a kill.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# Smaller forward steps of the clock are regarded as ordinary adjustments.
+# Smaller forward clock steps are regarded as ordinary adjustments.
 JUMP_S = 60.0
 
 
 class EnergyMeter:
-    """Adds the energy of one attempt to that of earlier attempts; does nothing for a job without GPUs.
+    """Adds one attempt's energy to that used by earlier attempts; does nothing for a job without GPUs.
 
-    The energy is computed from stored GPU samples, no matter which process stored them. The energy of a shared GPU
-    includes the energy used by other jobs on that GPU.
+    The energy is computed from stored GPU samples, no matter which process stored them. A shared GPU's energy includes
+    energy used by other jobs on that GPU.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EnergyMeter:
         clock: Callable[[], float] = time.time,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start measuring now; `clock` is the clock of the samples, and `steady` is a clock that never jumps."""
+        """Start measuring now; `clock` is the clock used for the samples, and `steady` is a clock that never jumps."""
         self._steady = steady
         self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
@@ -71,7 +71,7 @@ class EnergyMeter:
         self._meters = {uuid: GpuMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
-        """Return the energy that the job had used by the time `until`, including its earlier attempts."""
+        """Return the energy used by the job up to the time `until`, including its earlier attempts."""
         if self._before is None:
             self._before = _used_before(self._control, self._job)
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)

@@ -23,7 +23,8 @@ from trainer.contract.store.states import JobState
 
 TIMES_MEDIAN = 10
 PUBLISH_EVERY_S = 1.0
-# The time limit for a start. Importing torch and joining the process group take 10 to 30 s on a busy machine.
+# The time limit for starting an attempt. Importing torch and joining the process group take 10 to 30 s on a busy
+# machine.
 SLOW_START_S = 120.0
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end immediately",
@@ -33,7 +34,7 @@ _WORDS: dict[RequestKind, str] = {
 
 
 class StallWatch:
-    """Detects stalls by comparing the time since the last step or phase change with the usual duration of a step."""
+    """Detects stalls by comparing the time since the last step or phase change with the usual step duration."""
 
     def __init__(self, after_s: float, now: float) -> None:
         self._after_s = after_s
@@ -47,14 +48,14 @@ class StallWatch:
         `place` is the phase and the step, and `now` is a monotonic time in seconds.
         """
         if place != self._place:
-            # Use only the durations of steps within a phase because a start or a phase change takes much longer.
+            # A start or a phase change takes much longer, so use only step durations within a phase.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """Restart the measurement of the time without progress at the time `now`."""
+        """Restart measuring the time without progress at the time `now`."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
@@ -77,14 +78,14 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last heartbeat of the previous attempt, which must not be mistaken for a heartbeat of this attempt.
+        # The previous attempt's last heartbeat, which must not be mistaken for one from this attempt.
         self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # The version is initially None so that the first poll also reads requests that were made during the start.
+        # The version is initially None so that the first poll also reads requests made during startup.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
@@ -92,7 +93,7 @@ class Watch:
         # Rank 0 touches its spec file to report steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
-        # The requests to stop, pause or kill the job that have been made during this attempt.
+        # The requests to stop, pause or kill the job made during this attempt.
         self.requests: set[RequestKind] = set()
         self._is_stopping = self._asked_to_finish = False
 
@@ -131,7 +132,7 @@ class Watch:
 
     @property
     def _is_starting(self) -> bool:
-        """True before the first step, until the time limit for a start has passed."""
+        """True before the first step, until the time limit for starting has passed."""
         is_before = self._heartbeat is None or is_before_first_step(self._heartbeat.phase)
         return is_before and time.monotonic() < self._late_at
 
@@ -165,7 +166,7 @@ class Watch:
             self._is_quiet = self._stall.is_stalled((heartbeat.phase, heartbeat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
-        """Restart the time limits for starts and stalls; called while the attempt waits in an external queue."""
+        """Restart the time limits for starts and stalls; called while the attempt is waiting in an external queue."""
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -178,7 +179,7 @@ class Watch:
             self.requests.add("stop")
 
     def close(self) -> None:
-        """Publish the last values, which rank 0 wrote just before it exited."""
+        """Publish the last values, written by rank 0 just before it exited."""
         self._look()
         with tolerate("publishing the last values"):
             self._publish()
@@ -202,13 +203,13 @@ class Watch:
         return was_lost
 
     def _restore_row(self) -> None:
-        """Restore the job's row in the store that has replaced a deleted store."""
+        """Restore the job's row in the store replacing a deleted one."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while the job ran; earlier events are in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
-            # A repair has already restored the row, but with the state from the start of the attempt.
+            # A repair has already restored the row, but with the state at the start of the attempt.
             for state in (JobState.RUNNING, self._state):
                 self._control.transition(self._job.id, state)
         self._published = {}
@@ -226,7 +227,7 @@ class Watch:
         self._has_news = False
 
     def _tell_mode(self) -> None:
-        """Record, once, the mode that the ranks have chosen.
+        """Record, once, the mode chosen by the ranks.
 
         Until then, the row contains the mode predicted for `auto`.
         """
@@ -237,7 +238,7 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Warn once about a slow start because ranks that hang before their first step do not write a heartbeat."""
+        """Warn once about a slow start; ranks hung before their first step do not write heartbeats."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not started to train after {SLOW_START_S:.0f} s; its logs may show why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")

@@ -14,12 +14,12 @@ from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
-# The interval between checks for a driver error, which is part of the GPU's condition.
+# How often to check for a driver error, which is part of the GPU's condition.
 POLL_S = 0.2
 
 
 class Recording:
-    """Records the samples of all GPUs, and the faults of a job's GPUs.
+    """Records samples from all GPUs, and faults on a job's GPUs.
 
     If another process on this host is elected to read the GPUs, this object records neither.
     """
@@ -33,7 +33,7 @@ class Recording:
         self._sampler.stop()
 
     def faults(self, wait_s: float) -> list[str]:
-        """Return the faults of the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first fault.
+        """Return the faults on the job's GPUs, such as `GPU 3: Xid 79: ...`; wait up to `wait_s` for the first fault.
 
         Return [] if another process is already polling the GPUs.
         """

@@ -1,4 +1,4 @@
-"""Records the termination signals that a supervisor receives, and kills the supervisor's descendant processes."""
+"""Records the termination signals received by a supervisor, and kills its descendant processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Orders:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reap all processes that the ranks have left behind, such as data loader workers and compilers."""
+    """Kill and reap all processes left behind by the ranks, such as data loader workers and compilers."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -48,7 +48,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return the living children of a process. When a child dies, the subreaper becomes the parent of its children."""
+    """Return a process's living children. When a child dies, the subreaper becomes the parent of its children."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

@@ -1,7 +1,7 @@
-"""The supervisor of a job: waits for the GPUs, runs and restarts the ranks, and records how the job ends.
+"""A job's supervisor: waits for the GPUs, runs and restarts the ranks, and records how the job ends.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. Since every queued
-job has a supervisor, a supervisor that waits for GPUs loads only the modules that it needs for waiting.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. Every queued job
+has a supervisor, so a supervisor waiting for GPUs loads only the modules needed for waiting.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST_DELAY_S = 60.0
 
 
 class Supervisor:
-    """Controls a job from the state `queued` to its end."""
+    """Controls a job from `queued` to its end."""
 
     def __init__(self, data: DataDir, job_id: int, command: RankCommand = rank_command) -> None:
         self._data = data
@@ -70,7 +70,7 @@ class Supervisor:
     def register(self) -> None:
         """Record this process in the job's row and install handlers for termination signals.
 
-        Raise `UserError` if a process of an earlier attempt is still alive.
+        Raise `UserError` if a process from an earlier attempt is still alive.
         """
         os.umask(umask_of(self._data.root))
         self._lock = RunLock(self._paths.root)
@@ -89,7 +89,7 @@ class Supervisor:
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Run the job from the queue to its end; return once all processes of the job have exited.
+        """Run the job from the queue to its end; return once all the job's processes have exited.
 
         If this program itself fails, record the error as the reason for the job's failure, then re-raise it.
         """
@@ -121,7 +121,7 @@ class Supervisor:
                     write_record(self._paths, self._job)
                     return True
             if self._orders.to_end_since:
-                # Even if the store cannot be read, `_conclude` can record the end of the job in the run folder.
+                # Even if the store cannot be read, `_conclude` can record how the job ended in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
             time.sleep(TICK_S)
@@ -131,7 +131,7 @@ class Supervisor:
         """Stop all ranks, record that this program has failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
-        # If the package was replaced, a mix of modules from two versions may have caused the error. A restart avoids
+        # If the package was replaced, mixing modules from two versions may have caused the error. A restart avoids
         # this.
         if self._is_waiting:
             self._installed.restart_if_replaced()
@@ -147,9 +147,9 @@ class Supervisor:
                 self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _is_over(self) -> bool:
-        """Return whether a queued job must stop waiting; if so, record the end of the job."""
+        """Return whether a queued job must stop waiting; if so, record how the job ended."""
         if is_gone(self._data.root):
-            # The end cannot be recorded anywhere.
+            # There is nowhere left to record how the job ended.
             # If the data folder was moved, the next command that uses it starts a new supervisor.
             note(f"exits, because {self._data.root} no longer exists")
             return True
@@ -172,8 +172,8 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
-        # Import these modules here because a waiting supervisor does not need them. Import all of them now, since the
-        # package may be replaced while the job runs.
+        # Import these modules here, as a waiting supervisor does not need them. The package may be replaced while the
+        # job is running, so import all modules now.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
         from sae_tui.jobs.supervisor.attempt import AttemptRunner
@@ -280,7 +280,7 @@ class Supervisor:
     def _conclude(self, ending: JobEnding) -> None:
         """Record how the job ended in the run's files, then in the store.
 
-        Afterwards, the job may be resumed or deleted.
+        After this, the job may be resumed or deleted.
         """
         with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)

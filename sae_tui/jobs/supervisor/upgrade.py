@@ -1,7 +1,7 @@
 """Restarts a waiting supervisor if its package has been replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. Modules of a new version would not match the modules that are
-already loaded.
+A supervisor loads many modules only when its job starts. Modules from a new version would not match those already
+loaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 import trainer
 
 PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
-# A program that imports all modules that a supervisor ever loads.
+# A program that imports every module a supervisor ever loads.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
-# A package that cannot be loaded for this long is regarded as removed, since an upgrade takes less time.
+# An upgrade takes less time than this; a package that cannot be loaded for this long is regarded as removed.
 REMOVED_AFTER_S = 120.0
 
 
@@ -34,7 +34,7 @@ class Installed:
         self._refused_since: float | None = None
 
     def is_current(self) -> bool:
-        """Return whether the files of the package are unchanged; this takes about 4 ms."""
+        """Return whether the package files are unchanged; this takes about 4 ms."""
         return _state() == self._at_start
 
     def restart_if_replaced(self) -> bool:
@@ -60,12 +60,12 @@ class Installed:
 
 
 def _state() -> int:
-    # Combine the entries into one hash because a set of all entries would use 0.5 MB in each waiting supervisor.
+    # A set of all entries would use 0.5 MB in each waiting supervisor, so combine the entries into one hash.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, modification time and size of each module below a folder.
+    """Yield the path, modification time and size of each module under a folder.
 
     If a folder cannot be read, yield its own path with zeros.
     """
@@ -82,7 +82,7 @@ def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
 
 
 def _loads() -> bool:
-    """Return whether a new process can load all modules that a supervisor needs."""
+    """Return whether a new process can load all modules needed by a supervisor."""
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
         done = subprocess.run(

@@ -1,1 +1,1 @@
-"""Deletes, restores and repairs jobs, and checks the disk on which jobs are stored."""
+"""Deletes, restores and repairs jobs, and checks the disk they are stored on."""

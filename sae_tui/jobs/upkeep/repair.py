@@ -1,4 +1,4 @@
-"""Rebuilds the store from the run folders, and repairs inconsistencies that a crash has caused."""
+"""Rebuilds the store from the run folders, and repairs inconsistencies caused by a crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trainer.contract.wording import gibibytes
 def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield a message for each repair; no job is deleted.
 
-    If `host` is given, also end the jobs of that host, which must be permanently gone.
+    If `host` is given, also end the jobs on that host, which must be permanently gone.
 
     Raise `StoreError` if a store cannot be repaired.
     """
@@ -44,7 +44,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     for path, schema in stores:
         if backup := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {backup.name}, and rebuilt"
-    # Empty the trash before the run folders are read because this restores the files of interrupted deletions.
+    # Emptying the trash restores files from interrupted deletions, so do this before reading the run folders.
     try:
         if freed := trash.empty(data):
             yield f"{gibibytes(freed)} of deleted jobs were removed"
@@ -87,7 +87,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
 
 
 def _unknown_job(job_id: int) -> Job:
-    """Return a placeholder for a job whose row is unreadable.
+    """Return a placeholder for a job with an unreadable row.
 
     The row's readable columns then replace the placeholder's values.
     """
@@ -102,7 +102,7 @@ def _runs(data: DataDir) -> list[Path]:
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:
-    """Yield the folders of runs and attempts, where interrupted writes may have left temporary files."""
+    """Yield the run and attempt folders, where interrupted writes may have left temporary files."""
     for run in _runs(data):
         yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
 
@@ -122,7 +122,7 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
 
 
 def _recover_job(data: DataDir, job_id: int) -> Job | None:
-    """Return a job as recorded in its run folder: the row at its last start, updated with its progress and its end.
+    """Return a job as recorded in its run folder: the row at its last start, updated with its progress and outcome.
 
     Return None if the folder has neither a record nor a job file.
     """
@@ -137,12 +137,12 @@ def _recover_job(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
-    # Use the number of the folder as the id because a manually copied folder is a separate job.
+    # A manually copied folder is a separate job, so use the folder number as the id.
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 
 def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
-    """Reconstruct the row of a run without a record from its job file and its last attempt.
+    """Reconstruct the row for a run without a record from its job file and its last attempt.
 
     Return None if there is no readable job file.
     """

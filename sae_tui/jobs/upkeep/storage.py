@@ -10,7 +10,7 @@ def store_warning(data: DataDir) -> str:
     """Return a warning if the data folder is on a network file system, where the stores are slower, or "" if not."""
     folder, _ = free_disk(data.root)
     name = network_file_system(folder)
-    # Ignore file systems in which no files can be created.
+    # Ignore file systems on which no files can be created.
     if name in (None, "proc", "sysfs"):
         return ""
     return (

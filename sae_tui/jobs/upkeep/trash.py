@@ -31,7 +31,7 @@ _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
 class Thrown(msgspec.Struct, frozen=True):
-    """A job in the trash, and the process that can still restore it."""
+    """A job in the trash, and the process able to restore it."""
 
     job: Job
     owner: ProcessRef
@@ -40,7 +40,7 @@ class Thrown(msgspec.Struct, frozen=True):
 
 
 class FilesLeft(UserError):
-    """Raised when the files of an interrupted deletion cannot be moved out of the trash."""
+    """Raised when files from an interrupted deletion cannot be moved out of the trash."""
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
@@ -117,7 +117,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
     If `job_ids` is None, delete the files of all jobs that can no longer be restored. Undo interrupted deletions. If
     this fails for some files, delete all other jobs, then raise `FilesLeft`. Raise `UserError` if the trash is a
-    symbolic link because its target may contain files that were never deleted.
+    symbolic link, whose target may contain files that were never deleted.
     """
     refuse_link(data.trash)
     freed = 0
@@ -149,7 +149,7 @@ def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Return the lock file of a process that has deleted jobs; processes with the same pid on other hosts share it."""
+    """Return the lock file for a process that has deleted jobs; processes with the same pid on other hosts share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
@@ -164,7 +164,7 @@ def _clear_owner_files(data: DataDir) -> None:
 def _hold(file: Path) -> None:
     hold(file)
     if not file.exists():
-        # Lock a new file because the first one was removed before it could be locked.
+        # The first file was removed before it could be locked, so lock a new one.
         hold(file)
 
 
@@ -173,7 +173,7 @@ def _thrown_job(control: Control, job: Job) -> Thrown:
 
 
 def size(folder: Path) -> int:
-    """Return the total size of all files below a folder, in bytes."""
+    """Return the total size of all files under a folder, in bytes."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def _not_ended(data: DataDir, job: Job) -> str:
 def _remove(data: DataDir, folder: Path) -> None:
     """Permanently delete a job's folder in the trash; for the newest job, keep an empty folder to reserve its id."""
     is_newest = int(folder.name) >= data.last_id()
-    # Access the folder through a descriptor of the trash because a symbolic link could replace the trash at any time.
+    # A symbolic link could replace the trash at any time, so access the folder through a descriptor for the trash.
     with contextlib.suppress(FileNotFoundError):
         trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -1,1 +1,1 @@
-"""Prepares jobs for display: lists, searches, logs, processes, and causes of failures."""
+"""Prepares jobs for display: lists, searches, logs, processes, and failure causes."""

@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 
-# The order of states in a sorted list: jobs that run or will run come first, followed by failed jobs.
+# The order of states in a sorted list: running and pending jobs come first, followed by failed jobs.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
@@ -67,12 +67,12 @@ def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | Non
 
 
 def architectures(job: Job) -> str:
-    """Return the SAE architecture of a job, such as `topk`; for a sweep, return several, such as `topk batch_topk`."""
+    """Return a job's SAE architecture, such as `topk`; for a sweep, return several, such as `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """Return a short reason why a job waits, to be shown after the job's state; "" if it does not wait.
+    """Return a short reason why a job is waiting, shown after the job's state; "" if it is not waiting.
 
     If the job's priority is not 0, the text starts with the priority. If the job's host is silent, the text says so.
     """
@@ -88,7 +88,7 @@ def _held_reason(job: Job) -> str:
     """Describe why a job is held, like `until released; comes after job 4`, or `at step 501, until resumed`."""
     word = describe_state(job).word
     waits_for = job.waits_for or ""
-    # Until the supervisor polls again, the row contains the reason for waiting that applied before the job was held.
+    # Until the supervisor polls again, the row contains the reason for waiting from before the job was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     until = (
         f"at {kind_of(job.config).unit} {job.step}, until resumed"
@@ -100,7 +100,7 @@ def _held_reason(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
-    # Use a regular expression because a TOML parser takes 0.5 ms per job, and a list may contain a thousand jobs.
+    # A TOML parser takes 0.5 ms per job and a list may contain a thousand jobs, so use a regular expression.
     match = _ARCHITECTURE.search(config)
     return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
@@ -120,7 +120,7 @@ def _has_tag(job: Job, text: str) -> bool:
     return any(tag.casefold().startswith(text) for tag in job.tags)
 
 
-# The fields that a term can name before its colon, each with a match function. The text after the colon is casefolded.
+# The fields a term can name before its colon, each with a match function. The text after the colon is casefolded.
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
@@ -147,7 +147,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
 
     def key(job: Job) -> tuple[bool, bool, float]:
         value, is_of_batch = judged_value(job, name)
-        # Ignore values measured on training batches because they are lower than values on held-out rows.
+        # Ignore values measured on training batches, which are lower than values on held-out rows.
         known = None if is_of_batch else value
         # Sort unfinished jobs after all finished jobs.
         return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)

@@ -1,4 +1,4 @@
-"""Follows the logs of a job for the screen: reads the existing lines first, then new lines as they are written."""
+"""Follows a job's logs for the screen: reads the existing lines first, then new lines as they are written."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
-AGAIN_S = 5.0  # The pause before a retry after an error.
+AGAIN_S = 5.0  # The pause before retrying after an error.
 FIRST_LINES = 20_000
 EVALUATION = "evaluation"
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line of a log and its source: "0" for rank 0, "supervisor" or "evaluation"."""
+    """A log line and its source: "0" for rank 0, "supervisor" or "evaluation"."""
 
     source: str
     text: str
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return a dict mapping the name of each log to its path.
+    """Return a dict mapping each log's name to its path.
 
     Logs that do not exist yet are included, except the evaluation log.
     """

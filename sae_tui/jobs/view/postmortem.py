@@ -1,4 +1,4 @@
-"""Explains why a job failed, based on the files of its last attempt, and adds a remedy if the cause is known."""
+"""Explains why a job failed, based on the files from its last attempt, and adds a remedy if the cause is known."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Postmortem(msgspec.Struct, frozen=True):
     """The cause of a job's failure, with a remedy.
 
     `rank` is the rank that failed first; `traceback` and `log` are from this rank. `others` describes how the other
-    ranks ended. `resumes` describes what resuming the job does, like `resumes it from step 501`, or is "" if resuming
+    ranks ended. `resumes` says what resuming the job does, like `resumes it from step 501`, or is "" if resuming
     does not help.
     """
 
@@ -96,7 +96,7 @@ def _drop_log_line(error: str, log: list[str]) -> str:
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """Return the innermost frames of a rank's traceback and the exception, or () if the error message is sufficient.
+    """Return the innermost frames in a rank's traceback and the exception, or () if the error message is sufficient.
 
     Omit the exception if the error message already contains it.
     """

@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Job
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """A row of the process list: a process on a GPU, a job that groups its ranks, or a parent process without a GPU.
+    """A row in the process list: a process on a GPU, a job grouping its ranks, or a parent process without a GPU.
 
     `depth` is the indentation level, and `n_below` is the number of grouped processes. For a job, `process` contains
     the totals over its ranks and the pid 0.
@@ -29,7 +29,7 @@ class ProcessRow:
     is_parent: bool = False
 
 
-# The sort keys for processes, by name. The largest values or the earliest starts come first.
+# The sort keys for processes, by name. The largest values and the earliest starts come first.
 ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
     "memory": lambda one: -(one.memory_used_bytes or 0),
     "SM": lambda one: -(one.sm_percent or 0),
@@ -51,7 +51,7 @@ def arrange(
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
 ) -> list[ProcessRow]:
-    """Return the rows of the process list; `opened` contains the keys of the jobs whose ranks are shown."""
+    """Return the process list rows; `opened` contains the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
     found.sort(key=lambda one: (ORDERS[order](one), one.pid))
     return _tree(found, held) if as_tree else _folded(found, held, order, opened)
@@ -128,7 +128,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 
 def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
-    """Return a row for every process, below its parents; show only the last of a chain of single-child parents."""
+    """Return a row for every process, below its parents; in a chain of single-child parents, show only the last."""
     on_gpus = {one.pid: one for one in found}
     known: dict[int, ProcessDetails] = dict(on_gpus)
     below: dict[int, list[int]] = {}

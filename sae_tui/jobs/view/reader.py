@@ -35,21 +35,21 @@ SILENT_EVERY_S = 10.0
 
 
 class News(msgspec.Struct, frozen=True):
-    """An event of a job that was recorded after the first poll."""
+    """A job event recorded after the first poll."""
 
     job_id: int
     event: Event
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the latest values of its run.
+    """A job's row with the latest values from its run.
 
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
-    that the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE of a sweep to
-    which the loss and metrics belong, or "" for a single SAE. `others` maps the names of metrics without a column to
-    their latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value.
-    `evaluation` is the running evaluation of the SAEs. `silent` describes how long the job's host has been silent; if
-    it is not empty, the state of the job is unknown.
+    the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE in a sweep that the
+    loss and metrics belong to, or "" for a single SAE. `others` maps the names of metrics without a column to their
+    latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value. `evaluation` is
+    the running evaluation of the SAEs. `silent` describes how long the job's host has been silent; if it is not empty,
+    the job's state is unknown.
     """
 
     phase: str = ""
@@ -71,7 +71,7 @@ def is_loading(job: JobView) -> bool:
 
 
 def newest_value(job: Job, name: str) -> float | None:
-    """Return the latest value of a job's metric or loss, or None if it is unknown."""
+    """Return the latest value of a job metric or loss, or None if it is unknown."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)
         return value
@@ -79,7 +79,7 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def overfitting_words(job: Job) -> str:
-    """Describe how a job overfits, or return "" if it does not."""
+    """Describe how a job is overfitting, or return "" if it is not."""
     return f"overfits: {job.overfitting}" if job.overfitting else ""
 
 
@@ -95,12 +95,12 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def _without_column() -> list[str]:
-    """Return the names of the metrics whose latest values are stored only in a run's `metrics.db`."""
+    """Return the names of metrics whose latest values are stored only in a run's `metrics.db`."""
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
 def _lacks_held_out(job: Job) -> bool:
-    """Return whether a job's row may lack a held-out value of its run, since older versions did not record it there."""
+    """Return whether a job's row may lack a held-out value from its run; older versions did not record it there."""
     return job.fvu is not None and job.heldout_fvu is None
 
 
@@ -110,7 +110,7 @@ class JobsReader:
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
-        # The evaluations that have ended since the first poll, oldest first.
+        # The evaluations ended since the first poll, oldest first.
         self.news: tuple[News, ...] = ()
         self._last_event: int | None = None
         self._data = data
@@ -154,7 +154,7 @@ class JobsReader:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
         if job.state is JobState.IMPORTED:
-            # Do not reuse the last view, since the report card can change even if the row does not.
+            # Do not reuse the last view: the report card can change even if the row does not.
             return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
@@ -162,7 +162,7 @@ class JobsReader:
         return cached[1]
 
     def _imported_view(self, job: Job) -> JobView:
-        """Return the view of an imported SAE, with the metrics of its report card."""
+        """Return the view of an imported SAE, with the metrics from its report card."""
         view = _view(job, None, False)
         cards = read_cards(self._data.sae(job.id))
         return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
@@ -170,8 +170,8 @@ class JobsReader:
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that is not running, based on its row.
 
-        Read the run's `metrics.db` once for values that the row lacks: the best SAE of a sweep, metrics without a
-        column, and held-out values of a job that an older version has run.
+        Read the run's `metrics.db` once for values missing from the row: the best SAE in a sweep, metrics without a
+        column, and held-out values for a job run by an older version.
         """
         is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
         if not is_by_run and not _without_column():
@@ -202,7 +202,7 @@ class JobsReader:
         self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keep the `metrics.db` files of running jobs open, and close the files of all other jobs."""
+        """Keep the `metrics.db` files for running jobs open, and close the files for all other jobs."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()
@@ -246,7 +246,7 @@ class JobReader:
     """Reads a job with its curves, events and logs; `view` is None until the job is read, and after it is deleted."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
-        """Prepare to read a job in a data folder; if `mends`, rebuild missing roll-ups of the job's metrics once."""
+        """Prepare to read a job in a data folder; if `mends`, rebuild missing metric roll-ups once."""
         self.job_id = job_id
         self._data, self._mends = data, mends
         self.view: JobView | None = None
@@ -343,7 +343,7 @@ def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) ->
     """Merge the events from the store and from the run by time; omit the store's copies of the run's events."""
     repeated = {(event.kind, event.message) for event in run_events}
     rest = [event for event in store_events if (event.kind, event.message) not in repeated]
-    # The events of each list keep their order, even if the clock was set back.
+    # Events in each list keep their order even if the clock was set back.
     return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
@@ -377,7 +377,7 @@ def _lost_list_problem(data: DataDir) -> str:
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
-    """Return a view of a job's row with newer values from its run."""
+    """Return a view of a job row with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
     heartbeat = live.heartbeat if live else None
     return JobView(

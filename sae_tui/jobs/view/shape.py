@@ -1,4 +1,4 @@
-"""Reads the k and the width of a job's SAEs without parsing the entire job file."""
+"""Reads k and the width of a job's SAEs without parsing the entire job file."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Describe after how many tokens without firing a latent is considered dead, like `in 20,000 tokens`.
+    """Describe how many tokens without firing make a latent dead, like `in 20,000 tokens`.
 
-    Return "" if the number is unknown or differs between the SAEs of a sweep.
+    Return "" if the number is unknown or differs between SAEs in a sweep.
     """
-    # Import the function here because a job list does not need it.
+    # Import this function here, as a job list does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")
@@ -50,7 +50,7 @@ def dead_after_words(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
-    """Return the SAE section of a job file, or an empty dict if it is missing or invalid."""
+    """Return a job file's SAE section, or an empty dict if it is missing or invalid."""
     section = _SECTION.search(config)
     try:
         return tomllib.loads(section[1]) if section else {}
@@ -59,7 +59,7 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the finite numbers in the value of a setting, which is a list for a sweep."""
+    """Return the finite numbers in a setting's value, which is a list for a sweep."""
     values = value if isinstance(value, list) else [value]
     numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
     return [one for one in numbers if math.isfinite(one)]

@@ -6,8 +6,8 @@ import functools
 import re
 from collections.abc import Iterable
 
-# Matches a setting whose value is a list. Most jobs have no such setting, so few job files have to be parsed. Parsing a
-# job file takes 0.5 ms, and a list may contain a thousand jobs.
+# Matches a setting with a list as its value. Most jobs have no such setting, so few job files have to be parsed.
+# Parsing a job file takes 0.5 ms, and a list may contain a thousand jobs.
 _LIST = re.compile(r"^\s*\w+\s*=\s*\[", re.MULTILINE)
 
 
@@ -19,7 +19,7 @@ def labels(config: str) -> tuple[str, ...]:
     """
     if not _LIST.search(config):
         return ()
-    # Import the functions here because few jobs are sweeps.
+    # Few jobs are sweeps, so import these functions only here.
     from trainer.contract.settings.job_file import members, parse_job
     from trainer.contract.settings.toml import table_of
 

@@ -28,7 +28,7 @@ SILENT_AFTER_S = 10.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
-    """An immutable snapshot of everything that a job's screen shows."""
+    """An immutable snapshot of everything shown on a job's screen."""
 
     view: JobView
     phase: str
@@ -37,21 +37,21 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
-    plan: Plan | None = None  # The values that the ranks have chosen for "auto" settings.
-    energy: str = ""  # A description of the energy that the job's GPUs have used.
-    member: str = ""  # The label of the displayed SAE of a sweep, or "" for a single SAE.
+    plan: Plan | None = None  # The values chosen by the ranks for "auto" settings.
+    energy: str = ""  # A description of the energy used by the job's GPUs.
+    member: str = ""  # The label of the displayed SAE in a sweep, or "" for a single SAE.
 
 
 class Watcher:
     """Polls the job store twice per second.
 
-    Any thread may read results such as `jobs` and `news` because they are replaced rather than modified.
+    Results such as `jobs` and `news` are replaced rather than modified, so any thread may read them.
     """
 
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
-        """Watch the jobs of a data folder.
+        """Watch the jobs in a data folder.
 
-        Unless `readonly`, also restart lost supervisors of queued jobs, and rebuild missing roll-ups of metrics.
+        Unless `readonly`, also restart queued jobs' lost supervisors, and rebuild missing metric roll-ups.
         """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
@@ -89,7 +89,7 @@ class Watcher:
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keep `detail` up to date for a job, with the log of this rank; if `job_id` is None, follow no job."""
+        """Keep `detail` up to date for a job, with this rank's log; if `job_id` is None, follow no job."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
@@ -125,7 +125,7 @@ class Watcher:
         return self._read_detail(self._detail_reader) or changed
 
     def _reader(self, reader: JobReader | None) -> JobReader | None:
-        """Return the reader of the followed job; reuse `reader` if it reads that job."""
+        """Return the reader for the followed job; reuse `reader` if it reads that job."""
         followed = self._followed
         if reader is not None and (followed is None or reader.job_id != followed[0]):
             reader.close()
@@ -153,7 +153,7 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add the descriptions of GPUs that are held but idle, which are updated once per minute."""
+        """Add descriptions of GPUs held but idle, updated once per minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}

@@ -36,29 +36,29 @@ class LaunchKind(Generic[J, L]):
         return f"needs {gibibytes(look.needs_bytes)}" if look.needs_bytes else "memory unknown"
 
     def summary(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> str:
-        """Return one line about the devices and the requirements of the job."""
+        """Return one line about the job's devices and requirements."""
         return f"{plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')} · {self.needs(look)}"
 
     def answer(self, look: L) -> dict[str, object]:
-        """Return the additional fields that `sae-tui validate --json` reports for this kind of job."""
+        """Return the additional fields reported by `sae-tui validate --json` for this kind of job."""
         return {}
 
     def measured(self, job: J, look: L, device: str, past: Iterable[Job]) -> PeakMemory | None:
-        """Return the peak memory of a finished job of the same shape, or None if there is no such job."""
+        """Return the peak memory used by a finished job of the same shape, or None if there is no such job."""
         return None
 
     def need(
         self, job: J, look: L, free: FreeMemory, *, device: Literal["cuda", "cpu"], past: Iterable[Job] = ()
     ) -> Need | None:
-        """Return the memory that each rank needs, by component, or None if it is unknown.
+        """Return the memory needed by each rank, by component, or None if it is unknown.
 
-        If `free` is too small, the result includes remedies. `device` is the device of the ranks, which is "cpu" for
+        If `free` is too small, the result includes remedies. `device` is the ranks' device, which is "cpu" for
         simulated GPUs.
         """
         return None
 
     def row(self, data: DataDir, job: J, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-        """Return the columns of the job's row that differ between kinds of job."""
+        """Return the job row columns that differ between kinds of job."""
         steps = proposal_class(job).total_steps(job, placement.world_size)
         return {"total_steps": steps or None, "mode": placement.look.mode if placement.look else "single"}
 

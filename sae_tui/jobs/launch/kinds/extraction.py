@@ -1,4 +1,4 @@
-"""Describes the launch of an extraction job: a summary, the required memory, disk space and time, and the job's row."""
+"""Describes an extraction job's launch: a summary, the required memory, disk space and time, and the job's row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.wording import duration, gibibytes, plural
 
 
 class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
-    """The launch of an extraction job."""
+    """An extraction job's launch."""
 
     heading = "Model and text"
 

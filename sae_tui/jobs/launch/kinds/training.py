@@ -1,4 +1,4 @@
-"""Describes the launch of a training job: a summary, the required memory and time, and the job's row in the store."""
+"""Describes a training job's launch: a summary, the required memory and time, and the job's row in the store."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration, gibibytes, plural
 
-# The maximum number of SAEs of a sweep that a summary lists.
+# The maximum number of SAEs in a sweep listed by a summary.
 MOST_SHOWN = 6
 
 
 class LaunchTraining(LaunchKind[JobConfig, Outlook]):
-    """The launch of a training job."""
+    """A training job's launch."""
 
     heading = "Data and training"
 
@@ -44,8 +44,8 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
     def summary(self, job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
         """Return a string like `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GiB per GPU · about 12 min`.
 
-        For a sweep, the text starts with a list of the SAEs. The time is based on a finished job of the same shape on
-        the same type of device. If there is no such job, the time is an estimate.
+        For a sweep, the text starts with a list of the SAEs. The stated time is based on a finished job of the same
+        shape on the same type of device. If there is no such job, the stated time is an estimate.
         """
         devices, work = look.devices, look.settled.work
         where = plural(devices, "GPU" if look.on_gpus else "CPU process")
@@ -99,9 +99,9 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
 
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
-    """Return the outlook of a job on its former devices.
+    """Return a job's outlook on its former devices.
 
-    The only known property of these devices is how much memory the job needed on each of them.
+    The only known property of these devices is how much memory the job needed on each.
     """
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
@@ -111,7 +111,7 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
 
 
 def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> tuple[float, bool]:
-    """Return the duration of a job's steps in seconds, and whether it is based on a finished job of the same shape.
+    """Return the duration of a job's steps in seconds, and whether it is taken from a finished job of the same shape.
 
     If there is no such job, the duration is an estimate.
     """
@@ -125,7 +125,7 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
 def _factors(work: Workload) -> list[int]:
     """Return the factors of the effective batch size: micro-batch size, number of micro-batches, data-parallel ranks.
 
-    Factors of 1 are omitted. Return [] if the product of the factors is not the effective batch size.
+    Factors of 1 are omitted. Return [] if the factors do not multiply to the effective batch size.
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
