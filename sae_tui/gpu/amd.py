@@ -40,8 +40,8 @@ class Amd:
 
     name = "amdsmi"
     cuda = True
-    # The sources in this process using the library. AMD SMI does not count how often it was opened, so the first close
-    # call closes it for all sources.
+    # The sources in this process that have the library open. AMD SMI does not count how often it was opened, so the
+    # first close call closes it for all sources.
     _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class Asking:
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first number in `answer` under these keys that is at least `least`, or None."""
+    """Return the first number under these keys in `answer` that is at least `least`, or None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

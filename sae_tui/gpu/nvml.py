@@ -27,7 +27,7 @@ LARGEST_PID = 1 << 22  # Linux's limit. Drivers 535.43 to 535.86 return pids lik
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# While an unlisted process is using a GPU, its process list is read every second, but its condition less often.
+# While an unlisted process is using a GPU, the GPU's process list is read every second, but its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
 # An upper bound on how many times a process opens the driver.

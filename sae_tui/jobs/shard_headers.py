@@ -30,7 +30,7 @@ from trainer.contract.settings.shards import ShardSet
 POLL_S = 0.2
 # The time limit for reading shard headers. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 120.0
-# A missing package may be installed later, so reading is retried after this many seconds if it fails.
+# Failed reads are retried after this many seconds, as a missing package may have been installed.
 FAILED_FOR_S = 10.0
 # The trainer's error messages start with the name of this setting.
 _FIELD = "data.path"

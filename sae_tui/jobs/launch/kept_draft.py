@@ -1,4 +1,4 @@
-"""Saves the launch form to disk while the user fills it in so that the input survives an app exit or crash."""
+"""Saves the launch form to disk while the user is filling it in, so the input survives an app exit or crash."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _save_s(limit: str | None) -> int:
 
 
 def _exports(device: Device) -> str:
-    """SLURM chooses the node and the GPUs, so return a script line that sets all vendors' GPU variables."""
+    """Return a script line that sets all vendors' GPU variables, as SLURM chooses the node and the GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

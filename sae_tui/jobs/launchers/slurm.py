@@ -97,7 +97,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the SLURM job's number to a file; if this fails, cancel the job, which could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job, as it could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:

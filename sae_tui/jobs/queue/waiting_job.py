@@ -198,7 +198,7 @@ class QueueEntry:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # No other process may detect that the lease's holder has died, so correct the row here.
+            # Correct the row here: there may be no other process to detect that the lease's holder has died.
             reconcile(self._data)
         if self._reader is None:
             return named_gpus(self.job, leases, active)

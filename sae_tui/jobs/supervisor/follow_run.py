@@ -156,7 +156,7 @@ class Watch:
         return was_lost
 
     def _look(self) -> None:
-        """Read the run's progress, but not the control store so that a locked store is not mistaken for a hang."""
+        """Read the run's progress, but not the control store, so that a locked store is not mistaken for a hang."""
         self._has_news |= self._run.poll()
         with contextlib.suppress(OSError):
             before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns

@@ -224,7 +224,7 @@ def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
-        # Remove this file first. The deletion then looks interrupted so that `empty` does not delete the job's files.
+        # Remove this file first. The deletion then looks interrupted, so `empty` does not delete the job's files.
         (folder / _WHOLE).unlink(missing_ok=True)
     left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)

@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 
-# The order of states in a sorted list: running and pending jobs come first, followed by failed jobs.
+# The order of states in a sorted list: active and queued jobs come first, followed by failed jobs.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
@@ -137,7 +137,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key that compares numbers in a name by value so that `k=8` comes before `k=16`."""
+    """Return a sort key that compares numbers in a name by value, so `k=8` comes before `k=16`."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 

@@ -110,7 +110,7 @@ class JobsReader:
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
-        # The evaluations ended since the first poll, oldest first.
+        # The evaluations that have ended since the first poll, oldest first.
         self.news: tuple[News, ...] = ()
         self._last_event: int | None = None
         self._data = data

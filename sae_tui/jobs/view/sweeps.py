@@ -34,6 +34,6 @@ def in_order(names: Iterable[str], config: str) -> list[str]:
 
 
 def _natural(label: str) -> list[tuple[float, str]]:
-    """Return a sort key that compares numbers by value so that `k=8` comes before `k=16`."""
+    """Return a sort key that compares numbers by value, so `k=8` comes before `k=16`."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", label)
     return [(float(part), "") if place % 2 else (0.0, part) for place, part in enumerate(parts)]
