@@ -1,4 +1,4 @@
-"""Errors that are shown to the user; each message is one sentence that names the affected field and the fix."""
+"""Errors shown to the user; each message is one sentence that names the affected field and the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A request that cannot be carried out and is refused before any work starts."""
+    """A request that cannot be carried out, refused before any work starts."""
 
 
 class BadUsage(UsageError):
@@ -36,7 +36,7 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """An error that lists all the reasons why a job cannot run."""
+    """An error listing all the reasons why a job cannot run."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -44,12 +44,12 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: the text of an error, or the reason of an `OSError` without the error number."""
+    """Return the message for the user: an error's text, or the reason for an `OSError` without the error number."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library error, or the name of the error's class if it has no text.
+    """Return the first line of a library error, or its class name if it has no text.
 
     A first line that ends with a colon is joined with the second.
     """

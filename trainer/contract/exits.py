@@ -39,5 +39,5 @@ class Exit(IntEnum):
 
 
 def in_short(*exits: Exit) -> str:
-    """Return one line that lists the given exit codes, such as `Exit codes: 0 done, 1 failed.`."""
+    """Return one line listing the given exit codes, such as `Exit codes: 0 done, 1 failed.`."""
     return f"Exit codes: {', '.join(f'{int(one)} {one.short}' for one in exits)}."

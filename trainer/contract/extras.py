@@ -1,7 +1,8 @@
-"""Checks whether the trainer's optional packages are installed, and returns the command that installs them.
+"""Checks whether the trainer's optional packages are installed, and returns the command to install them.
 
 Without these packages, the app still shows GPUs and jobs. The app needs 50 MB of disk space, and the smallest torch
-build needs 1 GB. The trainer uses the packages of this Python, or of another Python interpreter if a job names one.
+build needs 1 GB. The trainer uses the packages installed for this Python, or for another Python interpreter if a job
+names one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import NamedTuple
 from trainer.contract.errors import UsageError
 from trainer.contract.wording import join_words
 
-# Packages that every process of the trainer imports.
+# Packages imported by every trainer process.
 OF_TRAINER = ("torch", "numpy", "safetensors")
 
 
 class OtherInterpreter(NamedTuple):
-    """The packages of another Python interpreter.
+    """The packages installed for another Python interpreter.
 
     `python` is the path of the interpreter. `names` contains the requested packages that are installed there, or is
     None if unknown. `torch_version` is "" if unknown. `torch_runtime` is the platform for which this Python's torch is
@@ -45,7 +46,7 @@ def elsewhere() -> OtherInterpreter | None:
 
 @contextlib.contextmanager
 def judged_by(there: OtherInterpreter | None) -> Iterator[None]:
-    """Check jobs against the packages of another Python within this context."""
+    """Check jobs against another Python's packages within this context."""
     token = _ELSEWHERE.set(there)
     try:
         yield
@@ -68,7 +69,7 @@ def is_installed(module: str) -> bool:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra of sae-tui into the Python that jobs are checked against."""
+    """Return the command to install a sae-tui extra into the Python that jobs are checked against."""
     if (there := elsewhere()) is not None:
         return f"{there.python} -m pip install 'sae-tui[{extra}]'"
     return f"{_way_of(Path(sys.prefix))} 'sae-tui[{extra}]'"
@@ -84,12 +85,12 @@ def _way_of(prefix: Path) -> str:
 
 
 def missing_of_trainer() -> list[str]:
-    """Return the modules that the trainer requires but that are not installed."""
+    """Return the modules required by the trainer that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 
 def lack_of_trainer() -> str:
-    """Return a sentence that names the packages missing for training and evaluation; "" if none are missing."""
+    """Return a sentence naming the packages missing for training and evaluation; "" if none are missing."""
     if not (missing := missing_of_trainer()):
         return ""
     them = "it" if len(missing) == 1 else "them"

@@ -1,4 +1,4 @@
-"""Errors as JSON, which a failed command prints with `--json`."""
+"""Errors in the JSON format printed by a failed command with `--json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.output import show_text
 from trainer.contract.printable import printable_json
 
-# Matches a flag, an argument or a job file setting that is followed by a colon and a message.
+# Matches a flag, an argument or a job file setting followed by a colon and a message.
 _FIELD = re.compile(r"(--[a-z][a-z-]*|[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|[A-Z][A-Z_]+(?:\.toml)?): (?=\S)")
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode, open_below
 
-# The start of the pointer file that git stores in place of a large file until git-lfs fetches it.
+# The first bytes of a pointer file, stored by git in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # No write takes this many seconds, so any older temporary file was left by a killed process.
 CUT_OFF_AFTER_S = 3600.0
@@ -33,7 +33,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Atomically write a file that controls what programs do on behalf of its owner, such as settings.
+    """Atomically write a file controlling what programs do on behalf of its owner, such as settings.
 
     A group that shares the folder may read the file but not change it. Without `durable`, the call does not wait for
     the disk, and a power cut may lose the file.
@@ -85,7 +85,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove temporary files that this user's killed processes left in a folder, or only those for the file `name`."""
+    """Remove temporary files left in a folder by this user's killed processes, or only those for the file `name`."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
@@ -101,7 +101,7 @@ def _is_cut_off(status: os.stat_result) -> bool:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a file for reading.
 
-    Raise `OSError` for a git-lfs pointer, and for a pipe or device, since reading it might block forever.
+    Raise `OSError` for a git-lfs pointer, and for a pipe or device, because reading from it might block forever.
     """
     descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,4 +1,4 @@
-"""Follows the symbolic links in the Hugging Face hub's cache, which point from a model's snapshot to its blobs."""
+"""Follows the symbolic links from a model's snapshot to its blobs in the Hugging Face hub cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import stat
 from pathlib import Path
 
-# The suggested fix for a link that is not followed.
+# The suggested fix for a rejected link.
 COPY = "replace it with a copy of the file, as `cp -rL` does"
 
 
 def plain_file(file: Path) -> Path:
-    """Return the given path, or the target blob if the path is a link in the hub's cache.
+    """Return the given path, or the target blob if the path is a link in the hub cache.
 
-    All other links are refused, since they could lead to any file that this user can read. The blob must be a regular
+    All other links are refused because they could lead to any file that this user can read. The blob must be a regular
     file directly in the `blobs` folder of the same `models--*` folder. The blob must belong to this user, to root or,
     in a shared cache, to the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no
     file.
@@ -48,7 +48,7 @@ def _blob(file: Path) -> Path:
 
 
 def is_plain_file(file: Path) -> bool:
-    """Return whether a path is a regular file that `plain_file` accepts."""
+    """Return whether a path is a regular file accepted by `plain_file`."""
     try:
         return stat.S_ISREG(plain_file(file).stat().st_mode)
     except (OSError, ValueError):

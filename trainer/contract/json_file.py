@@ -1,4 +1,4 @@
-"""Reads untrusted JSON, which may be truncated or corrupt; any input yields a value or a one-line error."""
+"""Reads untrusted JSON that may be truncated or corrupt; any input yields a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from trainer.contract.files import open_plain, write_whole
 
-# The maximum file size in bytes. This project's files are far smaller, and reading a huge file could exhaust memory.
+# The maximum file size in bytes. The project's own files are far smaller, and reading a huge file could exhaust memory.
 LARGEST = 64 * 2**20
 # The maximum number of characters in an error message, which may quote a long value.
 _LONGEST_REASON = 300
@@ -27,7 +27,7 @@ _preparing = threading.RLock()
 
 
 def prepare(kind: Any) -> None:
-    """Build msgspec's decoder for a type, one thread at a time; raise `TypeError` for an unsupported type.
+    """Build the msgspec decoder for a type, one thread at a time; raise `TypeError` for an unsupported type.
 
     By default, msgspec builds the decoder when the type is first used, and crashes if two threads do this at once (seen
     with msgspec 0.22).
@@ -39,7 +39,7 @@ def prepare(kind: Any) -> None:
 
 
 def convert_as(value: Any, kind: type[T]) -> T:
-    """Convert a value to a type like `msgspec.convert`, but thread-safe."""
+    """Convert a value to a type; a thread-safe version of `msgspec.convert`."""
     prepare(kind)
     return msgspec.convert(value, kind)
 
@@ -58,7 +58,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
 
 
 def _without_mark(text: bytes | str) -> bytes | str:
-    """Remove the byte order mark that Windows editors write at the start of a file."""
+    """Remove the byte order mark written by Windows editors at the start of a file."""
     return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 

@@ -1,4 +1,4 @@
-"""File locks; the kernel releases a lock when the last process that holds it exits, even after `kill -9`."""
+"""File locks; the kernel releases a lock when the last process holding it exits, even after `kill -9`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.paths import open_private, private_folder
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file, exclusively or shared, without waiting; return False if another process holds the lock.
 
-    A lock that this process already holds is converted. Raise `OSError` if the file system does not support locks.
+    A lock already held by this process is converted. Raise `OSError` if the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -36,7 +36,7 @@ class FileLock:
     def acquire(self) -> bool:
         """Acquire the lock if this process does not hold it yet; return False if another process holds it.
 
-        Raise `UserError` if locks do not work.
+        Raise `UserError` if locks do not work on this file system.
         """
         if self._descriptor is not None:
             return True

@@ -1,4 +1,4 @@
-"""Reads this machine's memory without a library, since waiting supervisors and ranks must use little memory."""
+"""Reads this machine's memory size without a library, because waiting supervisors and ranks must use little memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class MachineMemory(NamedTuple):
-    """The memory of the machine in bytes: the memory available to new processes without swapping, and the total."""
+    """The machine's memory in bytes: the memory available to new processes without swapping, and the total."""
 
     available_bytes: int
     total_bytes: int

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
-# Types of local file systems, whose files only this machine can open. All other types are treated as network file
-# systems, since mistaking one for a local file system could corrupt a store that two hosts write to.
+# Local file system types: only this machine can open their files. All other types are treated as network file systems:
+# mistaking one for a local file system could corrupt a store shared by two hosts.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -36,7 +36,7 @@ class Mount(NamedTuple):
 def network_file_system(path: Path) -> str | None:
     """Return the name of a path's file system, or None if it is known to be local.
 
-    SQLite's WAL needs memory shared by all processes that use a store, which is impossible across hosts.
+    SQLite's WAL needs memory shared by all processes using a store, which is impossible across hosts.
     """
     try:
         mount = mount_of(path)
@@ -46,9 +46,9 @@ def network_file_system(path: Path) -> str | None:
 
 
 def mount_of(path: Path) -> Mount:
-    """Return the mount of a path; raise `OSError` if the path or the mount table cannot be read.
+    """Return the mount for a path; raise `OSError` if the path or the mount table cannot be read.
 
-    The mount is found by its id, since `stat` returns a different device number on btrfs.
+    The mount is looked up by its id because `stat` returns a different device number on btrfs.
     """
     number = _number(path)
     for line in MOUNTS.read_text(errors="replace").splitlines():

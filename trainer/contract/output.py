@@ -1,4 +1,4 @@
-"""Writes to a command's standard output and error in any locale, and handles closed pipes and full disks."""
+"""Writes to standard output and error in any locale, and handles closed pipes and full disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.contract.printable import printable_lines
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
-# Completed actions of this command that must not be repeated; see `has_done`.
+# Actions completed by this command that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
 # Matches the start of an argparse message about an argument, such as `argument -n/--count: `.
@@ -28,11 +28,11 @@ _ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
 
 class OutputLost(UserError):
-    """An error writing to standard output, for example on a full disk."""
+    """An error while writing to standard output, for example on a full disk."""
 
 
 class SafeParser(argparse.ArgumentParser):
-    """A parser that replaces control characters in its messages, which may quote other users' file names."""
+    """A parser that replaces control characters in its messages; a message may quote other users' file names."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -59,7 +59,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
     """Run a command and return its exit code, even if the command's output cannot be written.
 
     If standard output or error is closed, the command is not run: its messages would be lost, and the next opened file
-    would get the file descriptor of the output. `teller` is the prefix of the error message.
+    would get the output's file descriptor. `teller` is the prefix of the error message.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
@@ -152,7 +152,7 @@ def _refuse_without_output(teller: str) -> int:
 
 
 def _drop(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, since the interpreter flushes the stream on exit and would fail again."""
+    """Redirect a stream to /dev/null; otherwise, the interpreter would flush the stream on exit and fail again."""
     with contextlib.suppress(OSError):  # for streams without a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -1,4 +1,4 @@
-"""The paths of all files in the data folder and in run folders."""
+"""Paths for all files in the data folder and in run folders."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# The name of the file, next to the checkpoints, that reserves disk space for the last checkpoint.
+# The name of the file next to the checkpoints reserving disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
-# Folders below which links are not followed, since other users may create links there. The folders themselves may be
+# Folders under which links are not followed because other users may create links there. The folders themselves may be
 # links.
 _KEPT: set[str] = set()
 
 
 class RunPaths:
-    """The paths of a run's files below `root`; methods that return a path do not create it."""
+    """Paths for a run's files under `root`; methods returning a path do not create it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -32,15 +32,15 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
-        # Each process of the run holds this lock until it exits.
+        # Every process in the run holds this lock until it exits.
         self.lock_file = root / "run.lock"
-        # The process that evaluates the run's SAEs holds this lock until it exits.
+        # The process evaluating the run's SAEs holds this lock until it exits.
         self.evaluation_lock = root / "evaluation.lock"
         # The job's database row as of its last start; a lost store is restored from these files.
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
-        """Free disk space that a killed process of the run had reserved for the last checkpoint."""
+        """Free disk space reserved for the last checkpoint by a killed process of the run."""
         with contextlib.suppress(OSError):
             folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -60,15 +60,15 @@ class RunPaths:
         return self.logs / "evaluation.log"
 
     def attempt(self, number: int) -> Path:
-        """Return the folder of an attempt, where its ranks find each other and record their exit status."""
+        """Return an attempt's folder, where its ranks find each other and record their exit status."""
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
-        """Return the path of the `RankSpec` that configures the ranks of an attempt."""
+        """Return the path of the `RankSpec` configuring the ranks of an attempt."""
         return self.attempt(attempt) / "ranks.json"
 
     def data_record(self, attempt: int) -> Path:
-        """Return the path of the `DataRecord` of the shards at the start of an attempt."""
+        """Return the path of the `DataRecord` for the shards at the start of an attempt."""
         return self.attempt(attempt) / DATA_RECORD
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
@@ -76,15 +76,15 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def first_rank(self, attempt: int) -> Path:
-        """Return the path of the file that identifies the process of rank 0."""
+        """Return the path of the file identifying rank 0's process."""
         return self.attempt(attempt) / "first.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:
-        """Return the path of a rank's `RankMark`, which records the rank's host and exit status."""
+        """Return the path of a rank's `RankMark`, a record of its host and exit status."""
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON Lines file with the progress of a rank 0 that runs on another host."""
+        """Return the path of the JSON Lines file with the progress of a rank 0 running on another host."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
@@ -107,7 +107,7 @@ class RunPaths:
 
 
 class DataDir:
-    """A user's data folder, which contains the stores, runs and finished SAEs."""
+    """A user's data folder, containing the stores, runs and finished SAEs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -116,9 +116,9 @@ class DataDir:
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
         self.trash = root / "trash"
-        # The folder with one progress file for each running evaluation.
+        # The folder with one progress file per running evaluation.
         self.evaluations = root / "evaluations"
-        # The folder with the contents of shard headers, one file for each data path.
+        # The folder for cached shard headers, with one file per data path.
         self.headers = root / "headers"
 
     @property
@@ -147,7 +147,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The log of everything that libraries write to standard error while this user's app occupies the terminal."""
+        """The log for everything written to standard error by libraries while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
@@ -192,7 +192,7 @@ class DataDir:
 def free_disk(path: Path) -> tuple[Path, int | None]:
     """Return the nearest existing folder at or above a path, and the number of free bytes on its disk.
 
-    The number of bytes is None if the file system reports no size, as with /proc and some network file systems. This
+    The free space is None if the file system reports no size, as with /proc and some network file systems. This
     function does not check whether a folder can be created there.
     """
     while not os.path.exists(path):
@@ -209,7 +209,7 @@ def numbered(folder: Path) -> list[Path]:
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     """Return the data folder: `chosen`, or $SAE_TUI_DATA_DIR, or the platform's user data folder.
 
-    Raise `UserError` if this requires a home folder that does not exist, for example for a container user without an
+    Raise `UserError` if the home folder is needed but does not exist, for example for a container user without an
     account.
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
@@ -253,19 +253,19 @@ def file_mode(folder: Path) -> int:
 
 
 def follow_no_link_below(root: Path) -> None:
-    """Make `open_below` and its callers refuse links below this folder, in this process."""
+    """Make `open_below` and its callers refuse links under this folder, in this process."""
     _KEPT.add(os.path.abspath(root))
 
 
 def keep_run(path: Path) -> None:
-    """From now on, refuse links below the data folder of a run or SAE, or below the run if it has no data folder.
+    """From now on, refuse links under the data folder of a run or SAE, or under the run if it has no data folder.
 
-    `path` is the path of a run, an SAE, or a file in one of them. Any other path is ignored, since a folder with a job
+    `path` is the path of a run, an SAE, or a file in one of them. Any other path is ignored because a folder with a job
     file may contain the user's own links, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # Use the outermost match, since other users may have created files with these names in an inner folder.
+    # Use the outermost match: other users may have created files with these names in an inner folder.
     data = [folder for folder in around if _is_data_folder_of(folder, place)][-1:]
     runs = [folder for folder in around if _is_run_of(folder, place)][-1:]
     for folder in data or runs:
@@ -291,13 +291,13 @@ def _inside(folder: Path, place: Path) -> str:
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
-    """Open a file or folder like `os.open`; raise `OSError` if the path contains a link below a folder in `_KEPT`.
+    """Open a file or folder like `os.open`; raise `OSError` if the path contains a link under a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link while it is
-    being opened.
+    Each folder is opened relative to its parent to prevent any folder on the path from being replaced by a link in the
+    meantime.
     """
     whole = os.path.abspath(path)
-    # Iterate over a copy of `_KEPT`, since another thread may add a folder.
+    # Iterate over a copy of `_KEPT` because another thread may add a folder.
     root = min((one for one in tuple(_KEPT) if whole.startswith(f"{one}/")), key=len, default=None)
     if root is None:
         return os.open(path, flags, mode)
@@ -327,7 +327,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
 
 
 def refuse_links_on_the_way(path: Path) -> None:
-    """Raise `OSError` if a parent of `path` below a folder in `_KEPT` is a link; ignore missing parents and files."""
+    """Raise `OSError` if a parent of `path` under a folder in `_KEPT` is a link; ignore missing parents and files."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -335,7 +335,7 @@ def refuse_links_on_the_way(path: Path) -> None:
 def open_private(file: Path, flags: int) -> int:
     """Open a file for writing and return its descriptor; a new file gets `file_mode`, regardless of the umask.
 
-    Raise `OSError` for links and anything else that is not a regular file, since opening it could overwrite another
+    Raise `OSError` for links and anything else that is not a regular file, because opening it could overwrite another
     file.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -366,14 +366,14 @@ def _open_existing(file: Path, flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise `UserError` if a folder is a symbolic link, since its target may belong to another user."""
+    """Raise `UserError` if a folder is a symbolic link, because its target may belong to another user."""
     if folder.is_symlink():
         reason = f"{folder} is a symbolic link, and symbolic links are not followed; remove it"
         raise UserError(f"{reason}, or make the data folder itself a link to keep everything on another disk")
 
 
 def umask_of(root: Path) -> int:
-    """Return the umask for processes that write below a data folder: 007 if a group shares it, otherwise 077."""
+    """Return the umask for processes that write under a data folder: 007 if a group shares it, otherwise 077."""
     return 0o007 if is_shared(root) else 0o077
 
 
@@ -391,9 +391,9 @@ def working_folder() -> Path:
 
 
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
-    """Change to / if the working folder has been deleted, since child processes and torch could not start in it.
+    """Change to / if the working folder has been deleted, because child processes and torch could not start in it.
 
-    `given` maps command-line arguments to their paths. Raise `UsageError` for a relative path, since it can no longer
+    `given` maps command-line arguments to their paths. Raise `UsageError` for a relative path because it can no longer
     be resolved.
     """
     try:
@@ -409,8 +409,8 @@ def private_folder(path: Path, setting: str = "") -> Path:
     """Create the folder and all missing parents with mode 0700, or 2770 in a data folder that a group shares.
 
     `mkdir(parents=True)` would leave the parents accessible to other users. Outside data folders, sharing is not
-    inherited, since the folders of a lab often belong to a group although new folders should not be shared. `setting`
-    is the name of the setting that specifies the folder; if empty, error messages suggest --data-dir.
+    inherited: lab folders often belong to a group although new folders should not be shared. `setting` is the name of
+    the setting that specifies the folder; if empty, error messages suggest --data-dir.
     """
     with _explain_failure(path, setting):
         refuse_links_on_the_way(path / "any")
@@ -423,14 +423,14 @@ def private_folder(path: Path, setting: str = "") -> Path:
 def _make(folder: Path, *, shared: bool) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        # Set the mode afterwards: the umask would remove bits from the `mode` argument, and a setgid bit of the parent
+        # Set the mode afterwards: the umask would remove bits from the `mode` argument, and the parent's setgid bit
         # would be inherited.
         folder.chmod(0o2770 if shared else 0o700)
 
 
 @contextlib.contextmanager
 def _explain_failure(path: Path, setting: str = "") -> Iterator[None]:
-    """Convert an `OSError` from creating this folder to a `UserError` that says what to do."""
+    """Convert an `OSError` from creating this folder to a `UserError` with a suggested fix."""
     try:
         yield
     except OSError as error:

@@ -14,12 +14,12 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def whole(title: str, schema: Schema) -> Schema:
-    """Add the JSON Schema draft and a title to the schema of a command's output."""
+    """Add the JSON Schema draft and a title to the schema for a command's output."""
     return {"$schema": DRAFT, "title": title} | {key: value for key, value in schema.items() if key != "title"}
 
 
 def fields(title: str, described: Mapping[str, tuple[Kind, str]], *, may_lack: Iterable[str] = ()) -> Schema:
-    """Return the schema of an object with exactly the given fields; the fields in `may_lack` are optional."""
+    """Return the schema for an object with exactly the given fields; the fields in `may_lack` are optional."""
     lacking = set(may_lack)
     return {
         "title": title,
@@ -39,9 +39,9 @@ def typed(
     without: Iterable[str] = (),
     no_number_is_null: bool = False,
 ) -> Schema:
-    """Return the schema of a Struct, dataclass or NamedTuple with all fields required.
+    """Return the schema for a Struct, dataclass or NamedTuple with all fields required.
 
-    `words` contains the description of each field, and `inner` the schemas of fields that are objects. With
+    `words` contains the field descriptions, and `inner` the schemas for fields that are objects. With
     `no_number_is_null`, a float field may be null, since NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
@@ -53,7 +53,7 @@ def typed(
 
 
 def of(kind: Kind) -> Schema:
-    """Return the schema of a type; a schema is returned unchanged."""
+    """Return the schema for a type; a schema is returned unchanged."""
     return kind if isinstance(kind, dict) else msgspec.json.schema(kind)
 
 
@@ -62,7 +62,7 @@ def list_of(kind: Kind) -> Schema:
 
 
 def by_name(kind: Kind) -> Schema:
-    """Return the schema of an object whose keys are not known in advance."""
+    """Return the schema for an object whose keys are not known in advance."""
     return {"type": "object", "additionalProperties": of(kind)}
 
 
@@ -71,7 +71,7 @@ def or_null(kind: Kind) -> Schema:
 
 
 def one_of(*kinds: Kind) -> Schema:
-    """Return the schema of a value that matches one of several schemas; their titles say when each applies."""
+    """Return the schema for a value that matches one of several schemas; their titles say when each applies."""
     return {"anyOf": [of(kind) for kind in kinds]}
 
 

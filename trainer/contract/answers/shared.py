@@ -1,4 +1,4 @@
-"""JSON Schemas that `sae-tui` and `sae-train` share: errors, results and report cards."""
+"""JSON Schemas shared by `sae-tui` and `sae-train`: errors, results and report cards."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def metric_words(name: str) -> str:
 
 
 def metrics() -> Described:
-    """Return a dict that maps each metric of an SAE to its type and description."""
+    """Return a dict mapping each SAE metric to its type and description."""
     return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
@@ -293,10 +293,10 @@ assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 
 
 def card(title: str, *names: str, **more: tuple[Any, str]) -> Schema:
-    """Return the schema of a report card with the named fields (by default all), plus the fields in `more`."""
+    """Return the schema for a report card with the named fields (by default all), plus the fields in `more`."""
     return fields(title, more | {name: _CARD[name] for name in names or _CARD})
 
 
 def answer(title: str, *schemas: Schema) -> Schema:
-    """Return the schema of a command's output, which matches one of the given schemas."""
+    """Return the schema for a command's output: one of the given schemas."""
     return whole(title, schemas[0] if len(schemas) == 1 else one_of(*schemas))

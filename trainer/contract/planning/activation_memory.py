@@ -1,4 +1,4 @@
-"""Estimates the peak memory of one rank's tensors in a pass: the largest sum of live tensors over its phases."""
+"""Estimates the peak memory used by one rank's tensors in a pass: the largest sum of live tensors over its phases."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
-# Pre-activations per group in a GPU's top-k, which first compares the maxima of the groups. On an H200, 4,096 rows of
-# 24,576 columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32. With 65,536 columns, groups of 64 were
-# slower than groups of 32.
+# Pre-activations per group in a GPU top-k; the group maxima are compared first. On an H200, 4,096 rows of 24,576
+# columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32. With 65,536 columns, groups of 64 were slower
+# than groups of 32.
 GROUP = 32
-# Bytes per pre-activation of the two masks that an evaluation uses to count pre-activations above a threshold.
+# Bytes per pre-activation for the two masks used by an evaluation to count pre-activations above a threshold.
 COUNTED_BYTES = 2
-# Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
-# rank. A GPU sends all possible candidates. Two ranks that share a CPU and pre-select with a rounded product send a
-# quarter more, which is not included here.
+# Number of candidates sent per token by a CPU rank, as a multiple of the average number of values selected from that
+# rank. A GPU sends all possible candidates. Two ranks sharing a CPU and pre-selecting with a bf16 matmul send a quarter
+# more; this is not included here.
 MARGIN_PER_TOKEN = 4
 
 # For architectures with a sparsity penalty: the number of rows used to find the initial threshold, and the maximum
 # number of values in memory at once.
 START_ROWS, START_VALUES = 2048, 2**21
-# On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes of the value itself.
+# On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes for the value itself.
 _BYTES_OF_TOPK = 20
 
 
@@ -38,7 +38,7 @@ def of_start(work: Workload, sae: SaeSettings) -> int:
 
 
 def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak memory in bytes of one micro-batch's forward and backward pass, including its gradients.
+    """Return the peak memory in bytes for the forward and backward pass of one micro-batch, including its gradients.
 
     The result excludes the 16-bit copies of weights that are kept between passes.
     """
@@ -52,7 +52,7 @@ def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = Fal
 
 
 def of_evaluation(work: Workload, job: JobConfig) -> int:
-    """Return the peak memory in bytes of an evaluation on one batch of held-out tokens.
+    """Return the peak memory in bytes for an evaluation on one batch of held-out tokens.
 
     The result excludes the 16-bit copies of weights that are kept between passes.
     """
@@ -69,14 +69,14 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 
 
 def kept_copies(work: Workload, job: JobConfig) -> int:
-    """Return the size in bytes of the 16-bit weight copies that optimizer steps of an SAE write for later passes.
+    """Return the size in bytes of the 16-bit weight copies written by an SAE's optimizer steps for later passes.
 
     Replicas that each update only a shard of the latents keep these copies only if they exchange them.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     if not _writes_copies(work, job) or (shares_steps and not exchanges_copies(work, job)):
         return 0
-    # Dense matrix products convert the decoder themselves, so only the encoder is copied.
+    # Dense matmuls convert the decoder themselves, so only the encoder is copied.
     width = work.d_in + (0 if ARCHITECTURES[job.sae.architecture].dense_matrices else work.d_out)
     return round(2 * job.sae.width(work.d_in) * width / work.latent_ranks)
 
@@ -101,15 +101,15 @@ def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
 
 
 def candidates_of_token(work: Workload, sae: SaeSettings) -> int:
-    """Return how many top-k candidates per token each rank sends to the ranks that hold the other latents."""
+    """Return how many top-k candidates per token each rank sends to the ranks holding the other latents."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.settings.most_active(work.d_in)
     return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
 class _StepSizes:
-    """Tensor sizes that are common to several phases of a step; all sizes of this class are in bytes.
+    """Tensor sizes shared by several phases of a step; all sizes in this class are in bytes.
 
-    `n_tokens` is the number of tokens of all ranks that share the latents. `own_tokens` is one rank's share of these
+    `n_tokens` is the number of tokens over all ranks sharing the latents. `own_tokens` is one rank's share of these
     tokens after the outputs of all latents are summed. `n_own` is the number of latents on the rank.
     """
 
@@ -128,13 +128,13 @@ class _StepSizes:
         self.rows += self.product * self.own_tokens * self.d_in * sae.skip
         # The decoder in fp32.
         self.matrix = 4 * self.n_own * self.width
-        # Bytes per input or output dimension of a 16-bit weight copy that only this pass uses.
+        # Bytes per input or output dimension for a 16-bit weight copy used only by this pass.
         self.narrow = 2 * self.n_own if self.product == 2 and not keeps_copies else 0
 
     def candidates(self) -> float:
-        """Return the size of the buffers for candidates: sent, received and reordered copies, and two bool masks.
+        """Return the size of the candidate buffers: sent, received and reordered copies, and two bool masks.
 
-        Architectures that select latents per batch also gather the candidates of every rank, with int64 indices. From
+        Architectures that select latents per batch also gather the candidates from every rank, with int64 indices. From
         each rank, a GPU gathers as many candidates as all ranks select in total. The GPU pre-selects them by group
         maxima.
         """
@@ -151,19 +151,18 @@ class _StepSizes:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """Return the size of the reconstructions of all tokens, or of their gradient; 0 unless ranks share latents."""
+        """Return the size of the reconstructions for all tokens, or of their gradient; 0 unless ranks share latents."""
         return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
 class _Dense(_StepSizes):
-    """The memory of a pass for architectures that keep all pre-activations."""
+    """The memory used by a pass for architectures that keep all pre-activations."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
         middle = self.matrix * (1 + n_weights * self.product / 4)
         late = 4 * self.n_own * self.d_in + self.matrix * (1 + n_weights)
-        # If ranks share latents, bf16 gradients are converted to fp32 only after the gradient of the reconstructions is
-        # freed.
+        # If ranks share latents, bf16 gradients are converted to fp32 only after the reconstruction gradient is freed.
         first = max(middle + self.summed(), late if self.sharing == 1 or self.product == 4 else 0)
         phases = (
             self.entry.dense_matrices * latents + middle,
@@ -176,25 +175,26 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """The memory of a pass for architectures that select active latents.
+    """The memory used by a pass for architectures that select active latents.
 
-    Memory use peaks in one of four phases: the encoder's matmul, the sum of the reconstructions, AuxK's passes, or the
-    addition of AuxK's gradients to the other gradients.
+    Memory use peaks in one of four phases: the encoder matmul, summing the reconstructions, the AuxK passes, or adding
+    the AuxK gradients to the other gradients.
     """
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # The number of weights of AuxK's candidates, and the bytes of their gradients, which several ranks sum in fp32.
+        # The number of weights for the AuxK candidates, and the size of their gradients in bytes; several ranks sum
+        # them in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
-        # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and the reconstruction
-        # of each token.
+        # Bytes kept by AuxK until its backward pass: the candidates' weights, and the values and reconstruction for
+        # each token.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
-        # Indices and values of the active latents; each rank stores the entries of its shard. With BatchTopK on several
-        # GPUs, each rank allocates memory for all entries, since all of them could belong to its shard.
+        # Indices and values of the active latents; each rank stores the entries for its shard. With BatchTopK on
+        # several GPUs, each rank allocates memory for all entries, since all of them could belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
@@ -211,17 +211,17 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + product + self.narrow * self.d_in + chosen + self.of_auxk
 
     def _in_order(self) -> float:
-        """Return the memory used while GPUs that share latents move the selected entries to the front of a buffer."""
+        """Return the memory used while GPUs sharing latents move the selected entries to the front of a buffer."""
         is_known = self.work.device == "cpu" or self.sharing == 1 or self.entry.per_batch
         return 0.0 if is_known else 57 * self.n_tokens * self.most_active
 
     def agree(self) -> float:
-        """Return the memory used while ranks that share the latents agree on AuxK's candidates."""
+        """Return the memory used while ranks sharing the latents agree on the AuxK candidates."""
         of_own = 2 * self.sharing * self.n_candidates if self.sharing > 1 else 0
         return self.rows + of_own * min(self.n_candidates, self.n_own)
 
     def _of_groups(self) -> float:
-        """Return the size of the group maxima in a GPU's top-k, plus the groups' indices if selection is per batch."""
+        """Return the size of the group maxima in a GPU top-k, plus the group indices if selection is per batch."""
         if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
         if not self.entry.per_batch:
@@ -234,7 +234,7 @@ class _SparseArchitecture(_StepSizes):
         Each level has an output and an error or, if ranks share the latents, a sum and the rank's shard of the sum. In
         the backward pass, each level has an error and a gradient, in addition to x_hat; if latents are shared, the
         backward pass takes less memory. A single GPU that trains without a skip connection stores no outputs, only
-        errors and gradients in the dtype of the matrix products.
+        errors and gradients in the matmul dtype.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
@@ -247,20 +247,20 @@ class _SparseArchitecture(_StepSizes):
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
 
     def score(self) -> float:
-        """Return the memory used while errors are compared with AuxK's reconstruction."""
+        """Return the memory used while errors are compared with the AuxK reconstruction."""
         copies = self.narrow * (self.d_in + self.width)
         wide = self._wide() - 4 * self.own_tokens * self.width
         return self.rows + wide + copies + self.entries + self.of_auxk + self.of_explained
 
     def explain_backward(self) -> float:
-        """Return the memory used in AuxK's backward pass, including the candidates' weights and gradients."""
+        """Return the memory used in the AuxK backward pass, including the candidates' weights and gradients."""
         of_token = self.product * (self.n_candidates + self.width) + 4 * self.width
         made = self.row_gradients + self.product * self.of_candidates * (self.sharing > 1)
         explained = self.of_auxk + self.of_explained + self.own_tokens * of_token
         return self.rows + explained + made + self.matrix + self.narrow * self.width + self.entries
 
     def decode_backward(self) -> float:
-        """Return the memory used to compute W_dec's gradient from the gradient of all tokens' reconstructions."""
+        """Return the memory used to compute the W_dec gradient from the reconstruction gradient for all tokens."""
         of_output = self.n_tokens * max(1, self.n_prefixes) * self.width * (4 + 2 * (self.product == 2))
         explained = self.of_auxk + self.of_explained
         # Sorting entries by latent adds a quarter of their size.
@@ -268,9 +268,9 @@ class _SparseArchitecture(_StepSizes):
         return self.rows + made + 8 * self.own_tokens * self.width + explained
 
     def backward(self) -> float:
-        """Return the memory used to compute the gradients of all weights, including AuxK's gradients."""
+        """Return the memory used to compute the gradients of all weights, including the AuxK gradients."""
         weights = 4 * self.n_own * self.d_in + self.matrix + self.row_gradients
-        # On CPU, the 16-bit gradients of AuxK's candidates are converted to fp32, one matrix at a time.
+        # On CPU, the 16-bit gradients of the AuxK candidates are converted to fp32, one matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
         widened *= self.product == 2 and self.work.device == "cpu"
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
@@ -281,8 +281,8 @@ class _SparseArchitecture(_StepSizes):
         """Return the size of the gradient with respect to the outputs of all Matryoshka levels.
 
         A single GPU computes this gradient from the levels' errors while x_hat and the centred data are in memory. GPUs
-        that share latents gather the gradient in the dtype of the matrix products. On CPU, the gradient and its 16-bit
-        copy are in memory at the same time.
+        sharing latents gather the gradient in the matmul dtype. On CPU, the gradient and its 16-bit copy are in memory
+        at the same time.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
         if self.work.device == "cuda" and self.sharing > 1:

@@ -1,4 +1,4 @@
-"""Plans a job on a machine: its devices, its resource needs, and all reasons why it could not run there."""
+"""Plans a job for a machine: its devices, its resource needs, and all reasons why it could not run there."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import plural
 
-# Returns the GPU memory that a finished job of the same shape used.
+# Returns the GPU memory used by a finished job of the same shape.
 UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """The facts about a GPU that the checks use; `busy` and `unhealthy` are either empty or contain the reason."""
+    """The facts about a GPU used by the checks; `busy` and `unhealthy` are either empty or contain the reason."""
 
     index: int
     name: str
@@ -37,13 +37,13 @@ class MachineGpu(msgspec.Struct, frozen=True):
     busy: str = ""
     unhealthy: str = ""
     memory_total_bytes: int | None = None
-    # The vendor's key in `VENDORS`, if the machine has GPUs of several vendors.
+    # The vendor's key in `VENDORS`, if the machine has GPUs from several vendors.
     vendor: str = ""
     is_slice: bool = False
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine that a job is checked against."""
+    """The machine against which a job is checked."""
 
     gpus: tuple[MachineGpu, ...]
     cpu_count: int
@@ -53,20 +53,20 @@ class Machine(msgspec.Struct, frozen=True):
     # Whether jobs use CUDA on the GPUs (simulated GPUs are CPU processes), and the reason if CUDA is unusable.
     cuda: bool = True
     cuda_problem: str = ""
-    # The folders that other jobs will write before the job starts.
+    # The folders that other jobs will have written before this job starts.
     promises: Promises = NO_PROMISES
 
 
 class Proposal(Generic[J]):
-    """A job planned on a machine; its values are computed once and shared by the checks, outlook and placement.
+    """The plan for a job on a machine; its values are computed once and shared by the checks, outlook and placement.
 
-    Each kind of job has a subclass. Only the outlook of a training job uses `used_before`.
+    Each kind of job has a subclass. `used_before` is used only for the outlook of a training job.
     """
 
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
         self.job, self.machine, self._used_before = job, machine, used_before
         self.devices = wanted_devices(job)
-        # The number of devices that train, which excludes the GPUs that only run the job's language model.
+        # The number of training devices, excluding GPUs that only run the job's language model.
         self.ranks = ranks_of(job, self.devices)
         self.takes_slices = takes_slices(job, self.devices)
 
@@ -83,16 +83,16 @@ class Proposal(Generic[J]):
         return []
 
     def problems(self) -> list[Problem]:
-        """Return all problems of the job on this machine, errors and warnings, each with its setting."""
+        """Return all problems with the job on this machine, errors and warnings, each with its setting."""
         return [*self.device_problems(), *self.memory_problems()]
 
     def comes_to(self) -> dict[str, str]:
-        """Return a dict that maps each overridden setting to its effective value, if known, followed by a space."""
+        """Return a dict mapping each overridden setting to its effective value, if known, followed by a space."""
         return {}
 
     @staticmethod
     def total_steps(job: J, devices: int) -> int:
-        """Return the total number of steps of a job, for its progress bar; 0 if steps are not counted."""
+        """Return the total number of steps in a job, for its progress bar; 0 if steps are not counted."""
         return 0
 
     @staticmethod
@@ -105,7 +105,7 @@ class Proposal(Generic[J]):
 
     @staticmethod
     def half_batch(job: J, devices: int) -> list[str]:
-        """Return setting overrides that halve the activation memory on `devices` devices without changing the result.
+        """Return setting overrides that halve activation memory on `devices` devices without changing the result.
 
         Return [] if there are no such overrides.
         """
@@ -118,7 +118,7 @@ class Proposal(Generic[J]):
         return sorted(usable, key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
 
     def device_problems(self) -> list[Problem]:
-        """Return the problems with the devices that the job requests."""
+        """Return the problems with the devices requested by the job."""
         job, machine = self.job, self.machine
         problems = []
         by_index = {gpu.index: gpu for gpu in machine.gpus}
@@ -174,18 +174,18 @@ class Proposal(Generic[J]):
 
 
 def propose(job: J, machine: Machine, used_before: UsedBefore | None = None) -> Proposal[J]:
-    """Plan a job of any kind on a machine."""
+    """Plan a job of any kind for a machine."""
     return proposal_class(job)(job, machine, used_before)
 
 
 def proposal_class(job: J) -> type[Proposal[J]]:
-    """Return the class that plans this kind of job."""
+    """Return the planner class for this kind of job."""
     loaded: type[Proposal[J]] = pkgutil.resolve_name(KINDS[job.kind].proposal)
     return loaded
 
 
 def check(job: AnyJob, machine: Machine) -> list[Problem]:
-    """Return all problems of a job on this machine, errors and warnings, each with its setting."""
+    """Return all problems with a job on this machine, errors and warnings, each with its setting."""
     return propose(job, machine).problems()
 
 
@@ -209,5 +209,5 @@ def wanted_devices(job: AnyJob) -> int:
 
 
 def takes_slices(job: AnyJob, devices: int) -> bool:
-    """Return whether the GPUs of a job may be MIG slices; ranks on slices cannot exchange tensors."""
+    """Return whether a job's GPUs may be MIG slices; ranks on slices cannot exchange tensors."""
     return devices == 1 or not job.exchanges

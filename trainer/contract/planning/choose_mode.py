@@ -1,6 +1,6 @@
 """Resolves `auto` once the ranks and devices are known: chooses a parallel mode and a micro-batch size that fits.
 
-How a step is split never changes its result, since the number of tokens per step is always as the job file requests.
+How a step is split never changes its result: the number of tokens per step is always as requested in the job file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
 # Number of tokens in the smallest micro-batch to try.
 LEAST_BATCH = 64
-# A mode must be faster than ddp by this factor to be chosen, because predicted times are no more accurate than that.
-# For two idle CPU processes, the prediction for the faster mode was within 2 %, but after 60 ms of measurement on a
-# busy machine it was off by 6 %.
+# A mode must be faster than ddp by this factor to be chosen, because predicted times are accurate only to within this
+# factor. For two idle CPU processes, the time predicted for the faster mode was within 2 %, but with only 60 ms of
+# measurement on a busy machine, the prediction was off by 6 %.
 LEAST_GAIN = 1.1
 
 
@@ -63,8 +63,8 @@ class Settled(msgspec.Struct, frozen=True):
 def settle(work: Workload, place: PlannedResources) -> Settled:
     """Choose the fastest mode that fits or, if none fits, the mode that needs the least memory.
 
-    The plain mode is preferred if no other mode is clearly faster. The comparison uses the times of steps with dead
-    latents, since most steps of a run may have dead latents.
+    The plain mode is preferred if no other mode is clearly faster. The comparison uses step times with dead latents
+    because most steps in a run may have dead latents.
     """
     ways = [_cut(work, mode, sharing, place) for mode, sharing in _ways(work)]
     best = min(ways, key=lambda way: (not way.fits, _seeming_s(way, ways[0]) if way.fits else way.needs_bytes))
@@ -78,7 +78,7 @@ def _seeming_s(way: Settled, plain: Settled) -> float:
 
 
 def _ways(work: Workload) -> Iterator[tuple[str, int]]:
-    """Yield the candidate modes, each with the number of ranks that shard the latents; the plain mode comes first."""
+    """Yield the candidate modes, each with the number of ranks sharding the latents; the plain mode comes first."""
     if work.job.parallel.mode != "auto":
         yield work.mode, work.latent_ranks
         return
@@ -120,8 +120,8 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank that processes the tokens of several ranks holds only some of the latents or SAEs, so its larger
-    # micro-batch needs no more memory.
+    # A rank processing the tokens for several ranks holds only some of the latents or SAEs, so its larger micro-batch
+    # needs no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size

@@ -1,7 +1,7 @@
 """Estimates an extraction's memory, disk space and time from its model's files, and reports shortages.
 
-The memory estimate covers the loaded weights and the peak of one forward pass. The time estimate covers only the matrix
-products.
+The memory estimate covers the loaded weights and the peak of one forward pass. The time estimate covers only the
+matmuls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
         return self.memory.total if self.memory else None
 
     def problems(self) -> list[Problem]:
-        """Return the memory problems: an error if the extraction can never run, or a warning if it cannot run now."""
+        """Return the memory problems: an error if the extraction can never run, a warning if it cannot run now."""
         spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread = true with several GPUs"
         cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
@@ -65,7 +65,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
 
 class ExtractionProposal(Proposal[ExtractJob]):
-    """An extraction job planned on a machine."""
+    """The plan for an extraction job on a machine."""
 
     @cached_property
     def outlook(self) -> ExtractionOutlook:
@@ -125,7 +125,7 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # CPU processes share the cores, and the GPUs of a spread model work one after the other.
+        # CPU processes share the cores, and the GPUs of a spread model take turns.
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
@@ -147,7 +147,7 @@ def disk_words(look: ExtractionOutlook) -> str:
 
 
 def mode_of(job: ExtractJob) -> str:
-    """Return how the devices of an extraction share the work: "spread" or "single"."""
+    """Return how an extraction's devices share the work: "spread" or "single"."""
     return SPREAD if job.model.spread else "single"
 
 
@@ -202,12 +202,12 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
 def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_gpus: int = 1) -> Memory:
     """Return the memory per device.
 
-    Since a model is split at block boundaries, one GPU may get one block more than the average.
+    A model is split at block boundaries, so one GPU may get one block more than the average.
     """
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     share = min(1.0, 1 / n_gpus + 1 / size.n_layers) if is_cuda and job.model.spread and n_gpus > 1 else 1.0
-    # The memory of the rows that are buffered until their shard is complete.
+    # The memory for rows buffered until their shard is complete.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=round(size.n_parameters * each * share),
@@ -227,6 +227,6 @@ def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
 
 
 def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:
-    """Return the time in seconds of the matrix products for all tokens."""
+    """Return the time in seconds for the matmuls over all tokens."""
     flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
     return flops / (READING_SPEED * flops_per_s)

@@ -1,4 +1,4 @@
-"""Predicts the time, cost and memory of a job on 1, 2, 4 and 8 devices before the job runs."""
+"""Predicts a job's time, cost and memory on 1, 2, 4 and 8 devices before the job runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """THE REGISTRY of GPU vendors: how to detect a vendor's driver, read its GPUs, and pin a rank to some of them.
 
-A rank is pinned by an environment variable of the vendor, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
+A rank is pinned by a vendor-specific environment variable, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
 to restrict the GPUs, the app, the commands and the trainer all respect it. GPU indices in the variable are the same as
 in the vendor's own tool, which numbers GPUs by PCI bus. CUDA uses the same numbers only with
 CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise the fastest GPU may be first. Ranks are started with that setting and with
@@ -21,13 +21,13 @@ Cards = Sequence[tuple[int, str]]
 
 
 class Vendor(msgspec.Struct, frozen=True):
-    """The facts about a vendor's GPUs that are needed before any code of the vendor is loaded.
+    """Facts about a vendor's GPUs needed before any vendor code is loaded.
 
     `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
-    exists if the vendor's driver is loaded. `variable` is the environment variable that lists the GPUs that a process
-    may use, by index or by a UUID that starts with `uuid_prefix`. `order` contains the variables that make these
-    indices agree with `tool`, the vendor's command-line program. `device` is PyTorch's device type for the GPUs, or
-    "cpu" if PyTorch cannot use them.
+    exists if the vendor's driver is loaded. `variable` is the environment variable listing the GPUs that a process may
+    use, by index or by a UUID starting with `uuid_prefix`. `order` contains the variables needed to make these indices
+    agree with `tool`, the vendor's command-line program. `device` is PyTorch's device type for the GPUs, or "cpu" if
+    PyTorch cannot use them.
     """
 
     words: str
@@ -37,7 +37,7 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
-    # The command that merges the slices of a GPU, if the GPU's source does not report such a command.
+    # The command to merge a GPU's slices, if the GPU's source does not report such a command.
     unsplit: str = ""
     # The prefix of a slice's UUID, if GPUs can be split into slices that act as GPUs.
     slice_prefix: str = ""
@@ -48,15 +48,15 @@ class Vendor(msgspec.Struct, frozen=True):
     # The name of the direct links between GPUs, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
-    # Environment variables that select by index among the GPUs that `variable` leaves visible; if several are set, only
-    # the first one applies.
+    # Environment variables that select by index among the GPUs left visible by `variable`; if several are set, only the
+    # first one applies.
     inner_variables: tuple[str, ...] = ()
-    # Prefixes of GPU names that are removed in narrow columns, in this order.
+    # GPU name prefixes removed in narrow columns, in this order.
     brands: tuple[str, ...] = ()
-    # The vendor's PCI ID in the kernel's format, and the file with the version of the vendor's kernel module.
+    # The vendor's PCI ID in the kernel's format, and the file containing the version of the vendor's kernel module.
     pci_vendor: str = ""
     version_file: str = ""
-    # Files with the UUID of each GPU of the machine or container, in a folder named by its PCI address.
+    # Files with the UUID of each GPU in the machine or container, each in a folder named after the GPU's PCI address.
     uuid_files: str = ""
 
     @property
@@ -65,14 +65,14 @@ class Vendor(msgspec.Struct, frozen=True):
         return any(map(os.path.exists, self.driver_files))
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
-        """Return the environment variables that make exactly these GPUs visible to a process, in this order."""
+        """Return the environment variables needed to make exactly these GPUs visible to a process, in this order."""
         gpus = list(uuids)
         # An inherited variable would select among these GPUs and could hide all of them.
         inner = {name: ",".join(map(str, range(len(gpus)))) for name in self.inner_variables[:1]}
         return {self.variable: ",".join(gpus), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
-        """Return the UUID prefix of a GPU with this name; the name of a slice ends with the slice's profile."""
+        """Return the UUID prefix for a GPU with this name; a slice's name ends with its profile."""
         return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
 
     def limits(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -81,7 +81,7 @@ class Vendor(msgspec.Struct, frozen=True):
         return {name: environ[name] for name in (self.variable, *inner) if name in environ}
 
     def visible_devices(self, environ: Mapping[str, str] = os.environ) -> str | None:
-        """Return the GPUs that the environment makes visible, in the format of `variable`; None means all GPUs."""
+        """Return the GPUs made visible by the environment, in the format of `variable`; None means all GPUs."""
         values = self.limits(environ)
         outer = values.pop(self.variable, None)
         inner = next(iter(values.values()), None)
@@ -92,11 +92,11 @@ class Vendor(msgspec.Struct, frozen=True):
         return ",".join(entries[index] for index in self.visible_indices(inner, gpus))
 
     def visible_indices(self, text: str | None, gpus: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the indices of the GPUs that are visible if `text` is the value of `variable`.
+        """Return the indices of the GPUs visible if `text` is the value of `variable`.
 
-        `gpus` contains pairs (index, UUID). The indices are returned in the order of `text`. Like CUDA, this accepts
-        indices, and UUIDs that may be shortened. An entry that matches no GPU ends the list, and a list that names a
-        GPU twice makes no GPU visible. An index never refers to a slice.
+        `gpus` contains pairs (index, UUID). The indices are returned in the same order as in `text`. Like CUDA, this
+        accepts indices, and UUIDs that may be shortened. An entry that matches no GPU ends the list, and a list that
+        names a GPU twice makes no GPU visible. An index never refers to a slice.
         """
         all_gpus = list(gpus)
         if text is None:
@@ -126,8 +126,7 @@ class Vendor(msgspec.Struct, frozen=True):
         return indices[0] if len(indices) == 1 else None
 
 
-# Maps the name of each source, as in `--gpu-source`, to its vendor. Classes are given as strings, so that nothing is
-# imported.
+# Maps each source name, as in `--gpu-source`, to its vendor. Classes are given as strings to avoid imports.
 VENDORS: dict[str, Vendor] = {
     "nvml": Vendor(
         "NVIDIA",
@@ -166,12 +165,12 @@ VENDORS: dict[str, Vendor] = {
 
 
 def is_slice(uuid: str) -> bool:
-    """Return whether this is the UUID of a slice rather than of an unsplit GPU."""
+    """Return whether this UUID belongs to a slice rather than to an unsplit GPU."""
     return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
 
 
 def is_slice_by_name(name: str) -> bool:
-    """Return whether a device name reported by PyTorch is the name of a slice."""
+    """Return whether a device name reported by PyTorch is a slice name."""
     return any(is_slice(vendor.prefix_of(name)) for vendor in VENDORS.values())
 
 
@@ -187,12 +186,12 @@ def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
 
 
 def vendors_here() -> list[str]:
-    """Return the names of the vendors whose drivers are loaded, in the order of the registry."""
+    """Return the names of the vendors whose drivers are loaded, in registry order."""
     return [name for name, vendor in VENDORS.items() if vendor.is_here]
 
 
 def hide_all() -> dict[str, str]:
-    """Return the environment variables that hide the GPUs of all vendors."""
+    """Return the environment variables that hide GPUs from all vendors."""
     return {vendor.variable: "" for vendor in VENDORS.values()}
 
 

@@ -1,6 +1,6 @@
 """Decides whether steps on a GPU use CUDA graphs.
 
-A step uses a graph if the host would need longer to launch the step than the GPU to execute it.
+A step uses a graph if launching the step on the host would take longer than executing it on the GPU.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
-# The maximum GPU time of a step that is captured, and the assumed FLOP/s and bytes per second. A fast host launches a
-# step in 2 ms; a virtual machine with an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster GPU
-# gains more from capture, and a slower GPU loses nothing.
+# The maximum GPU time for a captured step, and the assumed FLOP/s and bytes per second. A fast host launches a step in
+# 2 ms; a virtual machine with an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster GPU gains
+# more from capture, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
 # Bytes moved per weight, for the weight itself, its moments, its gradient and its 16-bit copy.
 BYTES_PER_WEIGHT = 36
@@ -22,8 +22,8 @@ BYTES_PER_WEIGHT = 36
 def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
     """Return whether capturing a CUDA graph is worthwhile; capture is possible only with one SAE on one GPU.
 
-    A step can be captured only if the host does not need the results of the previous step. The steps of runs that must
-    resume bit-identically are not captured.
+    A step can be captured only if the host does not need the results of the previous step. Steps are not captured in
+    runs that must resume bit-identically.
     """
     job = layout.job
     is_alone = layout.ranks == 1 and layout.mode == "single" and layout.micro_batches == 1 and len(layout.members) == 1

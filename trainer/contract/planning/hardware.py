@@ -1,4 +1,4 @@
-"""The speeds of this machine, which ranks measure at startup and store in a file.
+"""This machine's speeds, measured by ranks at startup and stored in a file.
 
 Until a speed has been measured, published figures are used.
 """
@@ -16,10 +16,10 @@ import msgspec
 from trainer.contract.json_file import read_json, write_json
 
 CPU = "CPU process"
-# The fraction of a GPU's published peak speeds that large matrix products and copies achieve.
+# The fraction of a GPU's published peak speeds that large matmuls and copies achieve.
 _REACHED = 0.7
-# Published figures: TFLOP/s of dense bf16 matrix products (fp32 for a GPU without fast bf16), memory bandwidth in GB/s,
-# and the GB/s of an all-reduce over NVLink or XGMI (0 for a GPU that has neither).
+# Published figures: TFLOP/s for dense bf16 matmuls (fp32 for a GPU without fast bf16), memory bandwidth in GB/s, and
+# the GB/s of an all-reduce over NVLink or XGMI (0 for a GPU with neither).
 _PUBLISHED = {
     "B200": (2250, 8000, 650),
     "H200": (989, 4800, 360),
@@ -53,14 +53,14 @@ _PUBLISHED = {
 _UNKNOWN = (70, 800, 0)
 # A CPU core's FLOP/s and memory bytes/s, and the bytes/s and latency between processes over the loopback interface.
 _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
-# Bytes/s over PCIe with peer-to-peer transfers, bytes/s of transfers through host memory (as on GeForce GPUs), and
+# Bytes/s over PCIe with peer-to-peer transfers, bytes/s for transfers through host memory (as on GeForce GPUs), and
 # latency.
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
-# The speed of matrix products relative to bf16.
+# The speed of matmuls relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# The name of a MIG slice ends with its profile, such as `1g.10gb`, which gives its share of the GPU's compute units in
-# sevenths, and its memory.
+# A MIG slice's name ends with its profile, such as `1g.10gb`: its share of the GPU's compute units in sevenths, and its
+# memory.
 _SLICE = re.compile(r" MIG (\d)g\.")
 # GPUs below compute capability 8.0 support neither bf16 nor tf32. On Volta (7.0) and Turing (7.5), fp16 is 2 to 8 times
 # as fast as fp32; on older GPUs, fp16 is no faster than fp32.
@@ -74,14 +74,14 @@ _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
 # The precisions that "auto" can resolve to, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
-# A measured rate, which must not be 0, since time estimates divide by it.
+# A measured rate; it must not be 0 because time estimates divide by it.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The speeds of a rank and of the link between ranks.
+    """The speeds of a rank and the link between ranks.
 
-    The speeds are the FLOP/s of matrix products, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
+    The speeds are the FLOP/s of matmuls, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
     all-reduce.
     """
 
@@ -93,7 +93,7 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class DeviceSpeeds(msgspec.Struct, frozen=True):
-    """The measured speeds of a device type; `flops_per_s` maps each precision to the speed of matrix products."""
+    """The measured speeds for a device type; `flops_per_s` maps each precision to the matmul speed."""
 
     flops_per_s: dict[str, Rate]
     memory_bytes_per_s: Rate
@@ -140,8 +140,8 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
 def auto_precision(device: str, capability: tuple[int, int]) -> str:
     """Resolve `train.precision = "auto"` on a device, "cuda" or "cpu", and return the precision.
 
-    On GPUs, the precision is bf16 if bf16 matrix products are fast, fp16 with loss scaling if only fp16 is fast, and
-    otherwise tf32. GPUs that do not support tf32 compute tf32 products in fp32.
+    On GPUs, the precision is bf16 if bf16 matmuls are fast, fp16 with loss scaling if only fp16 is fast, and otherwise
+    tf32. GPUs that do not support tf32 compute tf32 matmuls in fp32.
     """
     if device != "cuda":
         return "fp32"
@@ -178,18 +178,18 @@ def has_nvlink(device: str) -> bool:
 
 
 def _published(device: str) -> tuple[int, int, int]:
-    """Return the published figures of a GPU, with a link speed of 0 for PCIe variants."""
+    """Return the published figures for a GPU, with a link speed of 0 for PCIe variants."""
     tflops, gigabytes, nvlink = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
     return tflops, gigabytes, 0 if "PCIE" in device.upper() else nvlink
 
 
 def slowest(names: Iterable[str]) -> str:
-    """Return the name of the GPU that is slowest by published figures; all other GPUs must wait for it."""
+    """Return the name of the slowest GPU by published figures; all other GPUs must wait for it."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds, or no speeds if the file is missing or corrupt, since they can be measured again.
+    """Return the measured speeds, or no speeds if the file is missing or corrupt, because they can be remeasured.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
@@ -203,6 +203,6 @@ def read_box(file: Path | None) -> MeasuredHardware:
 
 
 def write_box(file: Path, box: MeasuredHardware) -> None:
-    """Write the measured speeds atomically; ignore failures, since they only make later estimates less accurate."""
+    """Write the measured speeds atomically; ignore failures because they only make later estimates less accurate."""
     with contextlib.suppress(OSError):
         write_json(file, box)

@@ -1,4 +1,4 @@
-"""Chooses the size of the buffer that a GPU allocates for active latents before their number is known.
+"""Chooses the size of the buffer allocated by a GPU for active latents before their number is known.
 
 The buffer is described in `trainer.saes.kernels.buffer_sizer`.
 """
@@ -9,7 +9,7 @@ import math
 
 # The factor by which the buffer exceeds the number of active latents in previous steps.
 MARGIN = 1.25
-# If more than one in this many pre-activations is active, dense products are just as fast on a GPU. The cost model puts
+# If more than one in this many pre-activations is active, dense matmuls are just as fast on a GPU. The cost model puts
 # this point at one in 70 to 110 for 65,536 latents with a d_in of 2,304, and one in 45 to 75 for 24,576 latents with a
 # d_in of 768.
 DENSE = 96
@@ -20,8 +20,7 @@ def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | Non
 
     Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits,
     so that a run uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger
-    size, because a k of 32 or 64 lies exactly at a boundary and every change of size discards captured CUDA
-    graphs.
+    size, because a k of 32 or 64 lies exactly at a boundary and every size change discards captured CUDA graphs.
     """
     capacity = _rounded_up(MARGIN * n_active)
     if kept and capacity <= kept <= _rounded_up(capacity + 1):

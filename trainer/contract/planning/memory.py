@@ -1,7 +1,7 @@
 """Estimates the memory per GPU and the disk space that a job needs, from its settings alone and without torch.
 
-The formulas for the memory of a pass, without weights and optimizer state, were derived from torch's memory statistics
-of real steps. Tests compare estimates with these statistics.
+The formulas for the memory used by a pass, without weights and optimizer state, were derived from torch's memory
+statistics for real steps. Tests compare estimates with these statistics.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from trainer.contract.settings.job import JobConfig, SaeSettings, Train
 
 # The size of a CUDA context with the loaded kernels, in bytes.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# The memory of a CPU process with Python, PyTorch and other libraries before any tensor is allocated, in bytes (PyTorch
-# 2.13: 570 to 595 MiB).
+# The memory used by a CPU process with Python, PyTorch and other libraries before any tensor is allocated, in bytes
+# (PyTorch 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
-# Memory that PyTorch's allocator reserves beyond a step's tensors, with expandable segments: holes between long-lived
+# Memory reserved by PyTorch's allocator beyond a step's tensors, with expandable segments: holes between long-lived
 # tensors, and the unused ends of the last 20 MiB pages. On an H200, holes added 1 to 24 % to the size of the tensors.
 # In 324 simulated steps, the median was 11.4 %, which is used here, and the 95th percentile was 27 %. The size of the
-# holes cannot be predicted from tensor sizes. It depends on where the first update places its state, and on whether the
-# largest tensors of later steps fit in between.
+# holes cannot be predicted from tensor sizes. The amount depends on where the first update places its state, and on
+# whether the largest tensors in later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The
 # forward and the backward pass each have a thread. CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
-# The size of NCCL's buffers on each GPU, which are not part of PyTorch's memory, in bytes. Over NVLink, each of 8 H100
+# The size in bytes of NCCL's buffers on each GPU; they are not part of PyTorch's memory. Over NVLink, each of 8 H100
 # GPUs used 1.06 GB for all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685).
 # Each of 4 A100 GPUs used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
@@ -42,7 +42,7 @@ _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The memory in bytes that one rank uses at the peak of a step, by purpose.
+    """The memory in bytes used by one rank at the peak of a step, by purpose.
 
     Most activations are freed before gradients are allocated, so the two use the same memory. Therefore,
     `activations` is the part of the peak that exceeds the gradients and the exchange buffers. `communication` includes
@@ -64,16 +64,16 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def estimate(work: Workload) -> Memory:
-    """Return the memory of the rank that needs the most.
+    """Return the memory needed by the most demanding rank.
 
-    All SAEs of a sweep keep their weights, gradients and optimizer state. Only the activations of the largest SAE are
-    included, since the SAEs are processed one after the other.
+    All SAEs of a sweep keep their weights, gradients and optimizer state. Only the largest SAE's activations are
+    included because the SAEs are processed sequentially.
     """
     return _fullest(work, is_compiled=False)
 
 
 def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
-    """Return the bytes that a GPU reserves for training steps, excluding CUDA graphs, evaluations and reading rows.
+    """Return the bytes reserved by a GPU for training steps, excluding CUDA graphs, evaluations and reading rows.
 
     A compiled update needs no temporary memory, unless it multiplies matrices.
     """
@@ -118,7 +118,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
     source = work.job.data.settings.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
-    # During the pass of an SAE at one hook, the rows of all other hooks are also in memory.
+    # During the pass of an SAE at one hook, the rows for all other hooks are also in memory.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(held_weights) + optimizer + peak + beside + sum(source)
     on_cuda = work.device == "cuda"
@@ -135,14 +135,15 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
 
 
 def _of_allocator(taken: int) -> int:
-    """Return the bytes that a GPU's allocator reserves beyond the requested tensors."""
+    """Return the bytes reserved by a GPU's allocator beyond the requested tensors."""
     return round(ALLOCATOR_SLACK * taken) + PAGES_BYTES + WORKSPACE_BYTES
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes that evaluations need beyond the `of_step` bytes of a step, which are freed first.
+    """Return the bytes needed by evaluations beyond the `of_step` bytes for a step; those are freed first.
 
-    A step captured as a CUDA graph keeps its memory for replays. The memory of eager steps is freed before the capture.
+    A step captured as a CUDA graph keeps its memory for replays. The memory used by eager steps is freed before the
+    capture.
     """
     evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
     if not graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
@@ -150,14 +151,14 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
     (alone,) = saes
     recorded = of_step
     if ARCHITECTURES[alone.sae.architecture].dense_matrices:
-        # Only the sparse matrix products are captured.
+        # Only the sparse matmuls are captured.
         copied = activation_memory.kept_copies(work, alone) > 0
         recorded = activation_memory.of_sparse_pass(work, alone.sae, keeps_copies=copied)
     return max(0, recorded + evaluated + WORKSPACE_BYTES - of_step)
 
 
 def of_reader(work: Workload) -> Memory | None:
-    """Return the memory of a GPU that only runs a language model, or None if there is no such GPU."""
+    """Return the memory needed by a GPU that only runs a language model, or None if there is no such GPU."""
     if not work.model_gpus:
         return None
     on_cuda = work.device == "cuda"
@@ -174,17 +175,17 @@ def of_reader(work: Workload) -> Memory | None:
 
 
 def context_bytes(device: str) -> int:
-    """Return the bytes that a rank uses before it allocates a tensor: its CUDA context or, on the CPU, its process."""
+    """Return the bytes used by a rank before it allocates a tensor: its CUDA context or, on the CPU, its process."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
 def outside_pytorch(work: Workload) -> int:
-    """Return the bytes that a rank uses outside PyTorch's statistics: its context and NCCL's buffers."""
+    """Return the bytes used by a rank outside PyTorch's statistics: its context and NCCL's buffers."""
     return context_bytes(work.device) + nccl_bytes(work)
 
 
 def nccl_bytes(work: Workload) -> int:
-    """Return the bytes that NCCL uses on each GPU to connect all ranks and, in mode "hybrid", groups of ranks.
+    """Return the bytes used by NCCL on each GPU to connect all ranks and, in mode "hybrid", groups of ranks.
 
     In every mode, ranks open all connections at startup. All-reduce and all-gather need one type of connection. Shared
     latents and checkpoints need a second type, between each pair of GPUs.
@@ -204,7 +205,7 @@ def _group_bytes(n_gpus: int, by_nvlink: bool) -> int:
 
 
 def _sharing_steps(work: Workload, train: Train) -> int:
-    """Return the number of replicas that shard an SAE's optimizer state; 1 if each replica has all of it."""
+    """Return the number of replicas sharding an SAE's optimizer state; 1 if each replica holds the full state."""
     return work.data_ranks if work.uses_zero(train) else 1
 
 
@@ -230,12 +231,12 @@ def _can_share(work: Workload) -> bool:
 
 
 def on_disk(work: Workload) -> int:
-    """Return the maximum bytes on disk of the kept checkpoints, the checkpoint being written and the finished SAEs."""
+    """Return the maximum bytes on disk for the kept checkpoints, the checkpoint being written and the finished SAEs."""
     return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
 
 
 def last_bytes(work: Workload) -> int:
-    """Return the bytes that a run needs on disk at its end: for its last checkpoint and the finished SAEs."""
+    """Return the bytes needed on disk at the end of a run: for its last checkpoint and the finished SAEs."""
     return checkpoint_bytes(work) + round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
 
 
@@ -247,16 +248,16 @@ def checkpoint_bytes(work: Workload) -> int:
 
 
 def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
-    """Return the number of parameters of the encoder, decoder and biases in one of `parts` shards of the latents.
+    """Return the number of encoder, decoder and bias parameters in one of `parts` shards of the latents.
 
-    The number includes the parameters of the skip connection, but not a few vectors of some architectures.
+    The count includes skip-connection parameters, but not a few vectors in some architectures.
     """
     d_sae = sae.width(work.d_in)
     return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
 
 
 def n_skip(work: Workload, sae: SaeSettings) -> int:
-    """Return the number of parameters of the skip connection, which is replicated on every rank."""
+    """Return the number of parameters in the skip connection, which is replicated on every rank."""
     return work.d_in * work.d_out if sae.skip else 0
 
 
@@ -266,6 +267,6 @@ def state_bytes(train: Train, device: str) -> float:
 
 
 def _update_bytes(train: Train, stepped: float, *, is_compiled: bool) -> int:
-    """Return the size in bytes of an optimizer update's temporary tensors."""
+    """Return the size in bytes of the temporary tensors in an optimizer update."""
     entry = OPTIMIZERS[train.optimizer]
     return 0 if is_compiled and entry.elementwise else round(entry.scratch * stepped / 2)

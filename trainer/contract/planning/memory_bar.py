@@ -1,4 +1,4 @@
-"""Computes a memory bar: the letter and the number of cells of each part of a memory estimate."""
+"""Computes a memory bar: the letter and the number of cells for each part of a memory estimate."""
 
 from __future__ import annotations
 

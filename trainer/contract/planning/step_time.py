@@ -1,4 +1,4 @@
-"""Estimates the time of a step's matrix products, memory traffic and transfers from the settings and measured speeds.
+"""Estimates the time of a step's matmuls, memory traffic and transfers from the settings and measured speeds.
 
 The estimates are used to choose a mode and to predict times before a run; `tests/benchmarks/cost_model.py` compares
 them with real steps. Sizes are per rank and step.
@@ -22,7 +22,7 @@ _DECODER_ROWS, _DATA_ROWS = 4, 3
 # the 176 ms that they would have taken without caches.
 _FROM_MEMORY = 0.2
 # The number of passes over all pre-activations to find the largest ones, and over the data to measure the error. On one
-# core, these passes took 3 ns per pre-activation, a third of this for memory traffic of the matrix product. The last
+# core, these passes took 3 ns per pre-activation, a third of this for memory traffic of the matmul. The last
 # number counts the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # The number of passes over the data for a skip connection: for centring, the product, the sum and the gradient.
@@ -30,7 +30,7 @@ _SKIP_PASSES = 8
 # The bytes read and written per encoder weight when a pre-selection rounds the encoder: 5 ms on a core with 16,384
 # latents.
 _ROUNDED_BYTES = 28
-# The number of matrix products of the encoder's size in a step of an architecture that keeps all pre-activations.
+# The number of matmuls of the encoder's size in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
 # The number of passes that AuxK makes over its candidates' activations and over reconstructions, and the bytes per
 # weight of the candidates. These bytes are for reading and copying the weight, and for adding its gradient to the
@@ -49,7 +49,7 @@ _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # The size of a stored activation value in bytes.
 _STORED_BYTES = 2
-# The fraction of the passes' time that is spent before the first exchange of a step, in the encoder's matrix product.
+# The fraction of the passes' time that is spent before the first exchange of a step, in the encoder's matmul.
 _BEFORE_EXCHANGE = 0.25
 
 
@@ -241,7 +241,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds of a skip connection's matrix products for its output and its weight gradient."""
+    """Return the time in seconds of a skip connection's matmuls for its output and its weight gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

@@ -26,7 +26,7 @@ LEAST_STEPS = 500
 # The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and the optimizer
 # step takes just as long.
 SMALLEST_STEP = 512
-# Batch sizes are multiples of this number of tokens, since matrix products are padded to such multiples anyway.
+# Batch sizes are multiples of this number of tokens, since matmuls are padded to such multiples anyway.
 BATCH_UNIT = 64
 # With fewer tokens per step, the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
@@ -218,13 +218,13 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def precision(self) -> str:
-        """The dtype of the matrix products."""
+        """The dtype of the matmuls."""
         asked = self.job.train.precision
         return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
 
     @property
     def product_bytes(self) -> int:
-        """The number of bytes per value in a matrix product."""
+        """The number of bytes per value in a matmul."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property

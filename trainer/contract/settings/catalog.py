@@ -81,7 +81,7 @@ class OptimizerEntry(SettingsEntry, frozen=True):
     averages: bool = False
     # Whether the update of a weight needs only the gradient of that weight.
     elementwise: bool = True
-    # Whether steps on a GPU also update the 16-bit copies of the weights for the matrix products.
+    # Whether steps on a GPU also update the 16-bit copies of the weights for the matmuls.
     writes_copies: bool = False
     # The rates for tied updates; None if encoders are updated only with their own gradients.
     following: FollowingRates | None = None

@@ -29,7 +29,7 @@ _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
 # The number of values per token at the peak of a block, as a multiple of the model's width: the input, queries, keys
 # and values, and the hidden layer of the MLP with its gate.
 _WIDTHS_PER_TOKEN = 20
-# The throughput of a forward pass, relative to that of large matrix products.
+# The throughput of a forward pass, relative to that of large matmuls.
 READING_SPEED = 0.5
 _CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
@@ -67,7 +67,7 @@ class ModelSize(msgspec.Struct, frozen=True):
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
 
     def flops_per_token(self, hooks: Iterable[Hook]) -> float:
-        """Return the number of matrix product operations per token: two per parameter up to the last hook."""
+        """Return the number of matmul operations per token: two per parameter up to the last hook."""
         last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
         return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
 
