@@ -10,15 +10,14 @@ from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _FROM_WORKING_FOLDER, _NO_REPLACE = -100, 1
-# Load the C library at import, since `end_with_parent` may run between fork and exec, when loading is unsafe.
+# Load the C library at import: `end_with_parent` may run between fork and exec, when loading is unsafe.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
     """Make the kernel send SIGTERM to this process when its parent dies; exit with code 1 if it is already dead.
 
-    `parent` is the pid of the original parent. If the parent has died, the kernel has given this process another
-    parent.
+    `parent` is the original parent's pid. If the parent has died, the kernel has given this process another parent.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:

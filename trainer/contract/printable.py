@@ -10,15 +10,15 @@ MARK = "�"
 # Characters that are special in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 # Characters that names must not contain: C0 and C1 control characters (which control a terminal), line separators, and
-# marks that change the reading direction.
+# marks changing the reading direction.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
     """Replace every character that could control a terminal or reorder text with a visible mark; keep tabs.
 
-    All characters that Unicode classifies as not printable are replaced, such as C0 and C1 control characters and
-    right-to-left marks. Line ends are also replaced, so that the text stays on one line.
+    All characters classified by Unicode as unprintable are replaced, such as C0 and C1 control characters and
+    right-to-left marks. Line ends are also replaced to keep the text on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 

@@ -54,8 +54,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process; return False if it is gone.
 
-        The pidfd is opened before the process is identified, so that a different process that reuses the pid is never
-        signalled.
+        The pidfd is opened before the process is identified, so a different process reusing the pid is never signalled.
         """
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -72,14 +71,14 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals that request a checkpoint and a stop: SIGTERM, and signals that schedulers send before they kill a job. These
-# are SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second once the CPU
-# time limit is exceeded.
+# Signals requesting a checkpoint and a stop: SIGTERM, and signals sent by schedulers before they kill a job. These are
+# SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second once the CPU time
+# limit is exceeded.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset inherited signal dispositions and masks, since some daemons and containers change them.
+    """Reset inherited signal dispositions and masks because some daemons and containers change these.
 
     If SIGCHLD is ignored, the kernel reaps child processes, and they all seem to exit with code 0. If SIGTERM is
     blocked, ranks cannot be stopped.
@@ -103,7 +102,7 @@ def boot_id() -> str:
 def machine_id() -> str:
     """Return the id of this Linux installation, which stays the same across restarts, or "" if it is missing.
 
-    The result is also "" in a container, since all containers from one image share the image's machine id.
+    The result is also "" in a container because all containers from one image share the image's machine id.
     """
     if in_container():
         return ""
@@ -129,7 +128,7 @@ def _boot() -> str:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter for a process's state, such as "T" for stopped, or "" if there is no such process."""
+    """Return a process's state letter, such as "T" for stopped, or "" if there is no such process."""
     fields = _stat_fields(pid)
     return fields[0].decode() if fields else ""
 

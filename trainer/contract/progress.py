@@ -19,7 +19,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the file descriptor that receives a child process's progress.
+# The environment variable with the file descriptor receiving a child process's progress.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
@@ -50,7 +50,7 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """The expected total time of a stage over all its runs, and the number of runs."""
+    """The expected total time for a stage over all its runs, and the number of runs."""
 
     seconds: float
     times: int = 1
@@ -67,7 +67,7 @@ class _Stage:
         self.name, self.total, self.before = name, total, before
         self.n = 0.0
         self.began = time.monotonic()
-        # Progress that another process has reported for this stage.
+        # Progress reported by another process for this stage.
         self.reported: Reached | None = None
 
     @property
@@ -77,12 +77,12 @@ class _Stage:
 
     @property
     def left_s(self) -> float | None:
-        """The seconds left at the stage's current pace; None if it is too early to estimate."""
+        """The seconds left in the stage at the current rate; None if it is too early for an estimate."""
         elapsed, part = time.monotonic() - self.began, self.part
         return elapsed * (1 - part) / part if part and elapsed > 1 else None
 
     def after(self) -> dict[str, int]:
-        """Return a dict that maps each stage to its number of completed runs, including this run."""
+        """Return a dict mapping each stage to its number of completed runs, including this run."""
         return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
 
 
@@ -99,7 +99,7 @@ class Progress:
         self._whole_s = sum(one.seconds for one in self._planned.values())
         # The ratio of the elapsed time to the planned time.
         self._pace = 1.0
-        # A new stage gets a new object, since another thread may read the current one at any time.
+        # A new stage gets a new object because another thread may read the current object at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
         self._over = threading.Event()
@@ -114,7 +114,7 @@ class Progress:
         self._stage.n += n
 
     def reach(self, reached: Reached) -> None:
-        """Show the progress that another process reports."""
+        """Show the progress reported by another process."""
         self._stage.reported = reached
 
     @property
@@ -125,13 +125,13 @@ class Progress:
         return self._reached_of_plan(stage) if self._whole_s else Reached(stage.name, stage.part, stage.left_s)
 
     def _reached_of_plan(self, stage: _Stage) -> Reached:
-        """Return the completed share of all planned stages, and the time left at the current pace."""
+        """Return the completed share of all planned stages, and the time left at the current rate."""
         part, left_in_stage, elapsed = stage.part, stage.left_s, time.monotonic() - stage.began
         once = self._once_s(stage.name)
         if part and once and left_in_stage is not None:
             # Assume that the other stages deviate from the plan by the same factor.
             self._pace = elapsed / part / once
-        # A stage without units may take any amount of time, so never show it as more than 90 % complete.
+        # A stage without units may take any amount of time, so never show such a stage as more than 90 % complete.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
@@ -143,7 +143,7 @@ class Progress:
         return Reached(stage.name, done / self._whole_s, max(0.0, left))
 
     def _once_s(self, name: str) -> float:
-        """Return the expected time of one run of a stage, in seconds."""
+        """Return the expected time for one run of a stage, in seconds."""
         return self._planned[name].seconds_once if name in self._planned else 0.0
 
     def __enter__(self) -> Progress:
@@ -158,7 +158,7 @@ class Progress:
     def close(self) -> None:
         """Stop showing progress."""
         self._over.set()
-        # Wait for the bar to be removed, so that it does not get mixed up with the next output on the terminal.
+        # Wait for the bar to be removed to keep it from getting mixed up with the next output on the terminal.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:
@@ -203,7 +203,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Parse a line of progress that another process wrote; return None if the line is not valid."""
+    """Parse a progress line written by another process; return None if the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -233,7 +233,8 @@ class _ProgressLines:
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # Schedule the next line relative to now, so that missed lines are not printed after a suspension.
+            # Schedule the next line relative to the current time; otherwise, missed lines would be printed after a
+            # suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
             # Import late: waiting supervisors, which use 20 MiB, import this module, and argparse would take another
             # 1 MiB.
@@ -257,7 +258,7 @@ class _Bar:
         if self._bar is None:
             if elapsed_s < QUIET_S:
                 return
-            # Import late, since importing tqdm takes a tenth of a command's start-up time.
+            # Import late because importing tqdm takes a tenth of a command's start-up time.
             from tqdm import tqdm
 
             self._bar = tqdm(total=100, leave=False, dynamic_ncols=True, bar_format="{desc}|{bar:20}|{postfix}")

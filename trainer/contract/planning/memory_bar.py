@@ -19,9 +19,9 @@ LETTERS = {
 
 
 def cells(parts: Memory, width: int) -> dict[str, int]:
-    """Divide `width` cells among the parts in proportion to their bytes, with at least one per non-empty part.
+    """Divide `width` cells among the parts in proportion to their bytes, with at least one cell per non-empty part.
 
-    If there are more non-empty parts than cells, some parts get none.
+    If there are more non-empty parts than cells, some parts get no cell.
     """
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes > 0}
     widths = {name: max(1, round(width * n_bytes / parts.total)) for name, n_bytes in sizes.items()}

@@ -1,4 +1,4 @@
-"""Chooses the GPUs that run the language model of a training job: the training GPUs, or separate GPUs."""
+"""Chooses the GPUs that run a training job's language model: the training GPUs, or separate GPUs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import gibibytes, join_words, plural
 
-# Modes without separate GPUs for the model, since they use a single device, or one process for all devices.
+# Modes without separate GPUs for the model: they use a single device, or one process for all devices.
 _FIXED = ("single", "dp")
 
 
 class ModelPlacement(msgspec.Struct, frozen=True):
     """A job with `model_gpus` devices reserved for its language model and its mode resolved on the other devices.
 
-    `reader` is the memory of one of the reserved devices. `why` is a clause with the reason for an automatic choice.
+    `reader` is the memory needed on one of the reserved devices. `why` is a clause with the reason for an automatic
+    choice.
     """
 
     model_gpus: int
@@ -38,7 +39,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The memory in bytes that the most demanding device needs."""
+        """The memory in bytes needed by the most demanding device."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
@@ -50,7 +51,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
 
 def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
-    """Return a sentence about where the language model of a training job runs and, if known, why."""
+    """Return a sentence about where a training job's language model runs and, if known, why."""
     where = "shares the training GPUs"
     if model_gpus:
         where = f"has {model_gpus} of {devices} GPUs to itself"
@@ -63,7 +64,7 @@ def counts_that_work(devices: int) -> list[int]:
 
 
 def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
-    """Return a sentence that says why `data.model_gpus` is invalid for this number of devices; "" if it is valid."""
+    """Return a sentence saying why `data.model_gpus` is invalid for this number of devices; "" if it is valid."""
     asked = job.model_gpus
     if asked in (0, "auto"):
         return ""
@@ -101,8 +102,8 @@ def place_model(
     """Resolve a job on `devices` devices, and choose how many of them only run its language model.
 
     If the job sets no number, choose the fastest placement that fits into the free memory or, if none does, into the
-    total memory. Separate GPUs are used only if they are clearly faster. A resumed run keeps `ranks_before` ranks if
-    possible, since each rank has read its own shard of the text. See `settle_on` for the other arguments.
+    total memory. Separate GPUs are used only if that is clearly faster. A resumed run keeps `ranks_before` ranks if
+    possible because each rank has read its own shard of the text. See `settle_on` for the other arguments.
     """
     whole = Workload(job, devices, shape, device_name)
 
@@ -140,7 +141,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key that is smallest for the best placement: the result of `_lack`, and the time or bytes."""
+    """Return a sort key, smallest for the best placement: the result of `_lack`, and the time or bytes."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes
@@ -155,7 +156,7 @@ def _lack(way: ModelPlacement, capacity: DeviceMemory) -> int:
 
 
 def _why(best: ModelPlacement, ways: list[ModelPlacement], capacity: DeviceMemory) -> str:
-    """Return a clause that compares the chosen placement of the model with the best alternative."""
+    """Return a clause comparing the chosen placement of the model with the best alternative."""
     lack = _lack(best, capacity)
     if lack == 2:
         return f"this needs the least memory, {gibibytes(best.needs_bytes)} per GPU, but less is available"

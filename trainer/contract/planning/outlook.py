@@ -1,4 +1,4 @@
-"""The outlook of a job on its devices: its mode, and the memory needed by and available to each rank.
+"""The outlook for a job on its devices: its mode, and the memory needed by and available to each rank.
 
 All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
 """
@@ -27,7 +27,7 @@ NOTHING_MEASURED = MeasuredHardware()
 
 
 class PlannedGpu(Protocol):
-    """A GPU with its free and total memory in bytes (None if not reported); `busy` says who uses it, or is ""."""
+    """A GPU with its free and total memory in bytes (None if not reported); `busy` says who is using it, or is ""."""
 
     @property
     def index(self) -> int: ...
@@ -42,9 +42,9 @@ class PlannedGpu(Protocol):
 
 
 class AnyOutlook(Protocol):
-    """The resources that a job of any kind needs on each of its devices, and how the devices share the work.
+    """The resources needed by a job of any kind on each of its devices, and how the devices share the work.
 
-    `needs_bytes` is None if unknown. `lack` is a message about memory that is currently missing, or "".
+    `needs_bytes` is None if unknown. `lack` is a message about a current lack of memory, or "".
     """
 
     @property
@@ -60,7 +60,7 @@ class AnyOutlook(Protocol):
 
 
 class UnknownNeeds(msgspec.Struct, frozen=True):
-    """The outlook of a job whose needs cannot be estimated."""
+    """The outlook for a job whose needs cannot be estimated."""
 
     on_gpus: bool
     ranks: int
@@ -70,7 +70,7 @@ class UnknownNeeds(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The GPU memory in bytes that a finished job of the same shape used."""
+    """The GPU memory in bytes used by a finished job of the same shape."""
 
     job_id: int
     n_bytes: int
@@ -95,12 +95,12 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def devices(self) -> int:
-        """The number of ranks, plus the devices that only run a language model."""
+        """The number of ranks plus the number of devices that only run a language model."""
         return self.ranks + self.settled.work.model_gpus
 
     @property
     def fullest(self) -> Memory:
-        """The memory of the most demanding device, which may be one that only runs a language model."""
+        """The memory needed by the most demanding device, possibly one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -116,7 +116,7 @@ class Outlook(msgspec.Struct, frozen=True):
     def needs_bytes(self) -> int:
         """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger.
 
-        A measured use that exceeds the free memory is ignored, since PyTorch may have reserved more memory than the job
+        Measured use exceeding the free memory is ignored because PyTorch may have reserved more memory than the job
         needed.
         """
         estimate, free = self.fullest.total, self.capacity.free_bytes
@@ -160,12 +160,12 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def _fullest_reader(self) -> Memory | None:
-        """The memory of a device that only runs a language model, or None if a training device needs more memory."""
+        """The memory needed by a device that only runs a language model, or None if a training device needs more."""
         reader = self.placed.reader if self.placed else None
         return reader if reader and reader.total > self.settled.needs_bytes else None
 
     def _culprit(self, job: JobConfig) -> str:
-        """Return the setting that determines most of the memory."""
+        """Return the setting that accounts for most of the memory."""
         if self._fullest_reader:
             return "data.model"
         parts = self.settled.memory
@@ -185,10 +185,10 @@ def outlook(
     cuda: bool = True,
     host: DeviceMemory = UNKNOWN_MEMORY,
 ) -> Outlook:
-    """Return the outlook of a job on the GPUs in `launch.gpus` or, for "auto", on the first of `gpus`.
+    """Return the outlook for a job on the GPUs in `launch.gpus` or, for "auto", on the first of `gpus`.
 
-    Without `cuda`, the GPUs are simulated by CPU processes on this host. `host` is the memory of this machine, which
-    limits CPU processes.
+    Without `cuda`, the GPUs are simulated by CPU processes on this host. `host` is this machine's memory, which limits
+    CPU processes.
     """
     gpus = () if job.cluster else gpus
     if job.on_cpu or (job.launch.gpus == "auto" and not gpus and not job.cluster):
@@ -201,7 +201,7 @@ def outlook(
 
 
 class ChosenGpus:
-    """The GPUs that a job gets: the GPUs in `launch.gpus`, or any `ranks` of `gpus`, currently the first ones."""
+    """The GPUs assigned to a job: the GPUs in `launch.gpus`, or any `ranks` of `gpus`, currently the first ones."""
 
     def __init__(self, launch: Launch, gpus: Sequence[PlannedGpu], ranks: int) -> None:
         self._launch, self._gpus, self._ranks = launch, gpus, ranks
@@ -233,7 +233,7 @@ class ChosenGpus:
 def _in_processes(
     job: JobConfig, shape: DataShape, ranks: int, speeds: MeasuredHardware, host: DeviceMemory
 ) -> Outlook:
-    """Return the outlook of a job that runs as CPU processes, which all share the memory of one host."""
+    """Return the outlook for a job running as CPU processes, which all share the memory of one host."""
     job = with_model_gpus(job, ranks, 0)
     capacity = DeviceMemory(
         *(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes))
@@ -277,7 +277,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Mention this, since waiting does not free memory used by a driver or a desktop.
+    # Mention this because waiting does not free memory used by a driver or a desktop.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 

@@ -1,4 +1,4 @@
-"""The plan on which the ranks of an attempt agree: the division of the work, and the expected time and memory.
+"""The plan agreed on by the ranks in an attempt: how the work is divided, and the expected time and memory.
 
 The plan is stored in `attempt<N>/plan.json`.
 """
@@ -15,7 +15,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.planning.model_placement import words_of_place
 from trainer.contract.store.rows import Count, Name
 
-# A rank is late, and delays the other ranks, if its compute time exceeds the median of all ranks by this factor.
+# A rank is late, and delays the other ranks, if its compute time exceeds the median over all ranks by this factor.
 LATE = 1.2
 
 Share = Annotated[float, msgspec.Meta(ge=0)]
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     text_parts: Count = 1
     model_gpus: Count = 0
     model_why: str = ""
-    # Resolved settings of the job: the peak learning rate of each SAE, by the SAE's label, and the precision.
+    # Resolved job settings: the peak learning rate for each SAE, by its label, and the precision.
     lr: dict[str, Share] = {}
     precision: str = ""
 

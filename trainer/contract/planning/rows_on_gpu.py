@@ -1,4 +1,4 @@
-"""Estimates the GPU memory of rows outside a step: prefetched batches and cached held-out rows."""
+"""Estimates the GPU memory used by rows outside a step: prefetched batches and cached held-out rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trainer.contract.planning.workload import Workload
 # The number of prefetched batches. Each step uses one batch while a thread reads the next. More batches would not help
 # if the disk is too slow on average.
 READ_AHEAD = 2
-# If the held-out rows of all hooks on a rank need more bytes than this, every evaluation reads them again. With d_in
+# If the held-out rows for all hooks on a rank need more bytes than this, every evaluation rereads the rows. With d_in
 # 4096, the default 32,768 rows in 16 bits need half of this limit.
 MOST_KEPT_BYTES = 2**29
 # The maximum number of held-out rows per evaluation batch. Larger batches are no faster and could use more memory than
@@ -20,12 +20,12 @@ def bytes_of_rows(work: Workload) -> int:
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
     # If each rank reads only a shard of every batch, the rank stores its shards of two batches, its shard of a third
-    # batch that is being exchanged, and the entire third batch.
+    # batch being exchanged, and the entire third batch.
     n_ahead = max(READ_AHEAD, 1 + (READ_AHEAD + 1) / work.latent_ranks) if work.latent_ranks > 1 else READ_AHEAD
     sent_ahead = round(n_ahead * 4 * work.micro_batch * width)
     return sent_ahead + most_kept(n_held_out, work.data_ranks, width)
 
 
 def most_kept(n_held_out: int, n_ranks: int, width: int) -> int:
-    """Return the maximum size in bytes of the held-out rows of `width` values that each of `n_ranks` GPUs caches."""
+    """Return the maximum size in bytes of the held-out rows of `width` values cached by each of `n_ranks` GPUs."""
     return min(4 * -(-n_held_out // n_ranks) * width, MOST_KEPT_BYTES)

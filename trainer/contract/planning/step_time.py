@@ -1,4 +1,4 @@
-"""Estimates the time of a step's matmuls, memory traffic and transfers from the settings and measured speeds.
+"""Estimates the time for a step's matmuls, memory traffic and transfers from the settings and measured speeds.
 
 The estimates are used to choose a mode and to predict times before a run; `tests/benchmarks/cost_model.py` compares
 them with real steps. Sizes are per rank and step.
@@ -14,47 +14,46 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig, SaeSettings
 
-# The number of decoder rows and of data rows that are read or written per active latent of a token: for the
-# reconstruction, for the gradients of the activations, and for the gradients of both weight matrices. The rows of
-# weight gradients are both read and written.
+# The number of decoder rows and data rows read or written per active latent of a token: for the reconstruction, for the
+# activation gradients, and for the gradients of both weight matrices. Weight gradient rows are both read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
 # The fraction of these rows that misses the caches. On one core with d_in 384 and k 32, the rows took 34 ms instead of
 # the 176 ms that they would have taken without caches.
 _FROM_MEMORY = 0.2
 # The number of passes over all pre-activations to find the largest ones, and over the data to measure the error. On one
-# core, these passes took 3 ns per pre-activation, a third of this for memory traffic of the matmul. The last
-# number counts the passes over the data after the sum over latents, which include only a rank's own tokens.
+# core, these passes took 3 ns per pre-activation, a third of this for the matmul's memory traffic. The last number
+# counts the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
-# The number of passes over the data for a skip connection: for centring, the product, the sum and the gradient.
+# The number of passes over the data for a skip connection: for centring, the matmul, the sum and the gradient.
 _SKIP_PASSES = 8
 # The bytes read and written per encoder weight when a pre-selection rounds the encoder: 5 ms on a core with 16,384
 # latents.
 _ROUNDED_BYTES = 28
-# The number of matmuls of the encoder's size in a step of an architecture that keeps all pre-activations.
+# The number of encoder-sized matmuls per step for an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# The number of passes that AuxK makes over its candidates' activations and over reconstructions, and the bytes per
-# weight of the candidates. These bytes are for reading and copying the weight, and for adding its gradient to the
-# gradients of all latents.
+# The number of passes made by AuxK over its candidates' activations and over reconstructions, and the bytes per
+# candidate weight. These bytes are for reading and copying the weight, and for adding its gradient to the full gradient
+# over all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# The time in seconds that Python takes per pass, per update of an SAE of any size, and per captured step, measured on
-# the slow host of an H200. The GPU runs concurrently.
+# The time in seconds taken by Python per pass, per update of an SAE of any size, and per captured step, measured on the
+# slow host of an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
 # Bytes read and written per weight in a step, without the optimizer state. In the backward pass, each rank with a copy
 # of the weight reads or writes its gradient twice. The rank that updates the weight reads or writes the weight twice
 # and the gradient another two times.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
-# The memory bandwidth that all ranks of a host share (here, two sockets with 8 DDR4 channels each), and how often a
-# row is moved in host memory: out of the page cache, into pinned memory, and to the GPU.
+# The memory bandwidth shared by all ranks on a host (here, two sockets with 8 DDR4 channels each), and how often a row
+# is moved in host memory: out of the page cache, into pinned memory, and to the GPU.
 _HOST_BYTES_PER_S, _TIMES_MOVED = 400e9, 3
 # The size of a stored activation value in bytes.
 _STORED_BYTES = 2
-# The fraction of the passes' time that is spent before the first exchange of a step, in the encoder's matmul.
+# The fraction of the pass time spent in the encoder matmul, before the first exchange in a step.
 _BEFORE_EXCHANGE = 0.25
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """The time in seconds of a step's passes, update and communication, and of AuxK once latents have died."""
+    """The time in seconds for a step's passes, update and communication, and for AuxK once latents have died."""
 
     passes_s: float
     update_s: float
@@ -67,19 +66,19 @@ class StepTime(msgspec.Struct, frozen=True):
 
     @property
     def with_dead_s(self) -> float:
-        """The time of a step that includes AuxK, in seconds."""
+        """The time for a step with AuxK, in seconds."""
         return self.total_s + self.auxk_s
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """A rank's communication in a step: the bytes that the rank sends, and how often it waits for other ranks."""
+    """A rank's communication in a step: the bytes sent by the rank, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
 
 
 def step_time(work: Workload, speeds: Speeds) -> StepTime:
-    """Return the expected time of a step of a job with its mode resolved, on ranks of equal speed."""
+    """Return the expected step time for a job with its mode resolved, on ranks of equal speed."""
     wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks, made_s = [], 0.0 if work.model_gpus else source_s(work, speeds)
@@ -105,22 +104,22 @@ def source_s(work: Workload, speeds: Speeds) -> float:
 
     A rank that runs the language model itself has to wait for the model, whereas separate model GPUs run it while the
     SAEs train. If the model takes a seconds and the SAEs take b seconds on one GPU, then m model GPUs and n - m
-    training GPUs take max(a / m, b / (n - m)). This time is never below (a + b) / n, the time of n GPUs that do both.
-    Separate GPUs can be faster only through effects that this formula omits: fewer ranks exchange less data, and
+    training GPUs take max(a / m, b / (n - m)). This time is never below (a + b) / n, the time taken by n GPUs that do
+    both. Separate GPUs can be faster only through effects that this formula omits: fewer ranks exchange less data, and
     without the model the SAE may fit into memory, or fit with larger micro-batches.
     """
-    # A forward pass up to the last hook produces the rows of all hooks.
+    # A forward pass up to the last hook produces the rows for all hooks.
     flops = max(settings.flops_per_token() for settings in work.job.hooks.values())
     return flops * work.tokens_per_step / text_parts(work) / speeds.flops_per_s
 
 
 def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
-    """Return whether ranks with the same tokens are faster if each reads only a shard of the stored rows.
+    """Return whether ranks with the same tokens are faster if each of them reads only a shard of the stored rows.
 
-    Otherwise, each of the `ranks_of_host` ranks on a host reads all rows: eight ranks that share 65,536 latents then
-    move 3.6 GB in host memory for a step of 6 ms. Exchanging the shards must take less time than it saves, and must
-    finish before the first exchange of the step, which it would otherwise delay. On CPUs, an exchange uses the same
-    memory bandwidth as reading, so it saves nothing.
+    Otherwise, each of the `ranks_of_host` ranks on a host reads all rows: eight ranks sharing 65,536 latents then move
+    3.6 GB in host memory for a 6 ms step. Exchanging the shards must take less time than it saves, and must finish
+    before the first exchange in the step to avoid delaying it. On CPUs, an exchange uses the same memory bandwidth as
+    reading, so exchanging saves nothing.
     """
     if work.device != "cuda" or work.latent_ranks == 1:
         return False
@@ -145,7 +144,7 @@ def _total(time: StepTime) -> float:
 
 
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
-    """Return the host's time for a step, which does not depend on sizes; a graph replay includes the update."""
+    """Return the host time for a step, which does not depend on tensor sizes; a graph replay includes the update."""
     on_cuda = work.device == "cuda"
     if on_cuda and graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
@@ -157,9 +156,9 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(work: Workload) -> Wire:
-    """Return the bytes that a rank sends in a step, and how often it waits for other ranks.
+    """Return the bytes sent by a rank in a step, and how often it waits for other ranks.
 
-    Ranks with the same latents exchange gradients once per step. Ranks that shard the latents exchange candidates and
+    Ranks with the same latents exchange gradients once per step. Ranks sharding the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n times the bytes that it sums.
     """
     wires = [_wire_of_one(work, one) for one in work.members.values()]
@@ -182,7 +181,7 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
     n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
-        # Reconstructions are summed in fp32; a GPU gathers their gradient in the dtype of the matmuls.
+        # Reconstructions are summed in fp32; a GPU gathers their gradient in the matmul dtype.
         of_gradient = work.product_bytes if work.device == "cuda" else 4
         n_bytes += _ring(sharing) / 2 * (4 + of_gradient) * max(1, sae.settings.n_prefixes) * tokens * work.d_out
         # For each candidate, one byte is returned.
@@ -197,7 +196,7 @@ def _ring(n: int) -> float:
 
 
 def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds of the forward and backward passes of a rank's tokens through its latents."""
+    """Return the time in seconds for the forward and backward passes of a rank's tokens through its latents."""
     tokens, sharing = work.tokens_per_step / work.data_ranks, work.latent_ranks
     own = sae.width(work.d_in) / sharing
     product_s = 2 * tokens * work.d_in * own / speeds.flops_per_s
@@ -211,7 +210,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
     n_exact = first_look.EXACT * first_look.n_seen(sae.settings.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and (cost := first_look.costs()) and first_look.pays(n_exact, int(own)):
-        # The pre-activations of the rounded product take half the bytes.
+        # The pre-activations from the bf16 matmul take half the bytes.
         product_s *= cost.rounded + cost.alone * n_exact / own
         product_s += work.micro_batches * _ROUNDED_BYTES * work.d_in * own / speeds.memory_bytes_per_s
         pre_acts /= 2
@@ -220,11 +219,11 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds that AuxK adds once latents have died, including memory traffic and communication.
+    """Return the time in seconds added by AuxK once latents have died, including memory traffic and communication.
 
-    Each rank multiplies its own tokens by all candidates. Ranks that share the latents gather the ranking of the
-    candidates, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored, since only the few
-    dead latents are computed.
+    Each rank multiplies its own tokens by all candidates. Ranks sharing the latents gather the ranking of the
+    candidates, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored because only the
+    few dead latents are computed.
     """
     n_aux = sae.settings.n_aux(work.d_in)
     if work.device == "cpu" or not n_aux:
@@ -241,7 +240,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds of a skip connection's matmuls for its output and its weight gradient."""
+    """Return the time in seconds for a skip connection's matmuls, for its output and its weight gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

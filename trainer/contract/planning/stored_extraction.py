@@ -18,7 +18,7 @@ class _ShardRecord(msgspec.Struct):
 
 
 class _ExtractionRecord(msgspec.Struct):
-    """The fields of an extraction's state that identify the job and the number of stored rows."""
+    """The fields in an extraction's state identifying the job and the number of stored rows."""
 
     job: dict[str, Any]
     shards: list[list[_ShardRecord]]
@@ -65,7 +65,7 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
 
 
 def _changed(job: ExtractJob, state: _ExtractionRecord) -> list[str]:
-    """Return the paths of the settings that differ between this job and the job that stored the rows."""
+    """Return the paths of settings that differ between this job and the job that stored the rows."""
     return [path for path, value in identity(job).items() if state.job.get(path) != value]
 
 

@@ -28,7 +28,7 @@ from trainer.contract.wording import distinct_sizes, plural
 LEAST_STEPS_OF_PENALTY = 300
 
 
-# Maps each setting to another setting that overrides it.
+# Maps each setting to the setting that overrides it.
 OVERRIDDEN_BY = {
     "sae.expansion_factor": "sae.d_sae",
     "train.n_tokens": "train.n_steps",
@@ -37,23 +37,23 @@ OVERRIDDEN_BY = {
 
 
 class TrainingProposal(Proposal[JobConfig]):
-    """A training job planned on a machine; its steps, SAEs and data are determined only once."""
+    """The plan for a training job on a machine; the job's steps, SAEs and data are determined only once."""
 
     @cached_property
     def layout(self) -> Layout:
-        """The division of the job among its ranks, which does not depend on the data."""
+        """How the job is split across its ranks; this does not depend on the data."""
         return Layout(self.job, self.ranks)
 
     @cached_property
     def work(self) -> Workload:
-        """The job with its ranks and the shape of its data; may raise `JobFileError`."""
+        """The job with its ranks and data shape; may raise `JobFileError`."""
         return self.layout.on_data(self.job.data_shape(self.machine.promises))
 
     @cached_property
     def outlook(self) -> Outlook:
         on, shape = self.machine, self.work.shape
         look = outlook(self.job, shape, self.devices, self.gpus, speeds=on.speeds, cuda=on.cuda, host=on.memory)
-        # Simulated GPUs use process memory, which says nothing about GPU memory.
+        # Simulated GPUs use process memory; this says nothing about GPU memory.
         if self._used_before is None or not look.on_gpus or not on.cuda:
             return look
         return msgspec.structs.replace(look, took=self._used_before(self.job, shape, look))
@@ -73,7 +73,7 @@ class TrainingProposal(Proposal[JobConfig]):
         problems += _check_rows(job)
         problems += _check_saes(work)
         problems += _check_length(work)
-        # If the number of ranks is wrong, skip the memory problems, since an estimate for this number would be
+        # If the number of ranks is wrong, skip the memory problems because an estimate for this number would be
         # meaningless.
         unknown = ("launch.gpus", "parallel.", "data.model_gpus")
         wrong_paths = {problem.path for problem in errors(problems)}
@@ -136,7 +136,7 @@ def _check_rows(job: JobConfig) -> list[Problem]:
 
 
 def _check_mirrors(job: JobConfig) -> list[Problem]:
-    """Report mirrors whose library is not installed on the machine that runs the job."""
+    """Report mirrors whose library is not installed on the machine running the job."""
     missing = [name for name in job.train.mirrors if not is_installed(MIRRORS[name].package)]
     return [
         Problem("train.mirror", f"{name} is not installed; run `pip install {MIRRORS[name].package}`, or leave it out")
@@ -179,7 +179,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 
 def _check_saes(work: Workload) -> list[Problem]:
-    """Return the problems of all SAEs of a sweep, without duplicates."""
+    """Return the problems with all SAEs in a sweep, without duplicates."""
     problems = [
         problem
         for member in work.members.values()
@@ -194,7 +194,7 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
-    """Warn about a run that is too short for a sparsity penalty to reach the requested L0."""
+    """Warn about a run too short for a sparsity penalty to reach the requested L0."""
     steps, settings = Layout(member, work.ranks).total_steps, member.sae.settings
     if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
@@ -228,8 +228,8 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
 def check_division(work: Workload) -> list[Problem]:
     """Warn if replicas on GPUs cannot divide the latents evenly; the mode of `work` must be resolved.
 
-    If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU
-    updates.
+    If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows updated by each
+    GPU.
     """
     if work.device != "cuda" or work.data_ranks == 1:
         return []

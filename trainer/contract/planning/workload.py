@@ -1,6 +1,6 @@
-"""The division of a job's steps among its ranks, and the devices that it runs on, as a basis for all estimates.
+"""How a job's steps are split across its ranks, and on which devices it runs: the basis for all estimates.
 
-The settings of a sweep's SAEs are parsed only once, even if many training layouts are compared.
+The settings for a sweep's SAEs are parsed only once, even if many training layouts are compared.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from trainer.contract.settings.job_file import members
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.sources import DataShape
 
-# Modes in which a single process uses all devices of a job.
+# Modes in which a single process uses all devices in a job.
 ONE_PROCESS = ("dp", "spread")
-# The minimum number of steps of a run. With fewer but larger steps, an SAE learns less from the same tokens; see
+# The minimum number of steps in a run. With fewer but larger steps, an SAE learns less from the same tokens; see
 # docs/quality.md.
 LEAST_STEPS = 500
-# The minimum number of tokens per step, over all ranks. Gradients of fewer tokens are mostly noise, and the optimizer
+# The minimum number of tokens per step, over all ranks. Gradients over fewer tokens are mostly noise, and the optimizer
 # step takes just as long.
 SMALLEST_STEP = 512
-# Batch sizes are multiples of this number of tokens, since matmuls are padded to such multiples anyway.
+# Batch sizes are multiples of this number of tokens because matmuls are padded to such multiples anyway.
 BATCH_UNIT = 64
 # With fewer tokens per step, the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A job and the number of ranks among which it is divided.
+    """A job and the number of ranks it is split across.
 
     Until a mode or batch size of "auto" is resolved, it is treated as the plain mode or the default batch size.
     """
@@ -43,7 +43,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def members(self) -> dict[str, JobConfig]:
-        """The jobs of a sweep, by their labels; without a sweep, the job itself with the label ""."""
+        """The jobs in a sweep, by label; without a sweep, the job itself with the label ""."""
         return members(self.job)
 
     def on_data(self, shape: DataShape) -> Workload:
@@ -67,12 +67,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def latent_ranks(self) -> int:
-        """The number of ranks that share one set of latents; each group of such ranks gets different tokens."""
+        """The number of ranks sharing one set of latents; each such group of ranks gets different tokens."""
         return {"tensor": self.ranks, "hybrid": self.job.parallel.latent_ranks}.get(self.mode, 1)
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, or groups of ranks that share latents, with different tokens."""
+        """The number of ranks, or groups of ranks sharing latents, with different tokens."""
         return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
 
     @property
@@ -89,17 +89,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def micro_batch(self) -> int:
-        """The number of tokens per micro-batch of a rank, if all ranks get the same number."""
+        """The number of tokens per micro-batch on a rank, if all ranks get the same number."""
         return -(-self.tokens_per_step // (self.micro_batches * self.data_ranks))
 
     @property
     def total_steps(self) -> int:
-        """The total number of optimizer steps of the run."""
+        """The total number of optimizer steps in the run."""
         return self.job.train.n_steps or -(-self.job.train.n_tokens // self.tokens_per_step)
 
     @property
     def total_tokens(self) -> int:
-        """The total number of tokens of the run; the last step is always complete."""
+        """The total number of tokens in the run; the last step is always complete."""
         return self.total_steps * self.tokens_per_step
 
     @property
@@ -115,14 +115,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def chooses_latents(self) -> bool:
         """Whether the architecture is a variant of TopK; the recipe for short runs was tuned for TopK variants.
 
-        Other architectures control their L0 with a penalty and need more steps at the peak learning rate than a short
-        run has. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
+        Other architectures control L0 with a penalty and need more steps at the peak learning rate than a short run
+        provides. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
         """
         return not ARCHITECTURES[self.job.sae.architecture].dense_matrices
 
     @property
     def lr_scale(self) -> float:
-        """The factor that `lr_scaling` applies to the learning rate for this number of tokens per step."""
+        """The factor applied by `lr_scaling` to the learning rate for this number of tokens per step."""
         train, tokens = self.job.train, self.tokens_per_step
         if train.lr_scaling == "auto":
             falls = train.lr == "auto" and self.chooses_latents
@@ -132,12 +132,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def is_elementwise(self) -> bool:
-        """Whether the optimizer of every SAE can update a part of a matrix independently of its other parts."""
+        """Whether every SAE's optimizer can update one part of a matrix independently of the other parts."""
         return all(OPTIMIZERS[member.train.optimizer].elementwise for member in self.members.values())
 
     @property
     def members_by_rank(self) -> list[dict[str, JobConfig]]:
-        """The SAEs of each rank, by their labels.
+        """The SAEs on each rank, by label.
 
         In mode "sweep", each SAE is on one rank: the widest SAEs are assigned first, each to the rank with the fewest
         latents. In all other modes, every rank has all SAEs.
@@ -153,7 +153,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether ZeRO-1 shards the optimizer state, which excludes optimizers that average the weights.
+        """Return whether ZeRO-1 shards the optimizer state; this excludes optimizers that average the weights.
 
         The optimizer must also be elementwise.
         """
@@ -167,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The largest batch size that gives a run with a length in tokens at least `LEAST_STEPS` steps."""
+        """The largest batch size for which a run with a length in tokens has at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
@@ -177,7 +177,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def steps_of(job: JobConfig, devices: int) -> int:
-    """Return the total number of optimizer steps of a training job."""
+    """Return the total number of optimizer steps in a training job."""
     return Layout(job, ranks_of(job, devices)).total_steps
 
 
@@ -206,7 +206,7 @@ def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
 
 
 class Workload(Layout, frozen=True, dict=True):
-    """A job with the name of its devices and the shape of its data; an empty `device_name` means a typical GPU."""
+    """A job with its device name and data shape; an empty `device_name` means a typical GPU."""
 
     shape: DataShape
     device_name: str = ""
@@ -218,13 +218,13 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def precision(self) -> str:
-        """The dtype of the matmuls."""
+        """The matmul dtype."""
         asked = self.job.train.precision
         return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
 
     @property
     def product_bytes(self) -> int:
-        """The number of bytes per value in a matmul."""
+        """The number of bytes per matmul value."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property
@@ -238,7 +238,7 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def narrowest(self) -> int:
-        """The number of latents of the narrowest SAE."""
+        """The number of latents in the narrowest SAE."""
         return min(member.sae.width(self.d_in) for member in self.members.values())
 
     def on(self, ranks: int) -> Workload:
@@ -250,7 +250,7 @@ class Workload(Layout, frozen=True, dict=True):
         return self._copy(device_name=device_name)
 
     def with_settings(self, section: str, **changes: Any) -> Workload:
-        """Return a copy in which these settings are changed for all SAEs of a sweep."""
+        """Return a copy with these settings changed for all SAEs in a sweep."""
         changed = self._copy(job=self.job.replace(section, **changes))
         changed.__dict__["members"] = {
             label: member.replace(section, **changes) for label, member in self.members.items()
@@ -259,6 +259,6 @@ class Workload(Layout, frozen=True, dict=True):
 
     def _copy(self, **changes: Any) -> Workload:
         copied = msgspec.structs.replace(self, **changes)
-        # The SAEs of a sweep do not depend on where they are trained.
+        # The SAEs in a sweep do not depend on where they are trained.
         copied.__dict__["members"] = self.members
         return copied

@@ -1,1 +1,1 @@
-"""The files of a run: instructions for its ranks, files that the ranks write, and the state needed to resume it."""
+"""The files in a run folder: instructions for the ranks, files written by the ranks, and the state needed to resume."""

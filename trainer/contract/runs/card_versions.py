@@ -1,7 +1,7 @@
-"""Keeps an SAE's older report cards, and the features files that belong to them, in `.cards` next to the weights.
+"""Keeps an SAE's older report cards and the matching features files in `.cards` next to the weights.
 
-Files are named by a digest of their content, so that nothing is stored twice. At most `MOST_CARDS` older report cards
-and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
+Files are named by a content digest to avoid storing anything twice. At most `MOST_CARDS` older report cards and
+`MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trainer.contract.runs.report_card import Card, card_from
 FOLDER = ".cards"
 MOST_CARDS = 20
 MOST_FEATURES_BYTES = 2**30
-# The file name extensions of weight files.
+# File name extensions for weight files.
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-# Fields in the parts of a report card that change with every evaluation, even if the results stay the same.
+# Fields in the parts of a report card that change at every evaluation, even if the results stay the same.
 _CHANGING = ("measured", "seconds", "device")
 
 
@@ -50,7 +50,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder so that only one process at a time changes its report card."""
+    """Lock a folder to let only one process at a time change its report card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Continue without a lock if the file system does not support locks.
@@ -86,7 +86,7 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the latest version that was measured on the given weights, or None if there is none."""
+    """Return the latest version measured on the given weights, or None if there is none."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 

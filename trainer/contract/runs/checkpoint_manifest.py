@@ -19,12 +19,12 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# A smaller relative increase of the held-out FVU is considered noise, regardless of the number of rows.
+# A smaller relative increase in held-out FVU is considered noise, regardless of the number of rows.
 LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
-    """The position of a run; `tokens`, the total over all ranks, is also its position in the ordered data."""
+    """A run's position; `tokens`, the total over all ranks, is also the position in the ordered data."""
 
     step: Count
     tokens: Count
@@ -38,7 +38,7 @@ class StreamPlace(msgspec.Struct, frozen=True):
 
 
 class BufferPlace(msgspec.Struct, frozen=True):
-    """The position of a shuffle buffer: `n_gone` rows of block `block`, which starts at `begin`, have been used."""
+    """The position in a shuffle buffer: `n_gone` rows of block `block`, which starts at `begin`, have been used."""
 
     block: Count
     n_gone: Count
@@ -57,10 +57,11 @@ class Best(msgspec.Struct, frozen=True):
     n_rows: Count = 0
 
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
-        """Return whether a later FVU on the same rows is higher by more than noise.
+        """Return whether a later FVU on the same rows is higher by more than the noise.
 
-        Return False if the learning rate has increased since the lowest FVU was measured, because this also raises the
-        FVU. Due to noise, the FVUs of two SAEs of one run on the same rows differ by 1 % or one standard error.
+        Return False if the learning rate has increased since the lowest FVU was measured, because a higher rate also
+        raises the FVU. Due to noise, the FVUs of two SAEs from one run on the same rows differ by 1 % or one standard
+        error.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -68,14 +69,14 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """The content of a checkpoint apart from its tensors.
+    """The contents of a checkpoint apart from its tensors.
 
     `d_out` is set only for a transcoder. `origin` describes the data source. If the data is a stream, `stream` contains
-    the position of each rank that reads separate tokens. If SAEs of several hooks are trained, `origins` maps each
-    SAE's label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and
-    `held_out` identifies the rows on which `heldout_fvu` was measured; checkpoints from older versions lack these three
-    fields. `cool_down` is set if the user requested an early finish. `best` is set after the first evaluation on
-    held-out rows.
+    the position for each rank reading separate tokens. If SAEs at several hooks are trained, `origins` maps each SAE's
+    label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and `held_out`
+    identifies the rows used to measure `heldout_fvu`; checkpoints from older versions lack these three fields.
+    `cool_down` is set if the user requested an early finish. `best` is set once held-out rows have been evaluated for
+    the first time.
     """
 
     position: Position
@@ -91,23 +92,23 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down of a run of `planned` steps, or None without one or if the run's length has changed."""
+        """Return the cool-down for a run of `planned` steps; None if there is none or if the run length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
     def data_before(self) -> DataRecord | None:
-        """The shards that the run was trained on, or None if the checkpoint does not record them."""
+        """The shards used for training, or None if the checkpoint does not record the shards."""
         return self.data or None
 
     def origin_of(self, label: str) -> dict[str, Any]:
-        """Return the data source of the SAE with this label."""
+        """Return the data source for the SAE with this label."""
         return self.origins.get(label, self.origin) if self.origins else self.origin
 
 
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints `step-<number>` in a folder, the latest first; ignore symbolic links."""
     numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
-    # Step numbers are padded to 8 digits, so longer numbers would not sort correctly as text.
+    # Step numbers are padded to 8 digits; longer numbers would not sort correctly as text.
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
 
 
@@ -137,7 +138,7 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read the state of a checkpoint; raise `UserError` if the folder is not a checkpoint."""
+    """Read a checkpoint's state; raise `UserError` if the folder is not a checkpoint."""
     try:
         return load_json(folder / STATE, CheckpointState)
     except (OSError, ValueError) as error:
@@ -158,7 +159,7 @@ def position_of(path: Path) -> Position:
 
 
 def _measured_state(folder: Path) -> CheckpointState | None:
-    """Return the state of a checkpoint, or None if it cannot be read or has no held-out FVU."""
+    """Return a checkpoint's state, or None if it cannot be read or has no held-out FVU."""
     try:
         state = read_state(folder)
     except UserError:
@@ -175,7 +176,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not list the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # Compare the sizes first, since a file with a different size need not be read.
+            # Compare the sizes first: a file with a different size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -184,7 +185,7 @@ def damage(folder: Path) -> str | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder, which contains the size and SHA-256 of each file."""
+    """Return the manifest for a folder, with the size and SHA-256 of each file."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 

@@ -1,4 +1,4 @@
-"""Environment variables that PyTorch reads once, when a GPU is first used; the user's own values take precedence."""
+"""Environment variables read once by PyTorch, when a GPU is first used; the user's own values take precedence."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, which is part of a
-# rank's measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
+# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, during a rank's
+# measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Each step allocates and frees tensors of many sizes. With expandable segments, PyTorch reserves little more memory
-# than the tensors need; with segments of fixed sizes, it reserves up to 40 % more. PyTorch before 2.10 reads the first
+# than the tensors need; with fixed-size segments, it reserves up to 40 % more. PyTorch before 2.10 reads the first
 # variable. Newer versions read the second variable, and warn if only the first is set.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
@@ -33,9 +33,9 @@ def presets(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def _caches() -> dict[str, str]:
-    """Return local folders for compiled kernels that only this user can write to, or {} if there are none.
+    """Return local folders for compiled kernels, writable only by this user, or {} if there are none.
 
-    A folder that another user has created is not used, since ranks execute the compiled kernels.
+    A folder created by another user is not used because ranks execute the compiled kernels.
     """
     folder = _LOCAL / f"sae-tui-{os.getuid()}"
     with contextlib.suppress(OSError):
@@ -50,5 +50,5 @@ def _caches() -> dict[str, str]:
 
 
 def set_here() -> None:
-    """Set the variables that are missing in this process's environment; call this before PyTorch is loaded."""
+    """Set the variables missing from this process's environment; call this before PyTorch is loaded."""
     os.environ.update(presets(os.environ) | dict(os.environ))

@@ -1,4 +1,4 @@
-"""Records the shards on which a run is trained, and checks whether they have changed since then."""
+"""Records the shards used to train a run, and checks whether the shards have changed since then."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# The maximum number of bytes that are read to identify the content of all shards. Smaller data is read completely; from
-# larger data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s during the
-# first steps of a run.
+# The maximum number of bytes read to identify the content of all shards. Smaller data is read completely; from larger
+# data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s during the first
+# steps of a run.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
@@ -48,9 +48,9 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FolderRecord(msgspec.Struct, frozen=True):
-    """The shards of a folder, ordered by row number; new shards come last.
+    """The shards in a folder, ordered by row number; new shards come last.
 
-    Held-out rows are chosen from the first `split_rows` rows, which are the rows that existed when the run started.
+    Held-out rows are chosen from the first `split_rows` rows, those that existed when the run started.
     """
 
     field: str
@@ -72,7 +72,7 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return records of each hook's current data, without samples, since reading samples takes time.
+    """Return records of each hook's current data, without samples because reading samples takes time.
 
     If the run was already trained on the shards in `before`, those shards come first, with their samples, and new
     shards follow. Raise `JobFileError` if one of the recorded shards has changed.
@@ -87,7 +87,7 @@ def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = Non
 
 
 def sampled(record: DataRecord) -> DataRecord:
-    """Return the record with samples of its shards, except for files that cannot be read or have changed."""
+    """Return the record with shard samples, except for files that cannot be read or have changed."""
     n_blocks = _SAMPLED_BYTES // BLOCK // max(1, sum(len(folder.shards) for folder in record))
     n_blocks = max(_LEAST_BLOCKS, n_blocks)
     return [
@@ -144,12 +144,12 @@ def cut_short(record: DataRecord) -> str | None:
 
 
 def cut_sentence(file: Path, size: int, before: int) -> str:
-    """Return a sentence about a file that was truncated while it was read, with the remedy."""
+    """Return a sentence about a file truncated while being read, with the remedy."""
     return f"{file} was truncated to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
 
 
 def _look(field: str, path: str) -> FolderRecord:
-    """Return a record of a folder's shards, based on their headers and file attributes."""
+    """Return a record of the shards in a folder, based on their headers and file attributes."""
     rows: Counter[Path] = Counter()
     for shard in inspect_shards(path, field).shards:
         rows[shard.file] += shard.n_tokens
@@ -199,7 +199,7 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
         status = file.stat()
     except OSError:
         return shard
-    # If the file was changed after its rows were counted, a new sample would hide that change.
+    # If the file changed after its rows were counted, a new sample would hide the change.
     if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
         return shard
     return msgspec.structs.replace(shard, n_blocks=n_blocks, sample=sample)

@@ -21,13 +21,13 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.tokens_of_data import folder_of
 
-# The default number of tokens on which the losses of the language model are measured, by device.
+# The default number of tokens used to measure the language model's losses, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
 MOST_TEXT_ROWS, MOST_SAMPLED = 2**18, 32_768
 _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
 # The time in seconds to start torch, and to fit the probes for one data set (8 fits for each of 3 seeds).
 _START_S, _PROBE_S = 4.0, 6.0
-# The speed of loading a model in bytes/s, and the speed of sparse operations on rows as a share of the matmul speed.
+# The model loading speed in bytes/s, and the speed of sparse row operations as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3
 LOADING = "loading the model"
 # The number of passes over the rows: one each for the mean, the metrics and the distribution.
@@ -46,7 +46,7 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
 
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
-    """Return the model on whose activations a job trains, or None if the data does not record the model."""
+    """Return the model that produced a job's training activations, or None if the data does not record the model."""
     for settings in job.hooks.values():
         path: object = None
         if isinstance(settings, ModelSettings):
@@ -68,10 +68,10 @@ def planned(
     box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
 ) -> dict[str, Planned]:
-    """Return a dict that maps each stage of an evaluation of the given parts to its expected time.
+    """Return a dict mapping each stage in an evaluation of the given parts to its expected time.
 
-    `device` is "cuda" or "cpu", and `name` is the name of the GPU. Times in earlier report cards (`cards`) from the
-    same device type replace estimates. Return {} if the data cannot be read.
+    `device` is "cuda" or "cpu", and `name` is the GPU name. Times in earlier report cards (`cards`) from the same
+    device type replace estimates. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), list(members(job).values())
@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return a dict that maps each part to its time on this device type in seconds, summed over the report cards."""
+    """Return a dict mapping each part to its time on this device type in seconds, summed over the report cards."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

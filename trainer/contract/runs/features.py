@@ -1,4 +1,4 @@
-"""Reads features files, which evaluations write to record what each latent fires on, without torch or numpy."""
+"""Reads features files, written by evaluations to record what each latent fires on, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
 
 
 def _unfinished(text: bytes) -> int:
-    """Return the number of bytes in an incomplete character at the end of the text."""
+    """Return how many bytes of an incomplete character are at the end of the text."""
     for n, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:
             return n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0
@@ -75,19 +75,19 @@ def _unfinished(text: bytes) -> int:
     return 0
 
 
-# The names of the files that an evaluation writes next to an SAE's weights.
+# The names of the files written by an evaluation next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Latents are most often interpretable if the share of rows on which they fire is in the range `SPARSE`. Latents that
-# fire on a larger share of the rows than `DENSE` are called dense.
+# Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
+# larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
-# The maximum number of latents whose tokens a search joins to find words that span tokens. The most frequent latents
-# come first. If there are more candidates, latents that have already been found are skipped. With this limit, a search
-# is fast enough to run at each keystroke.
+# The maximum number of latents whose tokens are joined in a search for words spanning tokens. The most frequent latents
+# come first. If there are more candidates, latents already found are skipped. With this limit, a search is fast enough
+# to run at each keystroke.
 _MOST_JOINED = 1024
 
-# For each tensor: its dtype in the file, the type code of its `array`, and 1 if it has one value per latent, otherwise
+# For each tensor: its dtype in the file, the type code for its `array`, and 1 if it has one value per latent, otherwise
 # None.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "n_fired": ("I32", "i", 1),
@@ -119,16 +119,16 @@ _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
 
 
 class LogitChange(msgspec.Struct, frozen=True):
-    """A token and how much a latent's decoder direction changes its logit; only relative sizes are meaningful."""
+    """A token and how much its logit is changed by a latent's decoder direction; only relative sizes are meaningful."""
 
     text: str
     logit: float
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of a context and the latent's activation on this token, which is 0 if the latent does not fire.
+    """A token in a context and the latent's activation on this token, 0 if the latent does not fire.
 
-    Tokens that share a character are merged into one token with the largest of their activations.
+    Tokens sharing a character are merged into one token with their largest activation.
     """
 
     text: str
@@ -136,7 +136,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class ActivatingExample(msgspec.Struct, frozen=True):
-    """A context of a latent; in its document, the latent fires most strongly on the token at index `at`."""
+    """A context for a latent; in its document, the latent fires most strongly on the token at index `at`."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -147,12 +147,13 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """The data of a latent: the share of rows on which it fires, its largest and mean activation, and its top contexts.
+    """The data for a latent: the share of rows on which it fires, its largest and mean activation, and its top
+    contexts.
 
     `histogram` contains the number of activations in each of several equal bins up to the largest activation. `nearest`
     contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
-    `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, the largest change
-    first; both are empty if the evaluation did not use the language model.
+    `promoted` and `suppressed` are the tokens whose logits are changed most by the decoder direction, the largest
+    change first; both are empty if the evaluation did not use the language model.
     """
 
     latent: int
@@ -231,7 +232,7 @@ class Features:
 
     @property
     def _tells_moved(self) -> bool:
-        """Whether the file contains promoted and suppressed tokens, which require the language model."""
+        """Whether the file contains promoted and suppressed tokens; these require the language model."""
         return self._entries.keys() >= _MOVED.keys()
 
     @property
@@ -244,7 +245,7 @@ class Features:
 
     @property
     def n_rows(self) -> int:
-        """The number of rows on which the latents were measured."""
+        """The number of rows used to measure the latents."""
         return self._ints("n_rows")[0]
 
     def order(self, by: Order = "sparse") -> list[int]:
@@ -274,7 +275,7 @@ class Features:
 
     @property
     def n_silent(self) -> int:
-        """The number of latents that do not fire on any of the rows."""
+        """The number of latents that fire on none of the rows."""
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
@@ -286,7 +287,7 @@ class Features:
 
         The words may span several tokens. The first list contains latents whose strongest token in a context is part of
         the words, sorted by the number of such contexts. The second list contains all other matches, sorted by density.
-        For words that span tokens, only the `_MOST_JOINED` most frequent latents are searched.
+        For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -333,8 +334,8 @@ class Features:
     def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
         """Return the latents whose contexts may contain the words, split over several tokens.
 
-        These contexts have a token that ends with the start of the words, and a token that starts with their end. If
-        there are more than `_MOST_JOINED` candidates, skip latents in `found`.
+        These contexts have a token ending with the start of the words, and a token starting with their end. If there
+        are more than `_MOST_JOINED` candidates, skip latents in `found`.
         """
         forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
         begins = tuple(form[:n] for form in forms for n in range(1, len(form)))
@@ -346,22 +347,22 @@ class Features:
         return both if len(both) <= _MOST_JOINED else both - found
 
     def _has(self, latent: int, wanted: str, table: _TokenBytes) -> bool:
-        """Return whether a context of a latent contains the words."""
+        """Return whether any of a latent's contexts contains the words."""
         # Join the contexts with a byte that never occurs in text.
         return wanted in _folded(b"\xff".join(b"".join(tokens) for tokens in self._tokens_of(latent, table)))
 
     def _n_contexts_on(self, latent: int, wanted: str, table: _TokenBytes) -> int:
-        """Return the number of contexts in which the latent's strongest token is part of the words."""
+        """Return how many contexts have the latent's strongest token within the words."""
         return sum(_are_on(wanted, list(tokens), self._before) for tokens in self._tokens_of(latent, table))
 
     def _tokens_of(self, latent: int, table: _TokenBytes) -> Iterator[Iterator[bytes]]:
-        """Yield the tokens of each context of a latent."""
+        """Yield the tokens in each of a latent's contexts."""
         ids, width = self._ints("token_ids", latent), self._entries["token_ids"].shape[2]
         for first in range(0, len(ids), max(1, width)):
             yield map(table.__getitem__, ids[first : first + width])
 
     def feature(self, latent: int) -> Feature:
-        """Return the data of a latent; raise `UserError` if there is no such latent."""
+        """Return the data for a latent; raise `UserError` if there is no such latent."""
         if not 0 <= latent < self.n_latents:
             raise UserError(f"there is no latent {latent}; the SAE has latents 0 to {self.n_latents - 1:,}")
         nearest = zip(self._ints("nearest", latent), self._floats("cosines", latent), strict=True)
@@ -398,7 +399,7 @@ class Features:
         return contexts
 
     def text(self, token: int) -> str:
-        """Return the text of a token, or its id in brackets if the text is unknown.
+        """Return a token's text, or its id in brackets if the text is unknown.
 
         Bytes of incomplete characters are written as backslash escapes.
         """
@@ -426,12 +427,12 @@ class Features:
         return numbers
 
     def _numbers(self, name: str) -> memoryview[int]:
-        """Return a view of an integer tensor, without a copy, since the tokens of 65,536 latents take 100 MiB."""
+        """Return a view of an integer tensor without copying it, because the tokens for 65,536 latents take 100 MiB."""
         first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
         return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
     def _bytes(self, name: str, latent: int | None) -> bytes:
-        """Return the bytes of a tensor, or only the bytes of one latent."""
+        """Return the raw bytes of a tensor, or only the bytes for one latent."""
         entry = self._entries[name]
         first, last = entry.data_offsets
         if latent is not None:

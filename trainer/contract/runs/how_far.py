@@ -1,4 +1,4 @@
-"""The state of an SAE's training: whether the training finished, overfitted, or had a lower held-out FVU earlier."""
+"""The state of an SAE's training: whether training finished, overfitted, or had a lower held-out FVU earlier."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
-# Names of metrics in the store of a run.
+# Metric names in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# Types of events: the run overfits, or the run was resumed, which invalidates earlier overfitting events.
+# Event types: the run is overfitting, or the run was resumed (this invalidates earlier overfitting events).
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest relative excess of the held-out FVU over the training FVU that is considered normal. Even without
-# overfitting, unseen texts cause an excess of 4 to 12 %.
+# The largest relative excess of the held-out FVU over the training FVU considered normal. Even without overfitting,
+# unseen texts cause an excess of 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
 
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run when the weights of an SAE were saved, at step `step` of `total_steps`.
+    """The state of a run when an SAE's weights were saved, at step `step` of `total_steps`.
 
     `lr_share` is the learning rate divided by the peak learning rate, or None for an optimizer without decay. `passes`
     is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, and
@@ -48,7 +48,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unfinished(self) -> str:
-        """A phrase that says at which step the run was stopped, or "" for a finished run."""
+        """A phrase saying at which step the run was stopped, or "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"
@@ -63,7 +63,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overfitting(self) -> str:
-        """A phrase with the FVUs and steps that show overfitting, or ""."""
+        """A phrase with the FVUs and steps showing overfitting, or ""."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"
@@ -74,14 +74,14 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(clauses)
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield a report card's lines about the training, as pairs (title, text)."""
+        """Yield the report card lines about the training, as pairs (title, text)."""
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
             yield OVERFITTING, self.overfitting
 
     def metadata(self) -> dict[str, Any]:
-        """Return the entries about the training in the metadata of an export."""
+        """Return the entries about the training for an export's metadata."""
         best = {BEST_STEP: self.best.step, BEST_FVU: self.best.fvu} if self.best else {}
         known = {
             "is_last": None if self.is_last else False,
@@ -97,7 +97,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
     """Return the state of a run of `planned` steps at a checkpoint.
 
-    `values` maps names of metrics to their values. `schedule` is the learning-rate schedule, or None for an optimizer
+    `values` maps metric names to their values. `schedule` is the learning-rate schedule, or None for an optimizer
     without a schedule.
     """
     cool_down, step = state.cool_down_of(planned), state.position.step
@@ -116,7 +116,7 @@ def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, va
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
-    """Return the training state stored in the metadata of an export, or None if it is missing or invalid."""
+    """Return the training state stored in an export's metadata, or None if it is missing or invalid."""
     table = {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
     if "steps" not in table:
         return None

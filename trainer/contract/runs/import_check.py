@@ -1,4 +1,4 @@
-"""The result of checking an imported SAE on rows of activations."""
+"""The result of checking an imported SAE on activation rows."""
 
 from __future__ import annotations
 

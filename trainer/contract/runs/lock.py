@@ -1,4 +1,4 @@
-"""File locks of runs; the kernel releases a lock when the process that holds it exits, even after `kill -9`.
+"""File locks for runs; the kernel releases a lock when the process holding it exits, even after `kill -9`.
 
 Unlike pids, file locks are valid in all PID namespaces of a machine. Every process of a run holds a shared lock on
 `run.lock` in the run folder. A process that starts a run must first lock this file exclusively.
@@ -16,13 +16,13 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# How long a process keeps trying to lock a file, in seconds, since a process that tests the lock holds it briefly.
+# How long a process keeps trying to lock a file, in seconds: a process testing the lock holds it briefly.
 _ASKED_S = 0.2
 _LOOKS = 3
 
 
 class RunLock:
-    """An exclusive lock on a run folder; raises `UserError` if a process of the run is still alive."""
+    """An exclusive lock on a run folder; raises `UserError` if any process in the run is still alive."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -30,14 +30,14 @@ class RunLock:
         self._take(shared=False)
 
     def share(self) -> None:
-        """Make the lock shared, so that ranks can also acquire it.
+        """Make the lock shared to let ranks acquire it too.
 
         Raise `UserError` if another process acquires the lock first.
         """
         self._take(shared=True)
 
     def release(self) -> None:
-        """Release the lock of this process; surviving ranks keep their locks."""
+        """Release this process's lock; surviving ranks keep their locks."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -69,7 +69,7 @@ def hold(file: Path) -> None:
 
 
 def _take(descriptor: int, *, shared: bool) -> bool:
-    """Lock a file; return False if another process holds the lock for longer than it takes to test a lock."""
+    """Lock a file; return False if another process holds the lock for longer than a lock test takes."""
     deadline = time.monotonic() + _ASKED_S
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
@@ -81,7 +81,7 @@ def _take(descriptor: int, *, shared: bool) -> bool:
 def is_held(file: Path) -> bool | None:
     """Return whether a process in any PID namespace holds a lock on the file, or None if unknown."""
     for _ in range(_LOOKS):
-        # Check again, since another process may be testing the lock, which briefly locks it.
+        # Check again: another process testing the lock may be holding it briefly.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -117,7 +117,7 @@ def _shares(descriptor: Path, wanted: os.stat_result) -> bool:
     with contextlib.suppress(OSError):
         if os.path.samestat(descriptor.stat(), wanted):
             about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text()
-            # A line of the fdinfo file looks like `lock: 1: FLOCK ADVISORY READ 1234 fe:00:56 0 EOF`.
+            # A line in the fdinfo file looks like `lock: 1: FLOCK ADVISORY READ 1234 fe:00:56 0 EOF`.
             return any(line.split()[2:5] == ["FLOCK", "ADVISORY", "READ"] for line in about.splitlines())
     return False
 

@@ -1,4 +1,4 @@
-"""Reads the last lines of logs."""
+"""Reads the last lines of log files."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def last_line(path: Path) -> str:
 
 
 def readable(line: bytes) -> str:
-    """Decode a line; if a progress bar has redrawn it with carriage returns, keep only its last state."""
+    """Decode a line; if a progress bar has redrawn the line with carriage returns, keep only its last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Chooses, before the ranks start, which devices of an attempt only run the language model."""
+"""Chooses, before the ranks start, which devices in an attempt only run the language model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_model_placed(
 ) -> RankSpec:
     """Return the spec with some devices reserved for the language model if that is faster or saves memory.
 
-    In `spec`, every device of the job has a rank. A resumed run keeps its number of ranks if possible. See
+    In `spec`, every device in the job has a rank. A resumed run keeps its number of ranks if possible. See
     `place_model` for the other arguments.
     """
     if job.model_gpus == 0:
@@ -37,7 +37,7 @@ def with_model_placed(
 
 
 def _ranks_before(spec: RankSpec) -> int | None:
-    """Return the number of ranks that a resumed run had before, or None for a new run."""
+    """Return a resumed run's previous number of ranks, or None for a new run."""
     if spec.resume_from is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Records how ranks exit, and finds the rank that failed first, since other ranks often fail because of it."""
+"""Records how ranks exit, and finds the rank that failed first: other ranks often fail as a consequence."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# The death of a killed rank is backdated by this many seconds, since other ranks fail within milliseconds of it, and
-# their failures may be noticed first.
+# A killed rank's death is backdated by this many seconds: other ranks fail within milliseconds, and their failures may
+# be noticed first.
 BACKDATED_BY_S = 2.0
 # Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
 # never exits.
@@ -38,7 +38,7 @@ class RankEnd:
     @property
     @abstractmethod
     def code(self) -> int | None:
-        """The exit code of the rank, negative for a signal, or None while the rank is alive."""
+        """The rank's exit code, negative for a signal, or None while the rank is alive."""
 
     @abstractmethod
     def failed_at(self) -> float:
@@ -60,7 +60,7 @@ class RankEnd:
 
     @property
     def recorded_error(self) -> str | None:
-        """The error that the rank itself recorded, or None."""
+        """The error recorded by the rank itself, or None."""
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
@@ -71,7 +71,7 @@ class RankEnd:
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
     def _cut_shard(self) -> str | None:
-        """If SIGBUS killed the rank, return a sentence about the shard that was truncated; otherwise None."""
+        """If SIGBUS killed the rank, return a sentence about the truncated shard; otherwise None."""
         if self.code != -signal.SIGBUS:
             return None
         return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])
@@ -110,14 +110,14 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """Whether another process sent SIGKILL; a rank that fails because of other ranks never exits this way."""
+        """Whether another process sent SIGKILL; a rank failing because of other ranks never exits this way."""
         return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
         """Return when the rank recorded its error or, if it did not, when it exited.
 
-        For a killed rank, the result is `BACKDATED_BY_S` earlier. A rank that raises an error may shut down more
-        slowly than the other ranks, which exit as soon as they lose their connection to it.
+        For a killed rank, the result is `BACKDATED_BY_S` earlier. A rank raising an error may shut down more slowly
+        than the other ranks, which exit as soon as they lose their connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:

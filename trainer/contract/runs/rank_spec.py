@@ -25,10 +25,10 @@ from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """The specification of an attempt, which is the same for all its ranks.
+    """The specification for an attempt, the same for all its ranks.
 
-    The process that starts the ranks writes the specification to `attempt<N>/ranks.json`. For a launched job, `job_id`
-    and `control_db` are set; rank 0 reads requests for the job from the database `control_db`.
+    The process starting the ranks writes the specification to `attempt<N>/ranks.json`. For a launched job, `job_id` and
+    `control_db` are set; rank 0 reads requests for the job from the database `control_db`.
     """
 
     run_dir: Path
@@ -37,7 +37,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     world_size: WorldSize
     device: Device
     gpu_uuids: tuple[str, ...] = ()
-    # The vendor of the GPUs, a key of `VENDORS`; "" without GPUs.
+    # The GPU vendor, a key in `VENDORS`; "" without GPUs.
     gpu_vendor: str = ""
     control_db: Path | None = None
     job_id: JobId | None = None
@@ -62,11 +62,11 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def n_devices(self) -> int:
-        """The number of devices of the job: one per rank, plus the devices that only run the language model."""
+        """The number of devices in the job: one per rank, plus those that only run the language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
-        """Return the indices of the separate devices that run the language model for the given rank."""
+        """Return the indices of the separate devices running the language model for the given rank."""
         return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
@@ -74,7 +74,7 @@ class RankSpec(msgspec.Struct, frozen=True):
         return 1 if self.as_one_process else self.world_size
 
 
-# Exit codes of a rank.
+# Rank exit codes.
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED
 
 
@@ -83,7 +83,7 @@ def write_spec(spec: RankSpec) -> Path:
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
-    # Write atomically, since a partial file from a killed process would prevent the run from being resumed.
+    # Write atomically because a partial file from a killed process would prevent the run from being resumed.
     write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
@@ -94,7 +94,7 @@ def read_spec(path: Path) -> RankSpec:
 
 
 def read_own_spec(path: Path) -> RankSpec:
-    """Read the spec of a rank that is about to run; raise `UserError` if another user may have written the file."""
+    """Read the spec for a rank about to run; raise `UserError` if another user may have written the file."""
     return load_json(path, RankSpec, _as_path, open_own)
 
 
@@ -105,8 +105,8 @@ def _as_path(kind: type, value: Any) -> Any:
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
     """Return the command line that runs a rank with this Python or with `python`; the environment contains the rank.
 
-    `any_owner` skips the check of the spec's owner. This is meant for a process that has just written all files of the
-    run, since some file systems report one owner for all files, or report all files as writable by everyone.
+    `any_owner` skips the owner check for the spec. This is meant for a process that has just written all files in the
+    run, because some file systems report one owner for all files, or report all files as writable by everyone.
 
     -P keeps Python from running a `trainer.py` in the working directory instead.
     """
@@ -136,13 +136,13 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
     if spec.device == "cuda":
         environment = _presets(spec, read_box(spec.box_file), base) | environment
     else:
-        # Torch frees and reallocates memory in each step. Huge pages reduce page faults, which saves 5 % of a step.
+        # Torch frees and reallocates memory at every step. Huge pages reduce page faults, which saves 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a rank that srun has started, including torchrun's variables.
+    """Return the environment for a rank started by srun, including torchrun's variables.
 
     SLURM sets the GPUs and cores, and the batch script sets everything else.
 
@@ -163,7 +163,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
 
 
 def _presets(spec: RankSpec, box: MeasuredHardware, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ranks on GPUs get unless the user has set them."""
+    """Return the variables set for ranks on GPUs unless the user has set them."""
     return cuda_variables.presets(base) | (nccl.presets(box) if spec.on_one_host else {})
 
 
@@ -177,6 +177,6 @@ def _number(srun: Mapping[str, str], name: str) -> int:
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return the number of cores per rank, at least 1, given the cores that this process may use."""
+    """Return the number of cores per rank, at least 1, out of the cores that this process may use."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

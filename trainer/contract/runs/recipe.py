@@ -1,4 +1,4 @@
-"""The training settings of an SAE with every "auto" resolved, for report cards and export metadata."""
+"""An SAE's training settings with every "auto" resolved, for report cards and export metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.optimizers import LONG_RUN
 
-# The key of the recipe in an exported SAE's metadata.
+# The key for the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
 # If L0 deviates from the requested value by more than this fraction, the target counts as missed.
 MOST_L0_MISS = 0.05
@@ -24,8 +24,8 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps` steps, each on `batch_tokens` tokens over all ranks.
 
     `lr` is the peak learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
-    last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the separate learning rate of
-    the encoders. `target_l0` is the requested L0, or None if the penalty is fixed. `passes` is the number of passes
+    last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the encoders' separate
+    learning rate. `target_l0` is the requested L0, or None if the penalty is fixed. `passes` is the number of passes
     over the data, or None if its size is unknown.
     """
 
@@ -57,7 +57,7 @@ def recipe_of(
     n_rows: int | None,
     device: str,
 ) -> Recipe:
-    """Return the recipe of `member`, one of a job's SAEs, at a position of the run.
+    """Return the recipe for `member`, one of a job's SAEs, at a position in the run.
 
     `n_rows` is the number of training rows. `device` is the type of the training device, "cuda" or "cpu".
     """
@@ -97,7 +97,7 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 
 
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return a report card's lines about the recipe, as pairs (title, text)."""
+    """Return the report card lines about the recipe, as pairs (title, text)."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
     follows = "encoder and decoder updates are not tied"
     if recipe.encoder_follows and recipe.encoder_lr is not None:
@@ -122,12 +122,12 @@ def _word(value: Any) -> str:
 
 
 def l0_miss(l0: float, target: int | None) -> float:
-    """Return the relative deviation of an L0 from its target, negative if below; 0 without a target."""
+    """Return the relative deviation of L0 from its target, negative if below; 0 without a target."""
     return l0 / target - 1 if target else 0.0
 
 
 def misses_l0(l0: float, target: int | None) -> bool:
-    """Return whether an L0 differs from its target by more than `MOST_L0_MISS`."""
+    """Return whether L0 differs from its target by more than `MOST_L0_MISS`."""
     return abs(l0_miss(l0, target)) > MOST_L0_MISS
 
 

@@ -1,4 +1,4 @@
-"""The file in the attempt folder where a rank on another host records its host, pid and, later, exit status."""
+"""The file in the attempt folder in which a rank on another host records its host, pid and, later, exit status."""
 
 from __future__ import annotations
 
