@@ -26,7 +26,7 @@ def user_of(uid: int) -> str:
 
 
 def sharing(folder: Path) -> str:
-    """Return who shares a folder, such as `group ml (12 members)`; "" if the folder is not shared."""
+    """Return who is sharing a folder, such as `group ml (12 members)`; "" if the folder is not shared."""
     if not is_shared(folder):
         return ""
     gid = folder.stat().st_gid
@@ -60,8 +60,8 @@ def distrust_of_file(file: Path) -> str:
 def distrust_of_program(program: Path) -> str:
     """Return why a program must not be run, or "" if only this user and root can change it.
 
-    Each folder and link on the path is also checked, since anyone who can change one of them controls which program is
-    run. `program` is an absolute path. Raise `OSError` if the program does not exist.
+    Each folder and link on the path is also checked: anyone who can change one of them controls which program is run.
+    `program` is an absolute path. Raise `OSError` if the program does not exist.
     """
     place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
     while rest:
@@ -87,7 +87,7 @@ def distrust_of_program(program: Path) -> str:
 def distrust_of_searched(folder: Path) -> str:
     """Return why programs found in a folder must not be run, or "" if only this user and root can add programs.
 
-    This check is stricter than `distrust_of_program`, since others can add programs to a sticky folder such as /tmp.
+    This check is stricter than `distrust_of_program` because others can add programs to a sticky folder such as /tmp.
     Raise `OSError` if the folder does not exist.
     """
     return distrust_of_program(folder) or _changed_by_others(folder, folder.stat(), may_be_sticky=False)
@@ -105,12 +105,12 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file that controls what programs do on behalf of this user.
+    """Open a file controlling what programs do on behalf of this user.
 
     Raise `UserError` if anyone but this user and root can write to the file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Check the open file, since the name may refer to another file by now.
+    # Check the open file because the name may refer to another file by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")

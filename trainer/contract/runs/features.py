@@ -147,8 +147,7 @@ class ActivatingExample(msgspec.Struct, frozen=True):
 
 
 class Feature(msgspec.Struct, frozen=True):
-    """The data for a latent: the share of rows on which it fires, its largest and mean activation, and its top
-    contexts.
+    """A latent's data: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
     `histogram` contains the number of activations in each of several equal bins up to the largest activation. `nearest`
     contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.

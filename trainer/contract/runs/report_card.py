@@ -1,4 +1,4 @@
-"""The report card that is stored next to an SAE's weights: its content, and its text for a terminal."""
+"""The report card stored next to an SAE's weights: its content, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BINS_PER_DECADE = 2
 # the share of rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
-# The number of latents that are sampled for the report card, and the number of texts per latent.
+# The number of latents sampled for the report card, and the number of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
 # Copies are reported if at least this share of the held-out rows also occurs in the training rows. A few copies are
 # normal, since some short texts always occur twice.
 MANY_COPIES = 0.02
-# The suffix of metrics that follow SAELens' definition.
+# The suffix for metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
@@ -53,11 +53,11 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(Reconstruction, frozen=True, kw_only=True):
-    """The metrics of an SAE on `n_tokens` rows.
+    """An SAE's metrics on `n_tokens` rows.
 
     `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖², and `fvu_error` is its standard error over `n_clusters` groups of dependent
     rows, either texts or blocks of neighbouring rows (`clustered_by`: "texts" or "blocks"). `median_row_fvu` is the
-    median of ‖y − x̂‖² / ‖y − mean‖², which is robust to outliers.
+    median of ‖y − x̂‖² / ‖y − mean‖², a metric robust to outliers.
 
     Four metrics are shares of the latents. `dead` is the share that never fires on these rows, and `rare` is the share
     that fires on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows). `dense_1` and `dense_10` are the
@@ -90,7 +90,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
-    """The reconstruction quality of the `n_rows` rows that were replaced by reconstructions in the language model."""
+    """The reconstruction quality for the `n_rows` rows replaced by reconstructions in the language model."""
 
     n_rows: int
 
@@ -100,7 +100,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
     Rows of activations are replaced with the SAE's reconstructions (`…_with_sae`) or with zeros (`…_with_zeros`).
     `ce_score` is (zeros − SAE) / (zeros − clean); `kl_score` is the same ratio for the KL divergence from the unchanged
-    model. The fields `…_error` are the standard errors of the scores.
+    model. The fields `…_error` are standard errors of the scores.
     """
 
     n_tokens: int
@@ -116,7 +116,7 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllTokens(Losses, frozen=True, kw_only=True):
-    """The losses if every row is replaced and included in the means, as in SAELens' evaluation.
+    """The losses with every row replaced and included in the means, as in SAELens' evaluation.
 
     The first token of a context is often an attention sink with a hundred times the usual norm, and SAEs are not
     trained on such tokens. One SAE had a CE score of 0.97 without first tokens and 0.63 with first tokens.
@@ -126,12 +126,12 @@ class AllTokens(Losses, frozen=True, kw_only=True):
 
 
 class PatchedModel(Losses, frozen=True, kw_only=True):
-    """The losses if only the rows that an extraction for this SAE would keep are replaced.
+    """The losses if only rows that an extraction for this SAE would keep are replaced.
 
     All other rows are left unchanged and excluded from the means. `left_out` describes the excluded rows (such as
     "first tokens"), or is None if unknown. Standard errors are computed over `n_texts` texts. For `ce_with_mean`, rows
     are replaced with the mean row of the data. `is_unseen` is set if the text is known to come after the extracted
-    text. `rows` is the reconstruction quality, and `all_tokens` contains the losses if all rows are replaced.
+    text. `rows` is the reconstruction quality, and `all_tokens` contains the losses with all rows replaced.
     """
 
     text: str
@@ -147,8 +147,8 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
     """The mean AUC on test texts over data sets and seeds; `of_sets` maps each data set to its mean AUC over seeds.
 
     `seed_error` is the standard error of `auc` over splits into training and test texts, and applies only to these data
-    sets. `set_error` is the standard error over data sets, which also allows conclusions about other tasks. It is None
-    if there is only one data set.
+    sets. `set_error` is the standard error over data sets, so it generalises to other tasks. It is None if there is
+    only one data set.
     """
 
     auc: float
@@ -160,8 +160,8 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 class Probing(msgspec.Struct, frozen=True):
     """The AUC of probes.
 
-    `k` maps each number of latents to the AUC of probes that use that many of the best latents. `dense` is the AUC of
-    probes that use the raw activations.
+    `k` maps each number of latents to the AUC of probes on that many of the best latents. `dense` is the AUC of probes
+    on the raw activations.
     """
 
     n_sets: int
@@ -172,15 +172,16 @@ class Probing(msgspec.Struct, frozen=True):
 
 
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows on which an SAE was measured.
+    """The rows used to measure an SAE.
 
     `is_held_out` is set if the rows belong to the `n_held_out` held-out rows of the run. `is_trained_on` is set if the
-    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of rows that are
-    not finite, and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is
-    a sentence about a few dimensions with most of the variance, or "". `dimensions` is a sentence about dimensions that
-    training left out or scaled down, or "". `zero_fraction` is the share of zero rows, which the run leaves out if
-    `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the
-    share of held-out rows that are identical to a compared training row, or None if no rows were compared.
+    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of non-finite
+    rows, and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is a
+    sentence about a few dimensions accounting for most of the variance, or "". `dimensions` is a sentence about
+    dimensions that training left out or scaled down, or "". `zero_fraction` is the share of zero rows; the run leaves
+    these out if `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows".
+    `copies` is the share of held-out rows that are identical to a compared training row, or None if no rows were
+    compared.
     """
 
     place: str
@@ -223,12 +224,11 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The time, data and settings of the measurement of one part of a report card.
+    """The time, data and settings used to measure one part of a report card.
 
-    `measured` is the time in seconds since the epoch. `step` is the training step of the SAE, or 0 if unknown. `text`
-    names the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or
-    "" if none was used. `settings` contains the settings that affect the results. `seconds` is the duration on
-    `device`.
+    `measured` is the time in seconds since the epoch. `step` is the SAE's training step, or 0 if unknown. `text` names
+    the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or "" if
+    none was used. `settings` contains the settings affecting the results. `seconds` is the duration on `device`.
     """
 
     measured: Time
@@ -242,8 +242,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a report card and their titles. Each part is measured separately, and its results are kept until the part
-# is measured again.
+# The parts of a report card and their titles. Each part is measured separately, and its results are kept until it is
+# remeasured.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -255,13 +255,13 @@ PART_TITLES = {
 
 
 class Card(msgspec.Struct, frozen=True):
-    """The report card of an SAE: its identity, data and metrics.
+    """The report card for an SAE: its identity, data and metrics.
 
     `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data. `latents` is a
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
     settings, and `training` the state of the run; both are None if unknown. `threshold_set_on` names the rows on which
-    the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold.
-    `weights` is a digest of the weights that all `parts` describe. `features` is a digest of the stored features file.
+    the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights`
+    is a digest of the weights described by all `parts`. `features` is a digest of the stored features file.
     """
 
     name: str
@@ -294,13 +294,13 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Return whether this is the report card of the given weights, by digest or, if missing, by tokens and step."""
+        """Return whether this report card is for the given weights, by digest or, if missing, by tokens and step."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
 
     def with_older(self, older: Card | None) -> Card:
-        """Return this report card with its missing parts taken from an older report card of the same weights."""
+        """Return this report card with its missing parts taken from an older report card for the same weights."""
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
@@ -323,13 +323,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> Card | None:
-    """Return the report card of the SAE in a folder, or None if it is missing or cannot be read."""
+    """Return the report card for the SAE in a folder, or None if it is missing or cannot be read."""
     table = read_json(folder / CARD, dict[str, Any])
     return None if table is None else card_from(table)
 
 
 def card_from(table: dict[str, Any]) -> Card | None:
-    """Return the report card in a table that was read from JSON, or None if the table is not valid."""
+    """Return the report card in a table read from JSON, or None if the table is not valid."""
     try:
         return convert_as(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
@@ -337,14 +337,14 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, which represent non-finite numbers, so that the fields get their default values."""
+    """Remove null entries, which represent non-finite numbers, to give the fields their default values."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
 
 
 def as_table(card: Card) -> dict[str, Any]:
-    """Return the report card as a table for JSON; numbers that are not finite become None."""
+    """Return the report card as a table for JSON; non-finite numbers become None."""
     table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(msgspec.structs.replace(card, sums=None)))
     del table["sums"]
     return table
@@ -386,7 +386,7 @@ def lines(card: Card) -> list[str]:
 
 
 def title_lines(card: Card) -> list[str]:
-    """Return lines that describe the SAE, its rows and, if known, when it was measured."""
+    """Return lines describing the SAE, its rows and, if known, when it was measured."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     counts = {"with a huge norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
@@ -424,7 +424,7 @@ def summary(card: Card) -> str:
 
 
 def _cautions(data: EvaluationData) -> list[str]:
-    """Return sentences about data properties that make the SAE look better than it is."""
+    """Return sentences about data properties that make the SAE look better than it really is."""
     return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
 
 
@@ -442,13 +442,13 @@ def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
 
 
 def clustered(n_clusters: int, clustered_by: str) -> str:
-    """Return a phrase about the clusters of a standard error, such as ` over 136 texts`."""
+    """Return a phrase about the clusters used for a standard error, such as ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return a clause about dimensions that were left out or scaled, with the FVU of all dimensions, or "" if none."""
+    """Return a clause about omitted or scaled dimensions, with the FVU over all dimensions, or "" if none."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
@@ -496,9 +496,9 @@ def _l0(card: Card) -> str:
 
 
 def _threshold(card: Card) -> str:
-    """Return a clause about the rows on which the threshold was set.
+    """Return a clause about the rows used to set the threshold.
 
-    Metrics on held-out rows are never measured with a threshold that was set on the same rows.
+    Metrics on held-out rows are never measured with a threshold set on the same rows.
     """
     measured = "; each half is measured with the threshold of the other half" if card.data.is_held_out else ""
     asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""

@@ -32,7 +32,7 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# The setting for the devices that compute the rows; it does not affect the rows.
+# The setting for the devices that compute the rows; it does not affect the rows themselves.
 _PLACE = "data.model_gpus"
 
 
@@ -53,11 +53,11 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the cool-down of the run, or None if it has no cool-down or the length of `job` has changed."""
+        """Return the run's cool-down, or None if it has no cool-down or the length of `job` has changed."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:
-        """Return the total number of steps of the run if it is resumed with `job` on `devices` devices."""
+        """Return the total number of steps in the run if it is resumed with `job` on `devices` devices."""
         cool_down = self.cool_down(job, devices)
         return cool_down.end if cool_down else steps_of(job, devices)
 
@@ -68,7 +68,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     @property
     def longer(self) -> str:
-        """The command-line option that makes a finished run train for longer."""
+        """The command-line option to make a finished run train for longer."""
         cool_down = self.state.cool_down
         planned = f", but not {cool_down.planned}, the original number" if cool_down else ""
         return f"--set train.n_steps=N with N above {self.position.step}{planned}"
@@ -137,7 +137,7 @@ def _attempts(run_dir: Path) -> list[int]:
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt with a readable spec, since a supervisor that is killed early writes none.
+    """Return the spec of the last attempt with a readable spec: a supervisor killed early writes no spec.
 
     The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
@@ -158,7 +158,7 @@ def last_spec(run_dir: Path) -> RankSpec:
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
     """Return whether this is the original run folder of a launched job, whose SAE is in `saes/` next to `runs/`.
 
-    A copy of a run folder may come from another user, so nothing must be written to the paths in its spec.
+    A copied run folder may come from another user, so nothing must be written to the paths in its spec.
     """
     try:
         here = run_dir.resolve()
@@ -169,7 +169,7 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the latest intact checkpoint (None if none was saved), and notes about later checkpoints that are damaged.
+    """Return the latest intact checkpoint (None if none was saved), and notes about later, damaged checkpoints.
 
     Raise `UserError` if all checkpoints are damaged.
     """
@@ -188,7 +188,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
-    """Return notes about data that was added since the checkpoint; raise `JobFileError` if a recorded shard changed."""
+    """Return notes about data added since the checkpoint; raise `JobFileError` if a recorded shard changed."""
     if run.checkpoint is None:
         return []
     before = run.state.data_before
@@ -197,7 +197,7 @@ def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """Adapt a job so that a different number of ranks or mode does not change its tokens per step.
+    """Adapt a job to keep its tokens per step unchanged with a different number of ranks or mode.
 
     Return the adapted job and notes about the change.
     The job `was` ran on `before` devices, and `job` will run on `now` devices. Micro-batches do not become larger.
@@ -221,7 +221,7 @@ def _other_change(was: JobConfig, job: JobConfig) -> str:
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -> list[str]:
-    """Return a note if the run's length has changed; raise `JobFileError` if the run is already past the new end."""
+    """Return a note if the run length has changed; raise `JobFileError` if the run is already past the new end."""
     before, now = run.total_steps(was, run.last.n_devices), run.total_steps(job, devices)
     position = run.position
     if before == now or run.checkpoint is None:

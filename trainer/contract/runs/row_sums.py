@@ -1,4 +1,4 @@
-"""Sums over the rows of each measured text, for comparing two SAEs on the same rows.
+"""Sums over the rows from each measured text, for comparing two SAEs on the same rows.
 
 Difficult texts increase the errors of both SAEs, so the difference between their FVUs is far more precise than either
 FVU.
@@ -14,12 +14,12 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# The maximum number of stored sums; with more texts, each sum covers several texts. 4,096 sums take 160 kB.
+# The maximum number of sums to store; with more texts, each sum covers several texts. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 
 
 class RowSums(msgspec.Struct, frozen=True):
-    """Squared errors ‖y − x̂‖² and spreads ‖y − mean‖², summed over the rows of each text, in a fixed order.
+    """Squared errors ‖y − x̂‖² and spreads ‖y − mean‖², summed over the rows from each text, in a fixed order.
 
     `rows` is a hash of the rows and their clusters; equal hashes mean the same rows in the same order.
     """

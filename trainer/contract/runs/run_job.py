@@ -1,4 +1,4 @@
-"""Reads a run's job file; settings that are newer than the version that started the run keep its behaviour."""
+"""Reads a run's job file; settings newer than the version that started the run are set to keep its behaviour."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Read = Callable[[Path], str]
 
 
 def load_run_job(job_file: Path, overrides: Sequence[str] = (), *, read: Read = read_plain_text) -> JobConfig:
-    """Read the job file of a training run and apply overrides; raise `JobFileError` with all problems."""
+    """Read the job file for a training run and apply overrides; raise `JobFileError` with all problems."""
     return load_job(job_file, [*overrides, *settings_since(job_file, read)], read=read)
 
 
 def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
-    """Read the job file of a run of any kind; raise `JobFileError` with all problems."""
+    """Read the job file for a run of any kind; raise `JobFileError` with all problems."""
     return load_any(job_file, settings_since(job_file, read), read=read)
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return overrides for settings that are newer than the run and whose defaults would change its behaviour."""
+    """Return overrides for settings newer than the run whose defaults would change its behaviour."""
     raw = read_toml(job_file, read)
     sections = class_of(raw).sections
-    # A run's job file contains all settings of its version, so a missing setting did not exist in that version.
+    # A run's job file contains all settings in its version, so a missing setting did not exist in that version.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
@@ -43,7 +43,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
 
 
 def _first_seed(raw: Mapping[str, Any]) -> int:
-    """Return the seed of the first SAE's weights, which older versions also used to choose held-out rows."""
+    """Return the seed for the first SAE's weights; older versions also used it to choose held-out rows."""
     train = raw.get("train")
     seed = train.get("seed", 0) if isinstance(train, Mapping) else 0
     first = seed[0] if isinstance(seed, list) and seed else seed

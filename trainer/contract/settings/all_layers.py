@@ -17,7 +17,7 @@ _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return the table of a training job's file with each hook without a layer replaced by one hook per layer.
+    """Return a training job file's table with each hook without a layer replaced by one hook per layer.
 
     If no layers are known, the table is returned unchanged.
 
@@ -37,7 +37,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return the table of an extraction job's file with its hooks expanded: ranges, both ends of MLPs, all layers."""
+    """Return an extraction job file's table with its hooks expanded: ranges, both ends of MLPs, all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:
@@ -70,7 +70,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers for which every extraction folder contains rows of a site; for "mlp", rows of both ends."""
+    """Return the layers for which every extraction folder contains rows for a site; for "mlp", rows for both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []
@@ -87,6 +87,6 @@ def _stored(folder: str, site: str) -> set[int]:
 
 
 def _place(path: Any, bases: Sequence[Path]) -> str:
-    """Return a path as an absolute path, resolved against the first base folder in which it exists."""
+    """Return an absolute path, resolved against the first base folder in which the path exists."""
     candidates = [os.path.abspath(base / os.path.expanduser(str(path))) for base in bases]
     return next(filter(os.path.exists, candidates), candidates[0])

@@ -1,4 +1,4 @@
-"""The settings of each SAE architecture; `catalog` maps the names of architectures to these classes."""
+"""The settings for each SAE architecture; `catalog` maps architecture names to these classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.settings.declare import about
 
 
 class ArchitectureSettings(msgspec.Struct, frozen=True):
-    """The settings of an architecture, and the numbers derived from them that memory and time estimates use."""
+    """The settings for an architecture, and the derived numbers used by memory and time estimates."""
 
     @property
     def n_active(self) -> int:
@@ -23,7 +23,7 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
         return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
 
     def most_active(self, d_in: int) -> int:
-        """Return the highest mean number of active latents per token at any time of a run."""
+        """Return the highest mean number of active latents per token at any time during a run."""
         return self.n_active
 
     def n_aux(self, d_in: int) -> int:
@@ -32,11 +32,11 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
 
     @property
     def n_prefixes(self) -> int:
-        """The number of latent prefixes that are trained to reconstruct on their own; 0 for most architectures."""
+        """The number of latent prefixes trained to reconstruct on their own; 0 for most architectures."""
         return 0
 
 
-# Settings of TopK and the architectures derived from it.
+# Settings for TopK and architectures derived from it.
 KAux = Annotated[
     int, about("Number of dead latents that reconstruct the residual; default d_in / 2.", advanced=True, ge=1)
 ]
@@ -68,7 +68,7 @@ ThresholdRate = Annotated[
 
 
 class _SelectsTopK:
-    """The derived numbers of an architecture that selects k latents and revives dead latents with AuxK."""
+    """The derived numbers for an architecture that selects k latents and revives dead latents with AuxK."""
 
     __slots__ = ()
     k: int
@@ -133,7 +133,7 @@ class MatryoshkaSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
         return self.n_levels
 
 
-# Settings of the architectures with a sparsity penalty.
+# Settings for architectures with a sparsity penalty.
 TargetL0 = Annotated[
     int, about("Target L0: the penalty is adjusted until k latents are active per token.", unit="latents", ge=1)
 ]

@@ -10,7 +10,7 @@ from trainer.contract.settings.job import AnyJob
 
 
 def check_backend(job: AnyJob) -> list[Problem]:
-    """Return the problems of a job with its launch backend; warn if a job on this machine requests several nodes."""
+    """Return a job's problems with its launch backend; warn if a job on this machine requests several nodes."""
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []
     if job.launch.nodes > 1 and not job.cluster:
@@ -23,5 +23,5 @@ def check_backend(job: AnyJob) -> list[Problem]:
 
 
 def cluster_of(backend: object) -> str:
-    """Return the cluster scheduler of a backend, such as "SLURM"; "" for this machine or an unknown backend."""
+    """Return a backend's cluster scheduler, such as "SLURM"; "" for this machine or an unknown backend."""
     return LAUNCH_BACKENDS[backend].cluster if isinstance(backend, str) and backend in LAUNCH_BACKENDS else ""

@@ -1,4 +1,4 @@
-"""THE REGISTRY of everything that a job file can name; classes are given as strings, so that nothing is imported.
+"""THE REGISTRY of everything that a job file can name; classes are given as strings to avoid imports.
 
 To add an architecture, an optimizer or a similar entry, write one new file and add one entry here. The launch form, the
 command line and the checks then accept the new name.
@@ -20,7 +20,7 @@ EntryKind = TypeVar("EntryKind", bound="Entry")
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A registered class, as `module:name`, and a sentence that describes it."""
+    """A registered class, as `module:name`, and a sentence describing it."""
 
     target: str
     summary: str
@@ -37,7 +37,7 @@ class SettingsEntry(Entry, frozen=True):
 
 
 class ArchitectureEntry(SettingsEntry, frozen=True):
-    """An SAE architecture, and the facts about it that checks and estimates need."""
+    """An SAE architecture, and the facts about it needed by checks and estimates."""
 
     settings: type[architectures.ArchitectureSettings]
     # Whether a file format for transcoders of this architecture exists: always, only for equal input and output
@@ -47,10 +47,10 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     per_batch: bool = False
     # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
-    # For an architecture that keeps all pre-activations on a GPU: the number of fp32 matrices [n_tokens, d_sae] at the
-    # peak of a step, and the number of W_dec-sized matrices in addition to W_dec's gradient. Both numbers are
-    # 0 for an architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE`
-    # measures the first number.
+    # For an architecture that keeps all pre-activations on a GPU: the number of fp32 [n_tokens, d_sae] matrices at the
+    # peak of a step, and the number of W_dec-sized matrices in addition to W_dec's gradient. Both numbers are 0 for an
+    # architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE` measures the
+    # first number.
     dense_matrices: float = 0
     dense_weights: float = 0
     # Curves that add no information: a loss that equals the FVU, or a fixed L0.
@@ -60,8 +60,8 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
 class FollowingRates(msgspec.Struct, frozen=True):
     """Changes to an optimizer's learning rates if encoder updates are tied to decoder updates.
 
-    `lr` is a factor for the optimizer's automatic learning rate. `encoder` is the encoder's own rate relative to the
-    decoder's rate. Both rates decay over the last fraction `decay` of a run.
+    `lr` is a factor for the optimizer's automatic learning rate. `encoder` is the encoder's learning rate relative to
+    the decoder's. Both rates decay over the last fraction `decay` of a run.
     """
 
     lr: float
@@ -70,18 +70,18 @@ class FollowingRates(msgspec.Struct, frozen=True):
 
 
 class OptimizerEntry(SettingsEntry, frozen=True):
-    """An optimizer, and the facts about it that checks and estimates need."""
+    """An optimizer, and the facts about it needed by checks and estimates."""
 
     settings: type[optimizers.OptimizerSettings]
     # The number of state values per weight.
     state_values: int = 2
-    # The memory of an optimizer step in addition to the state, as a multiple of the larger weight matrix.
+    # The memory used by an optimizer step in addition to the state, as a multiple of the larger weight matrix.
     scratch: float = 0
-    # Whether averaged weights are saved instead of the trained weights.
+    # Whether the averaged weights are saved instead of the trained weights.
     averages: bool = False
-    # Whether the update of a weight needs only the gradient of that weight.
+    # Whether updating a weight needs only that weight's gradient.
     elementwise: bool = True
-    # Whether steps on a GPU also update the 16-bit copies of the weights for the matmuls.
+    # Whether steps on a GPU also update the 16-bit weight copies for the matmuls.
     writes_copies: bool = False
     # The rates for tied updates; None if encoders are updated only with their own gradients.
     following: FollowingRates | None = None
@@ -98,7 +98,7 @@ class ModeEntry(Entry, frozen=True):
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's file format for SAEs.
+    """An SAE file format used by a tool.
 
     `use` is the tool's code for loading a file. `is_read` and `is_written` say whether this program can import and
     export the format.
@@ -110,20 +110,20 @@ class FormatEntry(Entry, frozen=True):
 
 
 class MirrorEntry(Entry, frozen=True):
-    """Another tool that shows a run's metrics; `package` is the name under which it is imported and installed."""
+    """Another tool for viewing a run's metrics; `package` is the name under which it is imported and installed."""
 
     package: str
 
 
 class CurveAxis(msgspec.Struct, frozen=True):
-    """The vertical axis of a curve: whether it starts at 0, and the smallest value allowed at its upper end."""
+    """The vertical axis for a curve: whether it starts at 0, and the smallest value allowed at its upper end."""
 
     from_zero: bool = True
     least_top: float = -math.inf
 
 
 class Series(msgspec.Struct, frozen=True):
-    """How one of a run's series of values is named, formatted, compared and displayed."""
+    """How one of the value series in a run is named, formatted, compared and displayed."""
 
     title: str
     # The name in the log, if it differs from the name in the store.
@@ -148,20 +148,20 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class MetricEntry(Entry, frozen=True):
-    """A metric of an SAE, and whether it is also measured on held-out data."""
+    """An SAE metric, and whether it is also measured on held-out data."""
 
     series: Series
     held_out: bool = False
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """The settings of an entry with no settings other than the common ones of its section."""
+    """Settings for an entry with no settings beyond the common ones in its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):
-    """A way to start a job's ranks: a class that only the app loads, and the facts that other code needs."""
+    """A way to start a job's ranks: a class loaded only by the app, and the facts needed by other code."""
 
-    # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine assigns them.
+    # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine does so.
     cluster: str = ""
     # The function, as `module:function`, that returns the problems of a job with this backend.
     check: str = ""
@@ -173,9 +173,9 @@ class BackendEntry(SettingsEntry, frozen=True):
 class KindEntry(Entry, frozen=True):
     """A kind of job: its job file class and its other classes and functions, each as `module:name`."""
 
-    # The `Proposal` class, which estimates the resources that a job needs and checks the job.
+    # The `Proposal` class, for checking a job and estimating the resources that it needs.
     proposal: str
-    # The `RankWork` class, which does the work of a rank.
+    # The `RankWork` class, for the work done by a rank.
     rank: str
     # The function that `sae-train estimate` calls with a job.
     estimate: str
@@ -195,7 +195,8 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k active latents per token; AuxK revives dead latents.",
         architectures.TopKSettings,
-        # These transcoders are written in sparsify's format, since SAELens has no transcoders with k latents per token.
+        # These transcoders are written in the sparsify format because SAELens has no transcoders with k latents per
+        # token.
         transcodes="one width",
         encoder_follows=True,
         redundant_curves=("loss", "l0"),
@@ -254,7 +255,7 @@ OPTIMIZERS = {
         "Sign updates with averaged weights.",
         optimizers.SignumSettings,
         state_values=1,
-        # The signs of the gradient need this memory if the update cannot be compiled.
+        # The gradient signs need this memory if the update cannot be compiled.
         scratch=1,
         averages=True,
     ),
@@ -391,7 +392,7 @@ MIRRORS = {
     ),
     "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
-# File formats for sharing SAEs: the SAEs that each format supports, and how a file is loaded.
+# File formats for sharing SAEs: the SAEs supported by each format, and how a file is loaded.
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",
@@ -438,7 +439,7 @@ FORMATS = {
 
 READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
-# Help texts that both import commands use.
+# Help texts shared by both import commands.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
 IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"

@@ -1,7 +1,7 @@
-"""Finds the code that a job file would run, which needs consent from outside the file.
+"""Finds the code that a job file would run; this code needs consent from outside the file.
 
-A job file may come from another person. The owner of a file says nothing about its author, since unpacked files belong
-to the user who unpacked them.
+A job file may come from another person. A file's owner says nothing about its author: unpacked files belong to the user
+who unpacked them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLAG = "--allow-code"
 FLAG_HELP = "let the job file run code as you, with launch.python, remote_code and any sbatch options"
 SETTING = "trusted_code"
 PYTHON, SBATCH = "launch.python", "launch.sbatch_options"
-# Maps each setting that runs a model's own code to the setting in the same section that names the model.
+# Maps each setting that runs a model's own code to the setting in the same section naming the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
 # Options of sbatch that choose resources and run no code. Abbreviations are not included.
 _HARMLESS = re.compile(
@@ -31,7 +31,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name that users list to trust this code, and a description."""
+    """A setting that runs code, the name used to trust this code, and a description."""
 
     path: str
     name: str
@@ -59,7 +59,7 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
 
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
-    """Yield the code that a job file runs."""
+    """Yield the code run by a job file."""
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
@@ -74,7 +74,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file runs without consent.
+    """Return the code run by a job file without consent.
 
     `distrust` is the reason why other users may have written the file, or "". If a reason is given, only overrides from
     `--set` count as consent.
@@ -90,7 +90,7 @@ def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> l
 
 
 def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
-    """Convert refused code to problems that say how to allow the code."""
+    """Convert refused code to problems saying how to allow the code."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
         return [Problem(path, f"is not taken from a file, only from --set, because {distrust}") for path in paths]
@@ -106,7 +106,7 @@ def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: b
 def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` if a job file runs a model's own code and neither the flag nor `--set` allows it.
 
-    Only the trainer uses this function, since it runs no other code from a job file.
+    Only the trainer uses this function because the trainer runs no other code from a job file.
     """
     refusals = [code for code in refused(table, Consent(allows, (), tuple(overrides))) if code.path in _MODELS]
     if refusals:
@@ -114,7 +114,7 @@ def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[s
 
 
 def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
-    """Return a job file's table without the refused settings, so that their harmless defaults apply."""
+    """Return a job file's table without the refused settings to make their harmless defaults apply."""
     left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for code in refusals:
         section, _, key = code.path.partition(".")
@@ -123,7 +123,7 @@ def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any
 
 
 def _quoted(name: str) -> str:
-    # Do not shorten the name, since a truncated path would not show what is run.
+    # Do not shorten the name: a truncated path would not show what is run.
     return json.dumps(name, ensure_ascii=False)
 
 

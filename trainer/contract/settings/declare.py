@@ -1,7 +1,7 @@
 """Declares settings: a single declaration defines a setting's name, default, help, unit and bounds.
 
-TOML files, flags, forms and checks use these declarations. A section is a frozen struct with fields that are annotated
-with `about`; `settings_of` returns its settings as `Setting`s.
+TOML files, flags, forms and checks use these declarations. A section is a frozen struct with fields annotated with
+`about`; `settings_of` returns its settings as `Setting`s.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Setting(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """Convert a value to the setting's type; raise `ValueError` with the valid values if the value is invalid."""
+        """Convert a value to the setting's type; raise `ValueError` listing the valid values if it is invalid."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return convert_as(value, self.annotation)
@@ -118,7 +118,7 @@ class Setting(msgspec.Struct, frozen=True):
         return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
-        """Parse and validate a form field's text; raise `ValueError` with the valid values if the text is invalid."""
+        """Parse and validate a form field's text; raise `ValueError` listing the valid values if it is invalid."""
         return self.convert(self.read(text))
 
     @property
@@ -144,7 +144,7 @@ def cut(text: str) -> str:
 
 @functools.cache
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
-    """Return the settings that a section declares, in field order; fields without help are not settings."""
+    """Return the settings declared by a section, in field order; fields without help are not settings."""
     return tuple(_setting(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
@@ -166,7 +166,7 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Value:
-    """Return the default of a field; list defaults come from a factory, so that they are not shared."""
+    """Return a field's default; list defaults come from a factory to avoid sharing."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 
@@ -199,13 +199,13 @@ def _phrase(option: Any) -> str:
 
 
 def _plain(option: Any) -> Any:
-    """Return the bare type of a member of a union: `str` for `Annotated[str, ...]`, and `list` for `list[int]`."""
+    """Return the bare type of a union member: `str` for `Annotated[str, ...]`, and `list` for `list[int]`."""
     option = option.__origin__ if get_origin(option) is Annotated else option
     return get_origin(option) or option
 
 
 def _entry(option: Any) -> Any:
-    """Return the element type if a member of a union is a list; otherwise, return the member itself."""
+    """Return the element type if a union member is a list; otherwise, return the member itself."""
     bare = option.__origin__ if get_origin(option) is Annotated else option
     return get_args(bare)[0] if get_origin(bare) is list else option
 

@@ -1,4 +1,4 @@
-"""The settings of an extraction job, which reads text with a language model and stores the model's activations.
+"""Settings for an extraction job: run text through a language model and store the model's activations.
 
 The job file contains `kind = "extract"`; without this setting, it describes a training job.
 """
@@ -21,9 +21,9 @@ from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, 
 from trainer.contract.settings.model_size import model_size
 from trainer.contract.settings.promised import Promise, Promises
 
-# The file in the output folder that records the progress of the extraction.
+# The file in the output folder for recording the extraction's progress.
 STATE = "extraction.json"
-# If several processes extract, this folder contains a subfolder for the state of each process.
+# If several processes extract, this folder contains a subfolder for each process's state.
 PARTS = ".parts"
 
 
@@ -66,7 +66,7 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks in the model, in the order of the job file."""
+        """The hooks in the model, in job file order."""
         return tuple(map(parse_hook, self.model.hooks))
 
     @property
@@ -92,14 +92,14 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
     def folder(self, hook: str) -> Path:
-        """Return the folder with the rows of a hook; `hook` is the name in the job file."""
+        """Return the folder with a hook's rows; `hook` is the name in the job file."""
         return Path(self.extract.output) / hook
 
     def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
         """Return the job with absolute paths, each resolved against the first of `bases` in which the path exists.
 
-        The output is resolved against the first of `bases`. A model path that does not exist in any of `bases` is a
-        name on the hub.
+        The output is resolved against the first of `bases`. A model path that does not exist in any of `bases` is
+        treated as a hub name.
         """
         model = _existing(self.model.path, bases) or self.model.path
         text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
@@ -112,14 +112,14 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
 
 def identity(job: ExtractJob) -> dict[str, Any]:
-    """Return the settings that determine the stored rows, as a dict that maps each setting's path to its value."""
+    """Return the settings that determine the stored rows, as a dict mapping each setting's path to its value."""
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
 
 
 def check_extract(job: ExtractJob) -> list[Problem]:
-    """Return problems with combinations of settings that are individually valid."""
+    """Return problems with combinations of individually valid settings."""
     problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = (

@@ -1,4 +1,4 @@
-"""Alternative names of a hook."""
+"""Alternative names for a hook."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return the other names of a hook, out of three: our name, TransformerLens's name and the path of its module.
+    """Return the other names for a hook, out of three: our name, its TransformerLens name and its module path.
 
-    The module path, and TransformerLens's name for a hook of BERT, can be determined only from the model. These two
+    The module path, and the TransformerLens name for a hook in BERT, can be determined only from the model. These two
     names are recorded in `folder` once the hook's rows have been stored.
     """
     meta = read_json(folder / META, dict[str, Any]) or {}
@@ -30,9 +30,9 @@ def _module(meta: dict[str, Any]) -> str:
 
 
 def other_place(of_sae: dict[str, Any], of_data: dict[str, Any]) -> str:
-    """Return a sentence if an SAE and the rows belong to different hooks; "" if the hooks match or are unknown.
+    """Return a sentence if an SAE and its rows belong to different hooks; "" if the hooks match or are unknown.
 
-    Each argument is the content of a meta.json or the metadata of an SAE; the two may use different names for a hook.
+    Each argument is the content of a meta.json or an SAE's metadata; the two may use different names for a hook.
     """
     theirs, ours = _places(of_sae), _places(of_data)
     if not theirs or not ours or {*theirs} & {*ours}:

@@ -1,6 +1,6 @@
-"""Names of hooks, the points in a language model at which activations are read.
+"""Names for hooks, the points in a language model at which activations are read.
 
-Each hook can be named in three ways: with our name, with TransformerLens's name, or with the path of the module.
+Each hook can be named in three ways: by our name, by its TransformerLens name, or by its module path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
 
-# Maps our site names to TransformerLens's names inside a block.
+# Maps our site names to the TransformerLens names inside a block.
 SITES = {
     "resid_pre": "hook_resid_pre",
     "resid_post": "hook_resid_post",
@@ -23,12 +23,12 @@ SITES = {
     "attn_out": "hook_attn_out",
 }
 WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a module'
-# TransformerLens's name for this site in BERT's blocks, which normalise their output.
+# The TransformerLens name for this site in BERT blocks, which normalise their output.
 POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-# The name of a transcoder's hook, which spans the MLP of a layer from its input to its output.
+# The name for a transcoder's hook, which spans a layer's MLP from its input to its output.
 _MLP = re.compile(r"mlp\.([0-9]{1,4})")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
@@ -42,12 +42,12 @@ class Hook(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Our name, such as "resid_post.12", or the path of the module."""
+        """Our name, such as "resid_post.12", or the module path."""
         return self.path or f"{self.site}.{self.layer}"
 
     @property
     def transformer_lens(self) -> str:
-        """The name in TransformerLens, such as "blocks.12.hook_resid_post"; "" for a module path."""
+        """The TransformerLens name, such as "blocks.12.hook_resid_post"; "" for a module path."""
         return "" if self.path else f"blocks.{self.layer}.{SITES[self.site]}"
 
 
@@ -96,7 +96,7 @@ def is_of_all_layers(text: Any) -> bool:
 
 
 def names_of_hook(text: str) -> list[str]:
-    """Return all names of a hook, starting with the given name."""
+    """Return all names for a hook, starting with the given name."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
     return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
 
@@ -124,7 +124,7 @@ def _each_layer(word: str) -> list[str]:
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
-    """Return a dict that maps each hook to a short unique name, such as "L12" if all hooks have the same site."""
+    """Return a dict mapping each hook to a short unique name, such as "L12" if all hooks have the same site."""
     hooks = {text: parse_hook(ends_of(text)[0]) for text in texts if not _objection(text)}
     sites = {hook.site for hook in hooks.values()}
     short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
@@ -132,7 +132,7 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
-    """Return the problems with hook names: names that are not valid, and hooks that are named twice."""
+    """Return the problems with hook names: invalid names, and hooks named twice."""
     problems, hooks = [], set()
     for text in texts:
         objection = _objection(text) or ("is given twice" if parse_hook(text) in hooks else "")

@@ -25,10 +25,10 @@ GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a string like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the absolute path of a Python, like "/home/me/env/bin/python"'
-# The number of tokens per rank and step if batch_size is "auto" and the run is long or its length is given in steps.
+# The number of tokens per rank and step if batch_size is "auto" and the run is long or has its length given in steps.
 USUAL_BATCH = 4096
-# Rows with a norm above this multiple of the median norm are left out. The norms of ordinary rows are at most three
-# times the median, whereas the norms of a text's first tokens are up to a hundred times the median.
+# Rows with a norm greater than this multiple of the median norm are left out. The norms of ordinary rows are at most
+# three times the median, whereas the norms of a text's first tokens are up to a hundred times the median.
 MAX_NORM = 10.0
 Choice = str  # a key of a registry; checked against the registry at runtime, so new entries need no change here
 # As a data path, this refers to the sample activations shipped with the app, unless a file has this name.
@@ -172,7 +172,7 @@ class SaeSettings(msgspec.Struct, frozen=True):
     ] = 0
 
     def width(self, d_in: int) -> int:
-        """Return the number of latents for inputs of this dimension."""
+        """Return the number of latents for this input dimension."""
         return self.d_sae or round(self.expansion_factor * d_in)
 
 
@@ -272,7 +272,7 @@ class Train(msgspec.Struct, frozen=True):
 
     @property
     def mirrors(self) -> list[str]:
-        """The names of the tools that also receive the metrics."""
+        """The names of tools that also receive the metrics."""
         return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
 
 
@@ -368,12 +368,12 @@ class Launch(msgspec.Struct, frozen=True):
     ) = None
 
 
-# The setting that names the hooks of the rows; each SAE of a sweep reads the rows of one hook.
+# The setting naming the hooks for the rows; each SAE in a sweep reads the rows for one hook.
 HOOK = "data.hook"
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
-    """A setting with several values; a sweep trains an SAE with each value."""
+    """A setting with several values; a sweep trains one SAE per value."""
 
     path: str
     values: tuple[Any, ...]
@@ -382,7 +382,7 @@ class SweepAxis(msgspec.Struct, frozen=True):
 class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
     """A complete job, with all defaults filled in; each kind of job in `KINDS` is a subclass."""
 
-    # The name of this kind of job in job files, and the sections of its job files.
+    # The name for this kind of job in job files, and the sections in its job files.
     kind: ClassVar[str]
     sections: ClassVar[Mapping[str, type[msgspec.Struct]]]
     # Whether the job writes rows that other jobs can read.
@@ -390,17 +390,17 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "job"
     launch: Launch = Launch()
-    # The axes of a sweep. The sections contain the first value of each axis.
+    # The axes of a sweep. The sections contain the first value on each axis.
     sweep: tuple[SweepAxis, ...] = ()
 
     @classmethod
     def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
-        """Return the table of a job file with each hook without a layer replaced by one hook per layer."""
+        """Return a job file's table with each hook without a layer replaced by one hook per layer."""
         return raw
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Return problems with combinations of settings that are individually valid; invalid sections are None."""
+        """Return problems with combinations of individually valid settings; invalid sections are None."""
         return []
 
     def with_paths(self: J, bases: Sequence[Path]) -> J:
@@ -408,16 +408,16 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
     def paths_read(self) -> list[tuple[str, str]]:
-        """Return the settings that contain a path to the job's input, as pairs (section, name)."""
+        """Return the settings containing a path to the job's input, as pairs (section, name)."""
         return []
 
     def promises(self, by: str) -> Promises:
-        """Return what each folder that the job writes will contain, by the folder's real path; `by` names the job."""
+        """Return the future contents of each folder written by the job, by real path; `by` names the job."""
         return NO_PROMISES
 
     @property
     def exchanges(self) -> bool:
-        """Whether the devices of the job exchange tensors, or one process uses all of them."""
+        """Whether the job's devices exchange tensors, or one process uses all devices."""
         return False
 
     @property
@@ -427,7 +427,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_rows(self) -> str | None:
-        """A description of the stored activations that the job reads; None if there are none."""
+        """A description of the stored activations read by the job; None if there are none."""
         return None
 
     @property
@@ -442,11 +442,11 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folders_read(self) -> list[tuple[str, str]]:
-        """The folders of rows that the job reads, as pairs of the setting and the real path."""
+        """The row folders read by the job, as pairs (setting, real path)."""
         return []
 
     def replace(self: J, section: str, **changes: Any) -> J:
-        """Return a copy with some fields of one section changed."""
+        """Return a copy with some fields in one section changed."""
         return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
 
 
@@ -474,7 +474,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report a job file that does not set the run's length although the data is a stream."""
+        """Report a job file that does not set the run length although the data is a stream."""
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
@@ -513,7 +513,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return None if folders is None else str(folders)
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
-        """Return the dimensions and the number of rows from the headers of the data files.
+        """Return the dimensions and the number of rows from the data file headers.
 
         For folders in `promises`, the promised shapes are used. Raise `JobFileError` if the headers cannot be read or
         the shapes of several hooks differ.
@@ -539,21 +539,21 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @property
     def hooks(self) -> dict[str, SourceSettings]:
-        """The data settings of each hook, by the hook's name in the job file, or "" if there is only one hook."""
+        """The data settings for each hook, by the hook's name in the job file, or "" if there is only one hook."""
         names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
         settings: Any = self.data.settings
         return {name: msgspec.structs.replace(settings, hook=name) for name in names} or {"": settings}
 
     @property
     def hold_out(self) -> HoldOut:
-        """The unit in which rows are held out; "auto" is resolved from the shard headers. May raise `JobFileError`."""
+        """The unit for holding out rows; "auto" is resolved from the shard headers. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
             return self.data.hold_out
         usual = {settings.usual_hold_out() for settings in self.hooks.values()}
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
-        """Return the index of the hook whose rows are read by an SAE of the sweep."""
+        """Return the index of the hook whose rows are read by an SAE in the sweep."""
         return list(self.hooks.values()).index(member.data.settings)
 
 

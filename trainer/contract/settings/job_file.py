@@ -74,11 +74,11 @@ def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
 
 
 def members(job: J) -> dict[str, J]:
-    """Return a dict that maps labels such as "k=16,seed=1" to the jobs of a sweep.
+    """Return a dict mapping labels such as "k=16,seed=1" to the jobs in a sweep.
 
-    Without a sweep, the dict contains the job itself with the label "". Settings that a member's architecture or
-    optimizer does not have are omitted from its job and label. A setting shared by several members has the value in the
-    file or, if it is not set there, the default of the first member.
+    Without a sweep, the dict contains the job itself with the label "". Settings not supported by a member's
+    architecture or optimizer are omitted from its job and label. A setting shared by several members has its value in
+    the file or, if it is not set there, the first member's default.
     """
     if not job.sweep:
         return {"": job}
@@ -97,7 +97,7 @@ def _parse_one(of: type[J], raw: Mapping[str, Any]) -> tuple[J | None, list[Prob
 
 
 def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
-    """Return a problem if the kind of a job file is not `wanted`, otherwise None."""
+    """Return a problem if a job file's kind is not `wanted`, otherwise None."""
     kind = raw.get("kind", TRAINING)
     if kind == wanted:
         return None
@@ -108,7 +108,7 @@ def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Read = read_text) -> JobConfig:
-    """Read the job file of a training job; see `load_as`."""
+    """Read the job file for a training job; see `load_as`."""
     return load_as(JobConfig, path, overrides, read=read)
 
 
@@ -130,18 +130,18 @@ def load_as(of: type[J], path: str | Path, overrides: Sequence[str] = (), *, rea
 
 
 def bases_of(path: str | Path) -> list[Path]:
-    """Return the base folders for relative paths in a job file: the working directory, and the folder of the file."""
+    """Return the base folders for relative paths in a job file: the working directory and the file's own folder."""
     here = working_folder()
     return [here, (here / path).parent]
 
 
 def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> AnyJob:
-    """Return the job that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
+    """Return the job described by a TOML table, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_any(_overridden(raw, overrides), bases))
 
 
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> JobConfig:
-    """Return the training job that a TOML table describes, with overrides; raise `JobFileError` with all problems."""
+    """Return the training job described by a TOML table, with overrides; raise `JobFileError` with all problems."""
     return _whole(*parse_job(_overridden(raw, overrides), bases))
 
 
@@ -158,7 +158,7 @@ def _whole(job: J | None, problems: list[Problem]) -> J:
 
 
 def read_toml(path: Path, read: Read = read_text) -> dict[str, Any]:
-    """Read the table of a TOML file; raise `JobFileError` if it cannot be read or parsed."""
+    """Read the table from a TOML file; raise `JobFileError` if it cannot be read or parsed."""
     try:
         return parse_toml(read(path))
     except OSError as error:
@@ -210,7 +210,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Return the content of a TOML file that runs the same job again."""
+    """Return the content of a TOML file for running the same job again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))
@@ -309,7 +309,7 @@ def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[
 
 
 def _suggestion(key: str, names: Sequence[str]) -> str:
-    # Import late, since waiting supervisors must use little memory.
+    # Import late because waiting supervisors must use little memory.
     import difflib
 
     close = difflib.get_close_matches(key, names, n=1)

@@ -1,4 +1,4 @@
-"""The settings that this version supports; another version of the app requests this list before it launches a job."""
+"""The settings supported by this version; another version of the app requests this list before launching a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.settings.sections import CHOSEN, all_sections, choices_of,
 
 
 def known_settings() -> dict[str, list[str]]:
-    """Return a dict that maps the path of each setting to its allowed keywords, or to [] if any value is allowed."""
+    """Return a dict mapping each setting's path to its allowed keywords, or to [] if any value is allowed."""
     known: dict[str, list[Setting]] = {}
     for section in all_sections():
         for entry in CHOSEN[section][1] if section in CHOSEN else (None,):

@@ -16,7 +16,7 @@ from trainer.contract.settings.declare import about
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
-# The suffixes of a model's files.
+# The suffixes of model files.
 _OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
@@ -70,7 +70,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class TextSettings(msgspec.Struct, frozen=True):
-    """The section `[text]`: the text that the model reads."""
+    """The section `[text]`: the text read by the model."""
 
     path: TextPath | None = None
     dataset: Dataset | None = None
@@ -81,7 +81,7 @@ class TextSettings(msgspec.Struct, frozen=True):
 
 
 def lack_of_model(path: str) -> str:
-    """Return why a local path does not contain a model; "" if it may contain one or if `path` is a name on the hub."""
+    """Return why a local path does not contain a model; "" if it may contain one or if `path` is a hub name."""
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
     if pointer := lfs_pointer_in(Path(path)):
@@ -99,7 +99,7 @@ def lack_of_model(path: str) -> str:
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a dangling link among a model's files, as an interrupted download may leave, or None."""
+    """Return a dangling link among a model's files, such as one left by an interrupted download, or None."""
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)

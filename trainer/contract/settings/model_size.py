@@ -1,6 +1,6 @@
 """Reads the size of a language model from its files, without loading it, and estimates the cost of running it.
 
-The files are a Hugging Face folder, possibly in the hub's cache, or a GGUF file.
+The model is a Hugging Face folder, possibly in the hub cache, or a GGUF file.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class ModelSize(msgspec.Struct, frozen=True):
         return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
 
     def pass_bytes(self, n_tokens: int, context: int, value_bytes: int) -> int:
-        """Return the bytes of activations at the peak of a forward pass over contexts of `context` tokens."""
+        """Return the peak size of the activations in bytes for a forward pass over contexts of `context` tokens."""
         tokens = max(n_tokens, context)
         mask = tokens * context
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
 
     def flops_per_token(self, hooks: Iterable[Hook]) -> float:
-        """Return the number of matmul operations per token: two per parameter up to the last hook."""
+        """Return the number of matmul operations per token: two for each parameter up to the last hook."""
         last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
         return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
 
@@ -83,13 +83,13 @@ def model_size(path: str, revision: str | None = None) -> ModelSize | None:
 
 @functools.lru_cache(maxsize=16)
 def _size_by(head: Path, _changed: int) -> ModelSize:
-    # Cache the result, since planning a job requests it hundreds of times, and skipping the vocabulary of a GGUF file
-    # takes 50 ms.
+    # Cache the result: planning a job requests it hundreds of times, and skipping the vocabulary in a GGUF file takes
+    # 50 ms.
     return _of_gguf(head) if head.suffix == ".gguf" else _of_folder(head.parent)
 
 
 def _folder(path: str, revision: str) -> Path:
-    """Return the folder of a model: its path, or its snapshot in the hub's cache."""
+    """Return a model's folder: its path, or its snapshot in the hub cache."""
     if os.path.isdir(path):
         return Path(path)
     home = Path(os.environ.get("HF_HOME") or Path(os.path.expanduser("~"), ".cache", "huggingface"))
@@ -123,7 +123,7 @@ def _of_gguf(file: Path) -> ModelSize:
 
 
 def _checked(size: ModelSize) -> ModelSize:
-    """Return the size unchanged; raise `ValueError` if one of its numbers is implausible."""
+    """Return the size unchanged; raise `ValueError` if it contains an implausible number."""
     numbers = (size.n_parameters, size.width, size.n_layers)
     if not all(isinstance(number, int) and 0 < number < 2**50 for number in numbers):
         raise ValueError("not the size of a model")
@@ -135,7 +135,7 @@ def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
 
 
 class _Gguf:
-    """Parses the header of a GGUF file; the `gguf` package's reader takes seconds, since it processes every tensor."""
+    """Parses the header of a GGUF file; the `gguf` package's reader takes seconds because it processes every tensor."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 4
@@ -147,7 +147,7 @@ class _Gguf:
         self.n_parameters = sum(self._n_values() for _ in range(n_tensors))
 
     def _n_values(self) -> int:
-        """Read the description of a tensor and return its number of values."""
+        """Read a tensor's description and return its number of values."""
         self._text()
         sizes = [self._number("Q") for _ in range(self._number("I"))]
         self._at += struct.calcsize("<IQ")

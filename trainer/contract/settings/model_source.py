@@ -1,4 +1,4 @@
-"""Settings of a stream of activations that a language model computes during training and that are not stored."""
+"""Settings for a stream of activations computed by a language model during training and never stored."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory of the model's weights, of a forward pass and, on the CPU, of the shuffle buffer.
+        """Return the memory used by the model's weights, a forward pass and, on the CPU, the shuffle buffer.
 
         A model on dedicated GPUs takes no memory on the training devices.
         """
@@ -99,18 +99,18 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory of the model's weights and a forward pass; 0 if the model's size is not recorded."""
+        """Return the memory used by the model's weights and a forward pass; 0 if the model's size is not recorded."""
         if (size := self._size) is None:
             return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
-        # Before the rows of all hooks are concatenated, they are separate tensors. The rows of the first hook are
-        # already included in the pass.
+        # Before concatenation, the rows for all hooks are separate tensors. The rows for the first hook are already
+        # included in the pass.
         taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations per token of a forward pass, scaled to the throughput of matmuls in a step."""
+        """Return the operations per token in a forward pass, scaled to the matmul throughput in a step."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

@@ -12,7 +12,7 @@ from trainer.contract.settings.rows import NotRowsError, RowRange, rows_and_widt
 _MAGIC = b"\x93NUMPY"
 # NumPy's own limit.
 _LARGEST_HEADER = 10_000
-# Maps numpy's names of the supported types to the names in safetensors.
+# Maps numpy names for the supported types to safetensors names.
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 

@@ -1,4 +1,4 @@
-"""The settings of each optimizer; `catalog` maps the names of optimizers to these classes."""
+"""The settings for each optimizer; `catalog` maps optimizer names to these classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Beta2 = (
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True):
-    """The settings of an optimizer, and the values derived from them that estimates and runs use."""
+    """The settings for an optimizer, and the derived values used by estimates and runs."""
 
     def state_dtype(self, device: str) -> str:
         """Return the dtype of the optimizer state ("fp32", "bf16" or "int8") on a device type ("cuda" or "cpu")."""
@@ -68,7 +68,7 @@ class AdamSettings(OptimizerSettings, frozen=True):
         """Return the learning rate according to the 1/√d_sae law of Gao et al., scaled to match measurements.
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
-        0.109 at 9e-3. At 9e-3, however, 4 % of the latents had died instead of 1 %. Short runs need no lower rate: with
+        0.109 at 9e-3. At 9e-3, however, 4 % of the latents died instead of 1 %. Short runs need no lower rate: with
         1,536 latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate of this rule), 0.221 at 4e-3,
         0.264 at 2e-3 and 0.212 at 1.6e-2.
         """
@@ -125,13 +125,13 @@ LONG_RUN = 10_000
 
 
 def _decays_left_open(settings: AdamSettings | MuonSettings, n_steps: int) -> dict[str, float]:
-    """Return values for the decays of Adam that are set to "auto", for a run of `n_steps` steps."""
+    """Return values for the Adam decays set to "auto", for a run of `n_steps` steps."""
     fitting = {"beta1": gradients_decay(n_steps), "beta2": squares_decay(n_steps)}
     return {name: decay for name, decay in fitting.items() if getattr(settings, name) == "auto"}
 
 
 def gradients_decay(n_steps: int) -> float:
-    """Return Adam's β1 for a run of `n_steps` steps, so that it averages over 1/125 of the steps, limited to 4 to 10.
+    """Return Adam's β1 for a run of `n_steps` steps: it averages over 1/125 of the steps, clamped to 4 to 10.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.154 with this rule and 0.156 with 0.9; see docs/quality.md.
     With 0.5 the FVU was 0.152, but in SAEs with many latents, several times as many latents never fired.
@@ -140,7 +140,7 @@ def gradients_decay(n_steps: int) -> float:
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of `n_steps` steps, so that it averages over a tenth of the steps, or 20 to 1,000.
+    """Return Adam's β2 for a run of `n_steps` steps: it averages over a tenth of the steps, clamped to 20 to 1,000.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.156 with this rule and 0.158 with 0.999; see docs/quality.md.
     """

@@ -12,7 +12,7 @@ from trainer.contract.wording import join_words
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """The rows that a folder will contain, and the job that writes them, such as "job 3".
+    """A folder's future rows, and the job that will write them, such as "job 3".
 
     `d_in` is None if the dimension is not known yet. Like `ShardSet`, it has attributes `d_in` and `n_tokens`.
     """
@@ -28,7 +28,7 @@ NO_PROMISES: Promises = {}
 
 
 class Width(msgspec.Struct, frozen=True):
-    """The shape of promised rows with a known dimension, used instead of a folder of shards."""
+    """The shape of promised rows with a known dimension, used in place of a folder of shards."""
 
     d_in: int
     n_tokens: int
@@ -40,7 +40,7 @@ def is_promised(path: str, promises: Promises) -> bool:
 
 
 def promised(path: str, promises: Promises, field: str) -> Width | None:
-    """Return the shape of the rows that a folder will contain, or None if no job will write the folder.
+    """Return the shape of a folder's future rows, or None if no job will write the folder.
 
     Raise `JobFileError` for the setting `field` if the dimension of the rows is unknown, or if the folder will contain
     only subfolders.

@@ -9,7 +9,7 @@ import msgspec
 
 from trainer.contract.wording import join_words
 
-# Prefixes of the names of integer types in safetensors and torch.
+# Name prefixes for integer types in safetensors and torch.
 _WHOLE = ("I", "U", "BOOL", "int", "uint", "bool")
 _MOST_NAMES = 8
 
@@ -27,7 +27,7 @@ class RowRange(msgspec.Struct, frozen=True):
     # If rows are stored as lists of variable length: the byte offset of the list offsets, and the bytes per offset. The
     # first list offset is the start of the first row.
     lists: tuple[int, int] | None = None
-    # In a Parquet file, the column to decode, since its compressed bytes are not plain rows.
+    # In a Parquet file, the column to decode; its compressed bytes are not plain rows.
     column: str | None = None
 
 
@@ -46,9 +46,9 @@ def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Return the name of the tensor to read: `name`, or the only tensor that is not of an integer type.
+    """Return the name of the tensor to read: `name`, or the only tensor with a non-integer type.
 
-    `tensors` maps each name to the type and shape of the tensor. Raise `NotRowsError` if the choice is ambiguous.
+    `tensors` maps each name to the tensor's type and shape. Raise `NotRowsError` if the choice is ambiguous.
     """
     if name in tensors:
         return name

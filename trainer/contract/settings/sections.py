@@ -1,4 +1,4 @@
-"""The settings of each section of a job file, including the settings of the registry entries named in the section."""
+"""The settings in each section of a job file, including those for the registry entries named in the section."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.contract.settings.catalog import Entry, SettingsEntry
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 
-# Maps each section to the field that names a registry entry, and to the registry. The entry's settings become settings
-# of the section.
+# Maps each section to the field naming a registry entry, and to the registry. The entry's settings become settings in
+# the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
     "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
-# Maps the path of each setting that names a registry entry to the registry.
+# Maps the path of each setting naming a registry entry to the registry.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
@@ -28,18 +28,18 @@ REGISTRIES: dict[str, Mapping[str, Entry]] = {
 
 
 def job_class(kind: str) -> type[AnyJob]:
-    """Return the class of a kind of job."""
+    """Return the class for a kind of job."""
     loaded: type[AnyJob] = catalog.KINDS[kind].load()
     return loaded
 
 
 def all_sections() -> dict[str, type[msgspec.Struct]]:
-    """Return a dict that maps the section names of all kinds of jobs to the section classes."""
+    """Return a dict mapping the section names for all kinds of jobs to the section classes."""
     return {name: section for kind in catalog.KINDS for name, section in job_class(kind).sections.items()}
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return a section's settings, including those of the chosen or default registry entries."""
+    """Return a section's settings, including those for the chosen or default registry entries."""
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common
@@ -72,12 +72,12 @@ def choices_of(path: str, setting: Setting) -> tuple[str, ...]:
 
 
 def open_choices(path: str) -> tuple[str, ...]:
-    """Return the allowed values of a setting that names a registry entry; empty for other settings."""
+    """Return the allowed values for a setting naming a registry entry; empty for other settings."""
     names = tuple(REGISTRIES.get(path, ()))
     return ("auto", *names) if path == "parallel.mode" else names
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
-    """Return the names of registry entries in the table of a section; empty if the default entry applies."""
+    """Return the names of registry entries in a section's table; empty if the default entry applies."""
     word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
     return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]

@@ -1,4 +1,4 @@
-"""The series of values of a run: the registered metrics and a few other series, and where they are shown."""
+"""The value series in a run: the registered metrics and a few other series, and where they are shown."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from trainer.contract import wording
 from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, CurveAxis, MetricEntry, Series
 
-# The metric used to compare runs, checkpoints and the SAEs of a sweep.
+# The metric used to compare runs, checkpoints and the SAEs in a sweep.
 CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=CurveAxis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
-# Titles of other series of a run: the terms of the loss, and measurements of the run itself.
+# Titles for other series in a run: the loss terms, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
     "inner_mse": "squared error of the inner SAEs",
@@ -34,22 +34,22 @@ _TITLES = {
     "rank_memory_bytes": "memory of the rank, bytes",
 }
 HELD_OUT = "heldout_"
-# Marks a value of the last batches that is shown in place of a held-out value before the first evaluation.
+# Marks a value from the last batches shown in place of a held-out value before the first evaluation.
 OF_BATCH = "~"
-# Series with a value for each rank.
+# Series with one value per rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# The names of the series with the share of rows that have been left out, one for each reason.
+# The names of the series for the share of rows left out, one for each reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 def held_out(name: str) -> str:
-    """Return the name under which a metric's values on held-out data are stored."""
+    """Return the name for storing a metric's values on held-out data."""
     return f"{HELD_OUT}{name}"
 
 
 def error_of(name: str) -> str:
-    """Return the name under which the standard error of a series is stored."""
+    """Return the name for storing a series' standard error."""
     return f"{name}{ERROR}"
 
 
@@ -59,17 +59,17 @@ def held_out_metrics() -> dict[str, MetricEntry]:
 
 
 def result_metrics() -> dict[str, Series]:
-    """Return the metrics that are part of the results of a run."""
+    """Return the metrics included in a run's results."""
     return {name: entry.series for name, entry in METRICS.items() if entry.series.prominence != "minor"}
 
 
 def key_metrics() -> dict[str, Series]:
-    """Return the metrics that are shown even if space is limited."""
+    """Return the metrics shown even if space is limited."""
     return {name: series for name, series in result_metrics().items() if series.prominence == "key"}
 
 
 def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
-    """Return the series that the job screen draws as curves, the most informative first.
+    """Return the series drawn as curves on the job screen, the most informative first.
 
     Curves that are redundant for all of the given architectures are left out.
     """
@@ -81,7 +81,7 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def measured_names() -> list[str]:
-    """Return the names of all results of an SAE: each metric, preceded by its held-out version if there is one."""
+    """Return the names of all results for an SAE: each metric, preceded by its held-out version if there is one."""
     return [each for name in result_metrics() for each in with_held_out(name)]
 
 
@@ -91,7 +91,7 @@ def with_held_out(name: str) -> list[str]:
 
 
 def series_named(name: str) -> Series:
-    """Return the series that is stored under this name, or one with default properties if the name is unknown."""
+    """Return the series stored under this name, or one with default properties if the name is unknown."""
     entry = METRICS.get(name.removeprefix(HELD_OUT))
     if entry:
         return entry.series
@@ -114,6 +114,6 @@ def log_words(value: float, series: Series) -> str:
 
 
 def measure(value: float, series: Series) -> str:
-    """Format a value of a series, with its unit."""
+    """Format a value from a series, with its unit."""
     text = wording.share(value) if series.is_share else wording.number(value)
     return f"{text} {series.unit}".rstrip()

@@ -27,7 +27,7 @@ from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
-# The name of the tensor that contains the text number of each row.
+# The name of the tensor containing each row's text number.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
@@ -35,16 +35,16 @@ _LARGEST_HEADER = 100_000_000  # the format's own limit
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
-# File types that only an `Inspector` reads, with the names of the formats that need pyarrow.
+# File types read only by an `Inspector`, with the names of the formats that need pyarrow.
 _OF_INSPECTOR = {".pt": "", ".pth": "", ".arrow": "Arrow", ".parquet": "Parquet"}
-# The prefix of files that `datasets` writes next to the rows, for example to record their order after a shuffle.
+# The prefix of files written by `datasets` next to the rows, for example to record the row order after a shuffle.
 _CACHE = "cache-"
 # The maximum number of names in a message.
 _MOST_NAMES = 8
 
 
 class Shard(RowRange, frozen=True, kw_only=True):
-    """The rows of a file, or a range of its rows that starts at row `first_row`."""
+    """The rows in a file, or a range of its rows starting at row `first_row`."""
 
     file: Path
     first_row: int = 0
@@ -54,7 +54,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _HeaderTensor(msgspec.Struct):
-    """The entry of a tensor in a header; offsets are relative to the end of the header."""
+    """The entry for a tensor in a header; offsets are relative to the end of the header."""
 
     dtype: str
     shape: tuple[_Count, ...]
@@ -62,7 +62,7 @@ class _HeaderTensor(msgspec.Struct):
 
 
 class _NumberColumn(msgspec.Struct):
-    """The entry in a header of a tensor with one number per row."""
+    """The header entry for a tensor with one number per row."""
 
     dtype: str
     shape: tuple[_Count]
@@ -70,7 +70,7 @@ class _NumberColumn(msgspec.Struct):
 
 
 class ShardSet(msgspec.Struct, frozen=True):
-    """All shards of a data path, sorted by name."""
+    """All shards at a data path, sorted by name."""
 
     shards: tuple[Shard, ...]
     # Notes for the user about reading the shards, such as skipped files and converted values.
@@ -92,14 +92,14 @@ class ShardSet(msgspec.Struct, frozen=True):
 
 
 class Documents(msgspec.Struct, frozen=True):
-    """The byte offset of the text numbers of a shard's rows, and their numpy type."""
+    """The byte offset of the text numbers for a shard's rows, and their numpy type."""
 
     offset: int
     dtype: str
 
 
 def documents_in(shard: Shard) -> Documents | None:
-    """Return the location of the text numbers of a shard's rows, or None if the shard does not store text numbers."""
+    """Return the location of the text numbers for a shard's rows, or None if the shard does not store text numbers."""
     if shard.file.suffix != ".safetensors":
         return None
     try:
@@ -115,9 +115,9 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are the same file or have the same SHA-256 in meta.json, or None if there is no such pair.
+    """Return two shards that are the same file or share a SHA-256 in meta.json, or None if there is no such pair.
 
-    Links are resolved, so that a folder that is listed twice under different names is found.
+    Links are resolved to detect a folder listed twice under different names.
     """
     first: dict[object, Path] = {}
     for one in sets:
@@ -133,7 +133,7 @@ def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
-    """Return a dict that maps the name of each shard to the SHA-256 that the extraction recorded in meta.json.
+    """Return a dict mapping each shard name to the SHA-256 recorded by the extraction in meta.json.
 
     The dict is empty if no checksums are recorded.
     """
@@ -193,7 +193,7 @@ Read = Callable[[Path], list[RowRange]]
 
 
 def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> ShardSet:
-    """Return the shards of a data path; the function `read` returns the ranges of rows in a file.
+    """Return the shards at a data path; the function `read` returns the ranges of rows in a file.
 
     `read` may raise `OSError` or `NotRowsError`. Raise `JobFileError` for the setting `field` if a file cannot be used.
     """
@@ -209,7 +209,7 @@ def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> Shar
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the shards in a folder, sorted by name: all visible files of the first type that is present."""
+    """Return the shards in a folder, sorted by name: all visible files of the first file type present."""
     of_kinds = (
         [file for suffix in kind for file in folder.glob(f"*{suffix}") if not _is_hidden(file)] for kind in _KINDS
     )
@@ -243,7 +243,7 @@ def _instead(root: Path) -> str:
 
 
 def _folders_with(root: Path) -> str:
-    """Return advice that names the subfolders with shards, such as the hooks of an extraction, or ""."""
+    """Return advice naming the subfolders with shards, such as the hooks in an extraction, or ""."""
     with contextlib.suppress(OSError):
         folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and shard_files(folder))
         names = [*folders[:_MOST_NAMES], *([f"{len(folders) - _MOST_NAMES} more"] if folders[_MOST_NAMES:] else [])]

@@ -10,7 +10,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import TIME_LIMITS, AnyJob
 
-# Maps each sbatch option that users must not give to a phrase that says what already sets it.
+# Maps each sbatch option that users must not set to a phrase saying what already sets it.
 _OWN = {
     "--array": "a sweep, a list in [sae] or [train]",
     "--nodes": "launch.nodes",

@@ -1,4 +1,4 @@
-"""The settings of each activation source, and the shape of its data; `catalog` maps names to these classes."""
+"""The settings for each activation source, and the shape of its data; `catalog` maps names to these classes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
-    """The dimensions and the number of the rows; `d_out` is the dimension of a transcoder's targets.
+    """The row dimensions and the number of rows; `d_out` is the dimension of a transcoder's targets.
 
     `d_out` is None for an SAE. `n_tokens` is None if the data is a stream.
     """
@@ -28,7 +28,7 @@ class DataShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The dimension of a row plus the dimension of its target."""
+        """The row dimension plus the target dimension."""
         return self.d_in + (self.d_out or 0)
 
     @property
@@ -43,17 +43,16 @@ HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
-    """The memory in bytes that an activation source needs on a device, for a model's weights and for activations."""
+    """The memory in bytes needed by an activation source on a device, for a model's weights and for activations."""
 
     weights: int = 0
     activations: int = 0
 
 
 class SourceSettings(msgspec.Struct, frozen=True):
-    """The settings of an activation source, and the shape of its data, which is known without loading the data."""
+    """The settings for an activation source, and the shape of its data, known without loading the data."""
 
-    # The names of settings that contain the path of a file or folder, and of settings that may contain a name on the
-    # hub instead.
+    # The names of settings containing a file or folder path, and of settings that may contain a hub name instead.
     paths: ClassVar[tuple[str, ...]] = ()
     hub_paths: ClassVar[tuple[str, ...]] = ()
 
@@ -71,26 +70,26 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return self.shape()
 
     def repeated(self) -> list[Problem]:
-        """Report rows that are given twice."""
+        """Report rows given twice."""
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return the unit in which rows are held out by default; if rows are independent, this is single rows."""
+        """Return the default unit for holding out rows; if rows are independent, the unit is a single row."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
-        """Return the files and folders of shards that are read, as pairs (setting, path), inputs before targets."""
+        """Return the shard files and folders to read, as pairs (setting, path), inputs before targets."""
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source needs on the device of a rank; stored rows are in the page cache.
+        """Return the memory needed by the source on a rank's device; stored rows are in the page cache.
 
         `width` is the number of values per token, including the rows at all hooks and their targets.
         """
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source needs on a device that only computes rows, if there is such a device."""
+        """Return the memory needed by the source on a device that only computes rows, if there is such a device."""
         return Held()
 
     def flops_per_token(self) -> float:
@@ -99,7 +98,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
 
 
 class StreamSettings(SourceSettings, frozen=True, kw_only=True):
-    """The settings common to all streams; a stream is a source that produces each row once, in a fixed order."""
+    """Settings common to all streams; a stream is a source that produces each row once, in a fixed order."""
 
     shuffle_tokens: Annotated[
         int,
@@ -107,7 +106,7 @@ class StreamSettings(SourceSettings, frozen=True, kw_only=True):
     ] = 262_144
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory of the fp32 shuffle buffer, which is in host memory unless `on_cuda`."""
+        """Return the size of the fp32 shuffle buffer, which is in host memory unless `on_cuda`."""
         return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * width)
 
 
@@ -118,7 +117,7 @@ _LARGEST_WEIGHT = 1e6
 
 
 class ShardSettings(SourceSettings, frozen=True):
-    """The settings of activations that are stored on disk."""
+    """Settings for activations stored on disk."""
 
     path: Annotated[
         _Path | list[_Path],
@@ -168,12 +167,12 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def folders(self) -> Paths:
-        """The folders of the rows: `path`, or the folder in `path` that is named after the hook."""
+        """The folders containing the rows: `path`, or the folder in `path` named after the hook."""
         return self._folders_of(0, NO_PROMISES)
 
     @property
     def targets(self) -> Paths | None:
-        """The folders of a transcoder's targets, found in the same way as `folders`; None for an SAE."""
+        """The folders containing a transcoder's targets, found in the same way as `folders`; None for an SAE."""
         return self._targets(NO_PROMISES)
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -206,7 +205,7 @@ class ShardSettings(SourceSettings, frozen=True):
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
 
     def repeated(self) -> list[Problem]:
-        """Report rows that are given twice, since the same row could be both trained on and held out."""
+        """Report rows given twice: the same row could be both trained on and held out."""
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
@@ -222,11 +221,11 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def target_field(self) -> str:
-        """The setting that names the folders of the targets."""
+        """The setting naming the target folders."""
         return "data.path" if self.target_path is None else "data.target_path"
 
     def _folders_of(self, end: int, promises: Promises) -> Paths:
-        """Return the folders of the hook's input (`end` 0) or output (`end` 1)."""
+        """Return the folders for the hook's input (`end` 0) or output (`end` 1)."""
         if self.hook is None:
             return self.path
         folders = [_folder_of_hook(path, ends_of(self.hook)[end], promises) for path in each(self.path)]
@@ -262,7 +261,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
-    """Return the folder of a hook's rows, for the first of the hook's names whose folder exists or is promised."""
+    """Return the folder containing a hook's rows, for the first of its names whose folder exists or is promised."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
     return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
@@ -282,7 +281,7 @@ def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[Sha
 
 
 def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
-    """Inspect each path; raise `JobFileError` if there is no path, or if the dimensions of the rows differ."""
+    """Inspect each path; raise `JobFileError` if there is no path, or if the row dimensions differ."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
     sets = [inspect(path) for path in each(paths)]
@@ -293,7 +292,7 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     return sets
 
 
-# The maximum number of values in the directions of all synthetic features; in fp32, they take 4 GB.
+# The maximum number of values in the directions of all synthetic features; in fp32, these values take 4 GB.
 MOST_SYNTHETIC = 10**9
 
 

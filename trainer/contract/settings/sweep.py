@@ -17,9 +17,9 @@ from trainer.contract.settings.job import HOOK, SweepAxis, Train
 from trainer.contract.settings.sections import CHOSEN, section_settings, words_of
 
 # The maximum number of SAEs in a sweep. The SAEs are trained on each batch in turn, so a larger sweep would be no
-# faster than two runs, and the memory of all SAEs adds up.
+# faster than two runs, and memory use adds up over all SAEs.
 MOST_MEMBERS = 64
-# The settings of [train] in which SAEs may differ. SAEs may also differ in all settings of [sae] and of optimizers.
+# The settings in [train] in which SAEs may differ. SAEs may also differ in all [sae] and optimizer settings.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
@@ -27,9 +27,9 @@ Table = dict[str, Any]
 
 
 def may_differ(path: str) -> bool:
-    """Return whether the SAEs of a sweep may differ in a setting.
+    """Return whether the SAEs in a sweep may differ in a setting.
 
-    SAEs may differ in the settings of [sae], in the settings for learning, and in the hook. All other data settings are
+    SAEs may differ in the [sae] settings, in the learning settings, and in the hook. All other data settings are
     shared.
     """
     section, _, key = path.partition(".")
@@ -38,7 +38,7 @@ def may_differ(path: str) -> bool:
 
 
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
-    """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
+    """Return the table for the first SAE, and the sweep axes in the order of their settings.
 
     If only a later architecture or optimizer in a list has a setting, that setting also becomes an axis, usually with a
     single value.
@@ -74,9 +74,9 @@ def _problems_of_axis(axis: SweepAxis) -> list[Problem]:
 
 
 def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str, Table]]:
-    """Yield the label and the table of each SAE, for all combinations of values.
+    """Yield the label and table for each SAE, over all combinations of values.
 
-    Settings that an SAE's architecture or optimizer does not have are ignored.
+    Settings not supported by an SAE's architecture or optimizer are ignored.
     """
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
@@ -104,7 +104,7 @@ def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
 def _first_of(section: str, keys: Table) -> Table:
     """Return a section's table for the first SAE, with the first value of each list.
 
-    Settings that the first architecture or optimizer does not have are left out.
+    Settings not supported by the first architecture or optimizer are left out.
     """
     words = words_of(section, keys)
     first = _names(section, words[:1])
@@ -125,7 +125,7 @@ def _values(path: str, setting: Setting, value: Any) -> list[Any]:
 
 
 def _combinations(axes: Sequence[SweepAxis]) -> Iterator[Table]:
-    """Yield each combination of one value per axis, as a dict that maps paths to values."""
+    """Yield each combination of one value per axis, as a dict mapping paths to values."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
 
@@ -140,7 +140,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: SweepAxis) -> None:
-    """Remove settings that only other entries on an axis have; keep unknown keys, so that they are reported."""
+    """Remove settings that only other entries on an axis have; keep unknown keys to have them reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own
@@ -167,5 +167,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable stand-in for a value, so that a list of 100,000 values is quickly checked for duplicates."""
+    """Return a hashable stand-in for a value, for checking a list of 100,000 values for duplicates quickly."""
     return repr(value) if isinstance(value, list | dict) else value

@@ -13,7 +13,7 @@ from trainer.contract.settings.shards import inspect_shards, read_header
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
-# The names of the tensors in a shard that contain each row's token, its position in its piece of a document, and its
+# The names of the tensors in a shard containing each row's token, its position in its piece of a document, and its
 # document.
 ORIGIN = ("token_ids", "positions", "document")
 
@@ -40,13 +40,13 @@ def _may_tell(folder: Path) -> bool:
 
 
 def tells_tokens(folder: Path) -> bool:
-    """Return whether the shards of a folder record their tokens and the order of the text; may raise `UserError`."""
+    """Return whether the shards in a folder record their tokens and the text order; may raise `UserError`."""
     meta = read_json(folder / META, dict[str, object]) or {}
     is_in_order = not meta.get("shuffled") or isinstance(meta.get("seed"), int)
     return not folder.is_file() and is_in_order and shard_tells_tokens(inspect_shards(folder).shards[0].file)
 
 
 def shard_tells_tokens(file: Path) -> bool:
-    """Return whether a shard records the tokens of its rows."""
+    """Return whether a shard records the tokens for its rows."""
     header, _ = read_header(file) if file.suffix == ".safetensors" else ({}, 0)
     return {*ORIGIN} <= header.keys()

@@ -1,4 +1,4 @@
-"""Reads TOML with limits on size, depth and key length, so that any file is read quickly."""
+"""Reads TOML with limits on size, depth and key length to keep reading fast for any file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DEEPEST = 20
 # up all memory.
 LONGEST_WORD = 100
 
-# An unclosed string extends to the end of its line or of the file, so that the remaining text is not searched again for
-# each such string.
+# An unclosed string extends to the end of its line or of the file; otherwise, the remaining text would be searched
+# again for each such string.
 _STRING = r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|' + r"'''.*?(?:'''|\Z)|" + r'"(?:[^"\\\n]|\\[^\n]?)*"?|' + r"'[^'\n]*'?"
 _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\[\]{{}}.,=\n])", re.DOTALL)
 
@@ -57,7 +57,7 @@ def read_own_text(path: Path) -> str:
 class Judged:
     """Reads a file like `read_plain_text`, and stores in `distrust` why the file must not be trusted, or "".
 
-    The text and the reason are from the same open file, since the name may refer to another file later. With `pipes`,
+    The text and the reason come from the same open file because the name may refer to another file later. With `pipes`,
     pipes are also read.
     """
 

@@ -8,7 +8,7 @@ from trainer.contract.settings.job import SaeSettings
 
 
 def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[Problem]:
-    """Return the problems of an SAE with data of these dimensions; `d_out` is None if the data has no targets."""
+    """Return an SAE's problems with data of these dimensions; `d_out` is None if the data has no targets."""
     entry, name = ARCHITECTURES[sae.architecture], sae.architecture
     if d_out is None:
         # Without a separate target, a skip connection would copy the input and leave nothing for the latents to learn.

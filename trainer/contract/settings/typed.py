@@ -16,7 +16,7 @@ from trainer.contract.settings.toml import parse_toml
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
-# A longer string is not meant as a number, and would be slow to convert.
+# A longer string is not meant to be a number and would be slow to convert.
 _LONGEST = 400
 
 

@@ -1,1 +1,1 @@
-"""The SQLite stores for jobs and for the metrics of runs."""
+"""The SQLite stores for jobs and run metrics."""

@@ -26,9 +26,9 @@ from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
-# The suffixes of the files that SQLite creates next to a store.
+# The suffixes of the files created by SQLite next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# The error codes for a rollback journal that a killed writer left, and for a write-ahead log that must be recovered.
+# The error codes for a rollback journal left by a killed writer, and for a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
@@ -37,7 +37,7 @@ class StoreError(UserError):
 
 
 class StoreCorrupt(StoreError):
-    """An error for a corrupt store, with content that SQLite cannot have written."""
+    """An error for a corrupt store, with content that cannot have been written by SQLite."""
 
 
 class StoreMissing(StoreError):
@@ -67,8 +67,8 @@ def _make(path: Path, schema: Schema) -> None:
     try:
         _make_file(part, path.parent)
         with contextlib.closing(_open_for_writing(part, schema)) as connection:
-            # Move the content of the WAL into the store, since the WAL is not renamed. Closing the connection would do
-            # this too, but would ignore a full disk.
+            # Move the WAL content into the store because the WAL is not renamed. Closing the connection would do this
+            # too, but would ignore a full disk.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
             # The file system cannot rename without replacing, so create an empty file now and the tables later.
@@ -81,8 +81,8 @@ def _make(path: Path, schema: Schema) -> None:
 
 def _make_file(path: Path, folder: Path) -> None:
     # The WAL files get the mode of the main file. Create the main file without opening it: closing any of its
-    # descriptors would drop the POSIX locks that other connections of this process hold. The next process that closes
-    # the store would then delete the WAL that these connections use.
+    # descriptors would drop the POSIX locks held by other connections in this process. The next process to close the
+    # store would then delete the WAL in use by these connections.
     os.mknod(path, 0o600)
     if is_shared(folder):
         path.chmod(file_mode(folder))
@@ -109,7 +109,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if _code(error) not in _TO_RECOVER:
                 raise
-        # A read-only connection cannot complete or roll back the transaction of a killed writer, so open the store for
+        # A read-only connection cannot complete or roll back a killed writer's transaction, so open the store for
         # writing first.
         with _connect(f"file:{_quote(path)}?mode=rw") as connection:
             _version(connection)
@@ -120,7 +120,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=ro") as connection:
         connection.execute("PRAGMA query_only=ON")
-        # Version 0 means that the writer has created the file, but not yet its tables.
+        # Version 0 means that the writer has created the file but not yet its tables.
         if _refuse_newer(connection, path, schema) == 0:
             raise StoreMissing(f"there is no store at {path} yet")
         return connection
@@ -134,7 +134,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_odd(path: Path) -> None:
-    """Raise `StoreError` if a file that SQLite writes is a link, a pipe or a folder."""
+    """Raise `StoreError` if a file written by SQLite is a link, a pipe or a folder."""
     _refuse_links(path)
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
@@ -163,7 +163,7 @@ def data_version(connection: sqlite3.Connection) -> int:
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """Make the body of the context one atomic write.
 
-    The transaction is IMMEDIATE, since a read cannot be upgraded to a write after another process has committed.
+    The transaction is IMMEDIATE because a read cannot be upgraded to a write after another process has committed.
     """
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -177,7 +177,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite and the file system to `StoreError`s with a sentence that says what to do."""
+    """Convert SQLite and file system errors to `StoreError`s with a sentence saying what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -191,7 +191,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended error code, or 0 for errors of Python's `sqlite3` module itself."""
+    """Return SQLite's extended error code, or 0 for errors raised by Python's `sqlite3` module itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -204,7 +204,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
             return f"the store {path} cannot be locked: {problem}"
-        # Import late, since a waiting supervisor does not need this module.
+        # Import late because a waiting supervisor does not need this module.
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
@@ -253,8 +253,8 @@ def check_whole(path: Path, schema: Schema) -> None:
 def set_aside(path: Path, word: str) -> Path | None:
     """Rename a store and its WAL files to `<name>.<word>-1`, or use the next free number.
 
-    Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted, since
-    it would be replayed into the next store.
+    Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted
+    because it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
     with explain_errors(path):
@@ -276,13 +276,13 @@ def no_locks(folder: Path) -> str:
     On a file system without locks (such as NFS without a working lock service), SQLite only reports that the store is
     busy.
     """
-    # Import late, since `tempfile` takes 1 MiB in a waiting supervisor.
+    # Import late because `tempfile` takes 1 MiB in a waiting supervisor.
     import tempfile
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock that SQLite uses
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock that runs and GPUs use
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock used by SQLite
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock used for runs and GPUs
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
             return (
@@ -306,10 +306,10 @@ def _connect(uri: str) -> Iterator[sqlite3.Connection]:
 
 
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
-    """Set the journal mode of the file, retrying for `BUSY_TIMEOUT_S`.
+    """Set the file's journal mode, retrying for `BUSY_TIMEOUT_S`.
 
     To change the mode, SQLite upgrades a read lock. If another process does the same, SQLite fails immediately despite
-    its busy timeout, since the two upgrades would otherwise deadlock.
+    its busy timeout because the two upgrades would otherwise deadlock.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -325,7 +325,7 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 def _let_shrink(connection: sqlite3.Connection) -> None:
     """Make a new file return free pages to the disk, and truncate its write-ahead log after each checkpoint.
 
-    The vacuum mode is fixed when a file's first page is written, so this function must be called before any write.
+    The vacuum mode is fixed when the first page of a file is written, so this function must be called before any write.
     """
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
@@ -336,9 +336,9 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # Migrate in a separate process, since sqlite-utils uses 17 MiB, which is too much for the app and waiting
-    # supervisors, and takes 1.5 s to import if pandas is installed. Run the file with -P, since a user's `trainer.py`
-    # in the working directory would shadow the package.
+    # Migrate in a separate process: sqlite-utils uses 17 MiB, too much for the app and waiting supervisors, and takes
+    # 1.5 s to import if pandas is installed. Run the file with -P because a user's `trainer.py` in the working
+    # directory would shadow the package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
@@ -360,7 +360,7 @@ def _version(connection: sqlite3.Connection) -> int:
 
 
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
-    """Return the schema version of a store; raise `StoreError` if a newer version of the program created it."""
+    """Return a store's schema version; raise `StoreError` if a newer version of the program created it."""
     version = _version(connection)
     newest = len(MIGRATIONS[schema])
     if version > newest:

@@ -1,4 +1,4 @@
-"""Finds the process that blocks writes to a store, since a process that hangs in a transaction blocks all others."""
+"""Finds the process blocking writes to a store: a process hanging in a transaction blocks all others."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.contract.printable import printable
 from trainer.contract.process import state_of
 from trainer.contract.trust import user_of
 
-# The offsets of the first bytes that SQLite locks for a write, in the store itself and in the shared memory of its WAL.
+# The offsets of the first bytes locked by SQLite for a write, in the store itself and in its WAL's shared memory.
 _IN_STORE, _IN_SHARED_MEMORY = 0x40000000, 120
 _LONGEST_NAME = 60
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the pid of another process that blocks writes to this store, or None if no such process is visible.
+    """Return the pid of another process blocking writes to this store, or None if no such process is visible.
 
-    A process on another host, or outside this PID namespace, is not visible. The store is not opened here, since
+    A process on another host, or outside this PID namespace, is not visible. The store is not opened here because
     closing it would drop this process's own locks on it.
     """
     with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def is_halted(pid: int) -> bool:
 
 
 def describe_holder(pid: int) -> str:
-    """Return a description of the process that blocks a store, and what to do about it.
+    """Return a description of the process blocking a store, and what to do about it.
 
     An example is ``ann's process 123 (python -m sae_tui), which is halted; `kill -CONT 123` continues it``.
     """
@@ -64,7 +64,7 @@ def describe_holder(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return f"process {pid}, which has exited; try again"
-    # Omit options, since their values may be secret.
+    # Omit options because their values may be secret.
     end = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
     name = printable(" ".join([os.path.basename(words[0]), *words[1:end]]).strip()[:_LONGEST_NAME])
     who = f"{whose}'s process {pid}" + (f" ({name})" if name else "")

@@ -1,7 +1,7 @@
-"""The store `control.db`: the jobs, ranks, leases, requests and events of one data folder.
+"""The store `control.db`: the jobs, ranks, leases, requests and events in one data folder.
 
-The state of a job is changed in a `BEGIN IMMEDIATE` transaction that checks whether the transition is allowed, so that
-two processes cannot both make the same transition.
+A job's state is changed in a `BEGIN IMMEDIATE` transaction that checks whether the transition is allowed, so two
+processes cannot both make the same transition.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
-# The process that evaluates the job's SAEs handles the request "stop-evaluation"; the supervisor handles all others.
+# The process evaluating the job's SAEs handles the request "stop-evaluation"; the supervisor handles all other
+# requests.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
-# Requests that end a job's current run.
+# Requests to end a job's current run.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
 # The maximum number of unreadable rows whose ids are listed in one message.
 MOST_NAMED = 5
@@ -49,11 +50,11 @@ _STATES = frozenset(map(str, JobState))
 
 
 class LeaseConflict(UserError):
-    """An error for a GPU that is already held by another job."""
+    """An error for a GPU already held by another job."""
 
 
 class Unreadable(UserError):
-    """An error for corrupt rows, with values that this program never writes."""
+    """An error for corrupt rows, with values never written by this program."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -63,10 +64,10 @@ class Unreadable(UserError):
 
 
 class Control:
-    """The job store of a data folder; a store that is opened read-only is never created or changed.
+    """The job store in a data folder; a store opened read-only is never created or changed.
 
-    Unreadable rows are skipped, so that the other rows remain usable. `unreadable` contains the ids that the last call
-    to `jobs` skipped. `mend` repairs an unreadable row.
+    Unreadable rows are skipped to keep the other rows usable. `unreadable` contains the ids skipped by the last call to
+    `jobs`. `mend` repairs an unreadable row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -99,7 +100,7 @@ class Control:
         with self._write() as db:
             number = _free_number(db, above)
             row = msgspec.structs.replace(job, id=number, created=created, queued=job.queued or created)
-            # Insert first, so that a full disk is noticed before any files exist.
+            # Insert first to notice a full disk before any files exist.
             _insert(db, to_row(row))
             if prepare:
                 _update(db, number, msgspec.structs.asdict(prepare(row)))
@@ -187,7 +188,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Set the state and fields of a job atomically.
+        """Set a job's state and fields atomically.
 
         Return False if the transition is not allowed, or if a request in `unless` is open.
         """
@@ -212,7 +213,7 @@ class Control:
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job; to change its state, use `transition`."""
+        """Set fields in a job; to change its state, use `transition`."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
@@ -228,7 +229,7 @@ class Control:
     def lease(
         self, job: Job, gpus: Sequence[tuple[int, str]], space: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
-        """Lease GPUs to a job and change the job's state to `starting`, both in one transaction.
+        """Lease GPUs to a job and change its state to `starting` in one transaction.
 
         The GPUs are given as pairs (index, UUID). Raise `LeaseConflict` if another job holds one of the GPUs, unless
         both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Return False if the job
@@ -255,7 +256,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Record how a rank was started or how it exited; replace any earlier row of the same rank."""
+        """Record how a rank was started or how it exited; replace any earlier row for the same rank."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -293,14 +294,14 @@ class Control:
             db.execute(_ADD_EVENT, (job_id, time.time(), level, kind, message))
 
     def events(self, job_id: int) -> list[Event]:
-        """Return the readable events of a job, oldest first."""
+        """Return the readable events for a job, oldest first."""
         rows = self._select(
             f"SELECT timestamp, level, kind, message FROM events WHERE job_id = {int(job_id)} ORDER BY id"
         )
         return list(readable(rows, Event))
 
     def last_event(self) -> int:
-        """Return the number of the latest event of any job, or 0 if there are no events."""
+        """Return the number of the latest event for any job, or 0 if there are no events."""
         return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
 
     def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:
@@ -376,7 +377,7 @@ def _pending_requests(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:
     marks = ", ".join("?" * len(row))
-    # Quote the names, since "after" is an SQL keyword.
+    # Quote the names because "after" is an SQL keyword.
     names = ", ".join(f'"{name}"' for name in row)
     return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
 

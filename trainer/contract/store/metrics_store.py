@@ -1,4 +1,4 @@
-"""The store `runs/<id>/metrics.db`: the metrics, heartbeat and events of one run, written only by rank 0."""
+"""The store `runs/<id>/metrics.db`: the metrics, heartbeat and events for one run, written only by rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.rows import Count, Event, Time, convert, readable
 # log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
 # million rows for a plot takes 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
-# The largest stored value. Metrics are far smaller; squares or differences of larger values could overflow.
+# The largest stored value. Metrics are far smaller; squares or differences of values above this limit could overflow.
 LARGEST = 1e100
 # The training phases of a run; the second applies if the run finishes early.
 TRAINING, COOLING = "training", "cooling down"
@@ -36,7 +36,7 @@ def is_before_first_step(phase: str) -> bool:
 
 
 class MetricRow(msgspec.Struct, frozen=True):
-    """A value of a metric; `rank` is 0 for values reduced over all ranks."""
+    """A metric value; `rank` is 0 for values reduced over all ranks."""
 
     name: str
     step: int
@@ -45,7 +45,7 @@ class MetricRow(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A point of a curve: a value of a metric, or the mean, minimum and maximum over a bucket of steps."""
+    """A point on a curve: a metric value, or the mean, minimum and maximum over a bucket of steps."""
 
     step: int
     value: float | None
@@ -69,7 +69,7 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class SeriesWriter:
-    """Writes the metrics of a run; used only by the progress thread of rank 0."""
+    """Writes a run's metrics; used only by rank 0's progress thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,7 +98,7 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete all rows after the heartbeat's step, so that curves contain no later values from earlier attempts."""
+        """Delete all rows after the heartbeat's step to keep later values from earlier attempts out of the curves."""
         with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
@@ -129,7 +129,7 @@ class SeriesWriter:
             self._db.close()
 
     def close(self) -> None:
-        """Close the store after moving the write-ahead log into it, so that it is a single file that can be copied."""
+        """Close the store after moving the write-ahead log into it, leaving a single file that can be copied."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
@@ -138,7 +138,7 @@ class SeriesWriter:
 class SeriesReader:
     """Reads a run's metrics while they are being written; with a WAL, a reader never waits for the writer.
 
-    Invalid rows and values, which `SeriesWriter` never writes, are skipped.
+    Invalid rows and values, never written by `SeriesWriter`, are skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,13 +172,13 @@ class SeriesReader:
         return None
 
     def series(self) -> list[tuple[str, int]]:
-        """Return the series that have values, as pairs (name, rank)."""
+        """Return the series with values, as pairs (name, rank)."""
         with explain_errors(self.path):
             pairs = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
         return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
-        """Return all values of a series at steps after `after`."""
+        """Return all values in a series at steps after `after`."""
         query = (
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
             f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
@@ -199,7 +199,7 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # Bucket widths are powers of two, so that buckets nest: the earlier points of a growing curve change only
+            # Bucket widths are powers of two to make buckets nest: the earlier points on a growing curve change only
             # when the curve doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
@@ -230,7 +230,7 @@ class SeriesReader:
         return [_finite(row[0]) if row else None for row in rows]
 
     def timed_values(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
-        """Yield the values of a series as tuples (step, timestamp, value); rows are read lazily."""
+        """Yield the values in a series as tuples (step, timestamp, value); rows are read lazily."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explain_errors(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
@@ -259,21 +259,21 @@ class SeriesReader:
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
-    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE or before any measurement.
+    """Return the label of the SAE with the lowest FVU in a sweep; "" for a run with one SAE or before any measurement.
 
-    The held-out FVU is used if any SAE has one, otherwise the FVU of the last batches.
+    The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
     return min(fvu, key=fvu.__getitem__, default="")
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
-    """Return a dict that maps the label of each SAE to the latest value of a metric."""
+    """Return a dict mapping each SAE's label to the latest value of a metric."""
     return {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
-    """Return the latest value of a metric for one SAE of a sweep, or for the run if all SAEs share the metric."""
+    """Return the latest value of a metric for one SAE in a sweep, or for the run if all SAEs share the metric."""
     own = f"{name}@{label}"
     if label and any(other.startswith(f"{name}@") for other in latest):
         return latest.get(own)
@@ -339,16 +339,16 @@ _NEWEST = (
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
-    """Add new names and return a dict that maps every name to its id.
+    """Add new names and return a dict mapping every name to its id.
 
-    The ids are not cached, since a failed write rolls back its new names.
+    The ids are not cached because a failed write rolls back its new names.
     """
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the buckets of the `touched` tuples (key, rank, step) from rows, so that no step is counted twice."""
+    """Recompute the buckets for the `touched` tuples (key, rank, step) from rows to avoid counting a step twice."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

@@ -1,4 +1,4 @@
-"""The schemas of the stores as append-only lists of migrations; `PRAGMA user_version` is the number applied.
+"""The store schemas as append-only lists of migrations; `PRAGMA user_version` is the number of migrations applied.
 
 A new store is created without sqlite-utils, directly from the SQL of the latest schema, which `make schemas` writes.
 """
@@ -92,12 +92,12 @@ def control_003(db: Database) -> None:
 
 
 def control_004(db: Database) -> None:
-    """Add the value of CUDA_VISIBLE_DEVICES at launch."""
+    """Add the value that CUDA_VISIBLE_DEVICES had at launch."""
     db.table("jobs").add_column("visible_devices", str)
 
 
 def control_005(db: Database) -> None:
-    """Add the energy of a job's GPUs, and the GPU-seconds held, measured, and read from an energy counter."""
+    """Add the energy used by a job's GPUs, and the GPU-seconds held, measured, and read from an energy counter."""
     for name in ("energy_wh", "energy_s", "energy_known_s", "energy_counted_s"):
         db.table("jobs").add_column(name, float)
 
@@ -117,7 +117,7 @@ def control_007(db: Database) -> None:
 
 
 def control_008(db: Database) -> None:
-    """Add the machine id of each job, and remove deleted jobs from the dependency lists of other jobs.
+    """Add a machine id to each job, and remove deleted jobs from the dependency lists of other jobs.
 
     Before this version, a deleted job was considered finished; now a job waits for every job in its list.
     """
@@ -134,8 +134,8 @@ def control_009(db: Database) -> None:
 def metrics_001(db: Database) -> None:
     """Create tables for metrics (clustered by key, rank and step), two levels of roll-ups, the heartbeat and events."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
-    # sqlite-utils does not support WITHOUT ROWID, which halves the size of the file (307 instead of 598 MB for 10
-    # million rows).
+    # sqlite-utils does not support WITHOUT ROWID, which halves the file size (307 instead of 598 MB for 10 million
+    # rows).
     db.execute(
         "CREATE TABLE metrics(key_id INTEGER, rank INTEGER, step INTEGER, timestamp REAL, value REAL,"
         " PRIMARY KEY(key_id, rank, step)) WITHOUT ROWID"
@@ -180,12 +180,12 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
 }  # fmt: skip
 
 
-# The SQL files that create the tables of a new store with the latest schema.
+# The SQL files for creating the tables in a new store with the latest schema.
 NEW = Path(__file__).parent / "new"
 
 
 def statements_of_new(schema: Schema) -> list[str]:
-    """Return the SQL statements that create the tables of an empty store, without semicolons at the end."""
+    """Return the SQL statements for creating the tables in an empty store, without semicolons at the end."""
     return (NEW / f"{schema}.sql").read_text(encoding="utf-8").split(";\n\n")[:-1]
 
 

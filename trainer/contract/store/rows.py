@@ -1,4 +1,4 @@
-"""The rows of `control.db`: jobs, ranks, GPU leases and events."""
+"""The rows in `control.db`: jobs, ranks, GPU leases and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that contai
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
-# Columns with the latest metrics of a run; all other metrics are only in the run's own store.
+# Columns with a run's latest metrics; all other metrics are only in the run's own store.
 VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")
 
@@ -78,7 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
     # Fields for the queue, including the ids of the jobs on which this job depends (`after`), the time at which it was
-    # queued, and the reason why it waits.
+    # queued, and the reason why it is waiting.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
@@ -88,7 +88,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
-    # The value of CUDA_VISIBLE_DEVICES at launch, which limits the choice of GPUs with `any_gpus`.
+    # The value of CUDA_VISIBLE_DEVICES at launch; with `any_gpus`, this limits the choice of GPUs.
     visible_devices: str | None = None
     shares_gpus: bool = False
     card_memory_bytes: Count | None = None
@@ -97,7 +97,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: Count = 0
     restarts: Count = 0
     backend: Name = "local"
-    # The energy that the GPUs used, and the GPU-seconds held, measured, and read from an energy counter.
+    # The energy used by the GPUs, and the GPU-seconds held, measured, and read from an energy counter.
     energy_wh: Duration | None = None
     energy_s: Duration | None = None
     energy_known_s: Duration | None = None
@@ -110,15 +110,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
-    # The id of the job's machine, since the host name may change; "" or None if unknown.
+    # The job's machine id, stored because the host name may change; "" or None if unknown.
     machine_id: str | None = None
 
     @property
     def takes_slices(self) -> bool:
         """Whether the job can use MIG slices as GPUs.
 
-        A training job on several GPUs cannot use slices, since its ranks exchange tensors. The processes of an
-        extraction can use slices.
+        A training job on several GPUs cannot use slices because its ranks exchange tensors. Extraction processes can
+        use slices.
         """
         return self.gpus_wanted == 1 or self.mode == "single"
 
@@ -141,7 +141,7 @@ _TYPES = {field.name: field.type for field in msgspec.structs.fields(Job)}
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `ranks`: a rank's process and its exit status."""
+    """A row in `ranks`: a rank's process and its exit status."""
 
     job_id: JobId
     attempt: Count
@@ -160,7 +160,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: the job and user that hold a GPU, the start time, and the memory leased on a shared GPU."""
+    """A row in `leases`: the job and user holding a GPU, the start time, and the memory leased on a shared GPU."""
 
     host: str
     gpu_uuid: str
@@ -174,7 +174,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a job; the level is "info", "warning" or "error"."""
+    """An event for a job; the level is "info", "warning" or "error"."""
 
     timestamp: Time
     level: str
@@ -183,18 +183,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_row(job: Job) -> dict[str, Any]:
-    """Return the job as a row of `jobs`."""
+    """Return the job as a row for `jobs`."""
     return as_columns(msgspec.structs.asdict(job))
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """Return the job in a row of `jobs`; raise `ValueError` if a column has a value that this program never writes."""
+    """Return the job in a row from `jobs`; raise `ValueError` if a column has a value never written by this program."""
     # Some columns are missing if a store from an older version is opened read-only.
     return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to a type; raise `ValueError` for a value that this program never writes."""
+    """Convert a row or a column to a type; raise `ValueError` for a value never written by this program."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -202,7 +202,7 @@ def convert(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """Convert rows to a type, skipping rows with values that this program never writes."""
+    """Convert rows to a type, skipping rows with values never written by this program."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield convert(row, kind)
@@ -218,7 +218,7 @@ def salvage(row: dict[str, Any], fallback: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only the fields of a job whose values are valid in a row."""
+    """Return only the job fields whose values are valid in a row."""
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
@@ -234,7 +234,7 @@ def _column(name: str, value: Any) -> Any:
 
 
 def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a job to column values of `jobs`."""
+    """Convert a job's fields to column values for `jobs`."""
     return {name: _list_to_text(value) if name in _LIST_COLUMNS else value for name, value in fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""The states of a job and the transitions between them."""
+"""Job states and the transitions between them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
-    # The job has not run, since its SAE was imported from another tool.
+    # The job has never run: its SAE was imported from another tool.
     IMPORTED = "imported"
 
     @property
