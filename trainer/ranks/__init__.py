@@ -1,1 +1,1 @@
-"""Starts and stops the processes of a run, and chooses their devices."""
+"""Starts and stops the processes in a run, and chooses their devices."""

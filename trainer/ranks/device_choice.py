@@ -1,4 +1,4 @@
-"""Chooses the devices of this machine for a job, and checks whether the job can run on them."""
+"""Chooses devices on this machine for a job, and checks whether the job can run on those devices."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def here(job: J) -> J:
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raise `JobFileError` with every error that prevents the job from running; print the other problems as warnings.
+    """Raise `JobFileError` with every error preventing the job from running; print the other problems as warnings.
 
-    Check only settings whose path starts with `only`.
+    Check only settings with a path starting with `only`.
     """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
     problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
@@ -60,9 +60,9 @@ def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankS
 def devices_again(
     job: JobConfig, last: RankSpec, overrides: Sequence[str]
 ) -> tuple[int, DeviceType, list[Device], str]:
-    """Return the number of devices, their type ("cuda" or "cpu"), the GPUs and their vendor for a resumed run.
+    """Return the number of devices, the device type ("cuda" or "cpu"), the GPUs and their vendor for a resumed run.
 
-    Use the devices of the last attempt, unless `overrides` set launch.gpus or one of these GPUs is gone.
+    Use the devices from the last attempt, unless `overrides` set launch.gpus or one of these GPUs is gone.
     """
     job = here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
@@ -80,8 +80,8 @@ def devices_again(
 def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
     """Return the number of ranks and the UUIDs of their GPUs, or no UUIDs for CPU processes.
 
-    `asked` has the format of launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if `asked` is invalid or names
-    a missing GPU.
+    `asked` has the same format as launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if `asked` is invalid or
+    names a missing GPU.
     """
     word, _, count = asked.partition(":")
     gpus = [] if word == "cpu" else visible_gpus()

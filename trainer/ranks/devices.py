@@ -1,6 +1,6 @@
 """Lists the GPUs that PyTorch can use, in a separate process.
 
-Listing GPUs creates a CUDA context of about 500 MB, which must not stay in a process that only starts ranks.
+Listing GPUs creates a CUDA context of about 500 MB; it must not stay in a process that only starts ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_GPUS = 64
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU: the index that its vendor's tool shows, the UUID used to select it, its name and its total memory."""
+    """A GPU: the index shown by its vendor's tool, the UUID used to select it, its name and its total memory."""
 
     index: int
     uuid: str
@@ -38,19 +38,19 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def torch_vendor() -> str:
-    """Return the name in `VENDORS` of the vendor whose GPUs PyTorch can use here, or ""."""
+    """Return the `VENDORS` key for the vendor whose GPUs PyTorch can use here, or ""."""
     return vendor_of_build(vendors_here())
 
 
 def gpus_here() -> list[Device]:
-    """Return the GPUs that jobs can use, or [] if PyTorch cannot list them, since estimates also work without GPUs."""
+    """Return the GPUs that jobs can use, or [] if PyTorch cannot list them (estimates also work without GPUs)."""
     with contextlib.suppress(UserError):
         return visible_gpus()
     return []
 
 
 def visible_gpus() -> list[Device]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, or [] without a driver; this process does not import torch.
+    """Return the GPUs allowed by CUDA_VISIBLE_DEVICES, or [] without a driver; this process does not import torch.
 
     Raise `UserError` if PyTorch cannot list the GPUs.
     """
@@ -79,7 +79,7 @@ def _list_by_torch(vendor: Vendor) -> list[Device]:
 
 
 def uuid_of(uuid: object, prefix: str) -> str:
-    """Return the UUID that selects a GPU, from the 16 bytes that PyTorch reports.
+    """Return the UUID for selecting a GPU, from the 16 bytes reported by PyTorch.
 
     ROCm stores the 16 ASCII digits of the GPU's serial number in these bytes; PyTorch prints each byte as two hex
     digits.
@@ -92,7 +92,7 @@ def uuid_of(uuid: object, prefix: str) -> str:
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
-    """Return the devices with their indices among all GPUs, since CUDA numbers only the visible GPUs, from 0.
+    """Return the devices with their indices among all GPUs because CUDA numbers only the visible GPUs, from 0.
 
     `on_the_bus` contains the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
     environment variable (`visible`).

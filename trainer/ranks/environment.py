@@ -1,4 +1,4 @@
-"""Records the environment of a run: the versions, the commit, the hardware and the command. Errors are ignored."""
+"""Records a run's environment: the versions, the commit, the hardware and the command. Errors are ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_environment(file: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return the environment as JSON values; GPUs are included only if torch uses CUDA."""
+    """Return the environment as JSON values; GPUs are included only if torch is using CUDA."""
     parts: dict[str, Callable[[], Any]] = {
         "started": lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command_of_parent,
@@ -55,7 +55,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
-    """Return the commit of a checkout and whether files differ from it, or None without a checkout or a working git."""
+    """Return a checkout's commit and whether any files differ from it, or None without a checkout or a working git."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
@@ -76,7 +76,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _command_of_parent() -> list[str]:
-    """Return the parent's command line, which is the user's command; a rank's command line only names a spec file."""
+    """Return the parent's command line, that is, the user's command; a rank's command line only names a spec file."""
     raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")]
 

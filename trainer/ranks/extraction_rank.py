@@ -18,11 +18,11 @@ from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 
-# The intervals in seconds between tokens/s values and between log lines.
+# The intervals between tokens/s values and between log lines, in seconds.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
-# The file with the result of an extraction by several ranks.
+# The file for the result of an extraction by several ranks.
 RESULT = "result.json"
-# The rendezvous folder of the ranks, a subfolder of the attempt's folder.
+# The ranks' rendezvous folder, a subfolder of the attempt's folder.
 PEERS = "peers"
 
 
@@ -56,7 +56,7 @@ class Reporter:
     def __init__(self, progress: RunProgress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
-        # The start of the current interval, or None before the first batch, to exclude the time to load the model.
+        # The start of the current interval, or None before the first batch to exclude model loading time.
         self._since: float | None = None
 
     def advance(self, n_kept: int) -> None:
@@ -78,7 +78,7 @@ class Reporter:
         return MetricRow("memory_bytes", n_kept, memory_bytes(self._device))
 
     def end(self, result: ExtractionResult) -> None:
-        """Report the result of the extraction."""
+        """Report the extraction result."""
         left_out = "".join(f", left out {n:,} {reason}" for reason, n in result.left_out.items() if n)
         sentence = f"{result.state}: {result.n_tokens:,} rows for each hook{left_out}"
         self._progress.heartbeat(result.state, result.n_tokens, result.n_tokens)

@@ -1,4 +1,7 @@
-"""The work of a rank in an extraction. A resumed extraction continues after the last shard and keeps its history."""
+"""The work done by a rank in an extraction.
+
+A resumed extraction continues after the last shard and keeps its history.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ExtractionWork(RankWork[ExtractJob]):
-    """A rank of an extraction."""
+    """An extraction rank."""
 
     def run(self, progress: RunProgress) -> bool:
         from trainer.ranks.extraction_rank import PEERS, extract_rows

@@ -37,14 +37,14 @@ from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, S
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
-# The time limit in seconds for a rank to notice a lost peer and exit.
+# How long a rank may take to notice a lost peer and exit, in seconds.
 END_AFTER_FAILURE_S = 5.0
 # A short format, since tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
-    """Create the folder of a run and return its lock; raise `UsageError` if it already contains a run."""
+    """Create a run folder and return its lock; raise `UsageError` if it already contains a run."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
         raise UsageError(_occupied(run_dir))
@@ -55,7 +55,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def _occupied(run_dir: Path) -> str:
-    """Return the error for a folder that already contains a run, with the remedy."""
+    """Return the error for a folder already containing a run, with the remedy."""
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
@@ -70,7 +70,7 @@ def write_job(job: AnyJob, paths: RunPaths) -> None:
 
 
 def own_box_file() -> Path | None:
-    """Return the file in the user's data folder with this machine's speeds, which jobs of the app also use.
+    """Return the file in the user's data folder with this machine's speeds; jobs started by the app also use this file.
 
     Return None if the folder cannot be created.
     """
@@ -83,7 +83,7 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the attempt running in a folder.
+    """Return the spec for the attempt running in a folder.
 
     Raise `UserError` if no attempt is running or the app started it.
     """
@@ -98,7 +98,7 @@ def running_spec(run_dir: Path) -> RankSpec:
 
 
 def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
-    """Write a file that tells the ranks of an attempt to stop, or to cool down and finish early."""
+    """Write a file telling the ranks in an attempt to stop, or to cool down and finish early."""
     paths = RunPaths(run_dir)
     private_folder(paths.attempt(attempt))
     refuse_link(paths.attempt(attempt))
@@ -106,7 +106,7 @@ def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
 
 
 class Foreground:
-    """One attempt of a run whose ranks are children of this process; the attempt starts at step `first_step`."""
+    """One attempt at a run, with ranks that are children of this process; the attempt starts at step `first_step`."""
 
     def __init__(self, job: AnyJob, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
@@ -114,7 +114,7 @@ class Foreground:
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()
-        # The timestamp of the newest event that this process has seen.
+        # The timestamp of the newest event seen by this process.
         self._seen_until = self._began
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -130,7 +130,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Append each rank as it starts, so that Ctrl-C reaches all ranks that are already running.
+            # Append each rank as it starts to let Ctrl-C reach all ranks already running.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -168,13 +168,13 @@ class Foreground:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills the ranks, since at the end of a session, both SIGTERM and SIGHUP are sent.
+        # Only a second Ctrl-C kills the ranks because both SIGTERM and SIGHUP are sent at the end of a session.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """Stop as on SIGTERM, but print nothing more, since the terminal is gone."""
+        """Stop as on SIGTERM, but print nothing more because the terminal is gone."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -192,7 +192,7 @@ class Foreground:
         return tqdm(total=total, initial=first, disable=None, dynamic_ncols=True, bar_format=BAR)
 
     def _watch(self, bar: tqdm[Any]) -> None:
-        """Wait until all ranks have exited; if one fails, kill the others after `END_AFTER_FAILURE_S`."""
+        """Wait until all ranks have exited; if one fails, kill the other ranks after `END_AFTER_FAILURE_S`."""
         failed_since = None
         while any(rank.ended is None for rank in self._ranks):
             self._show(bar)
@@ -210,7 +210,7 @@ class Foreground:
         if heartbeat:
             is_stepping = heartbeat.phase in (TRAINING, COOLING)
             phase = "stopping" if self._is_stopping and is_stepping else heartbeat.phase
-            # A run that finishes early has fewer steps. Ignore heartbeats of an earlier attempt.
+            # A run that finishes early has fewer steps. Ignore heartbeats from an earlier attempt.
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             bar.set_postfix(_shown_in_bar(latest), refresh=False)
@@ -219,10 +219,10 @@ class Foreground:
             bar.refresh()
 
     def _tell_warnings(self, bar: tqdm[Any]) -> None:
-        """Write each new warning of the run to stderr, above the bar."""
+        """Write each new warning about the run to stderr, above the bar."""
         for event in self._events(self._seen_until):
             self._seen_until = event.timestamp
-            # Skip report cards here, since they are printed with the result.
+            # Skip report cards here because they are printed with the result.
             if event.level == "warning" and event.kind != "card":
                 with bar.external_write_mode(sys.stderr):
                     complain(f"{printable_lines(event.message)}\n")
@@ -239,7 +239,7 @@ class Foreground:
                 rank.kill()
 
     def _cause(self) -> str:
-        """Return the error of the rank that failed first; the other ranks only lost their connection to it."""
+        """Return the error from the rank that failed first; the other ranks only lost their connection to it."""
         first = first_failed(self._ranks)
         if self._is_killing and not (first and first.hangs):
             return "stopped immediately, without a checkpoint of the last steps"
@@ -288,9 +288,9 @@ def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
 
 
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
-    """Return the result of a run for `--json`: paths, steps, tokens and metrics.
+    """Return a run's result for `--json`: paths, steps, tokens and metrics.
 
-    For a sweep, the metrics describe the best SAE, and `saes` contains the metrics of each SAE.
+    For a sweep, the metrics describe the best SAE, and `saes` contains the metrics for each SAE.
     """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()

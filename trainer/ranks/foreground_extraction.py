@@ -75,7 +75,7 @@ def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> ExtractionResu
     refuse_link(output)
     paths = RunPaths(private_folder(output / RUN, "extract.output"))
     with RunLock(paths.root) as lock:
-        # Remove the attempts of an extraction that was killed.
+        # Remove the attempts left by a killed extraction.
         for left in paths.root.glob("attempt*"):
             shutil.rmtree(left)
         paths.create()

@@ -1,4 +1,4 @@
-"""Runs a rank that srun started on a cluster node; it reports to the supervisor through files in the run folder."""
+"""Runs a rank started by srun on a cluster node; the rank reports to the supervisor through files in the run folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def join_launched(spec: RankSpec) -> int:
-    """Run this process as the rank that srun assigned, and return its exit code.
+    """Run this process as the rank assigned by srun, and return its exit code.
 
     If the cluster restarts the job, resume from the newest checkpoint.
     """
@@ -32,7 +32,7 @@ def join_launched(spec: RankSpec) -> int:
     _write_to(paths.log(rank))
     end_with_parent()
     if not staging.is_staged():
-        # A rank that restarted itself already has a parent that watches it.
+        # A rank that restarted itself already has a parent watching it.
         fork_rank(paths.rank_mark(spec.attempt, rank))
     resume_from = spec.resume_from or newest_checkpoint(paths)
     return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)
@@ -41,7 +41,7 @@ def join_launched(spec: RankSpec) -> int:
 def newest_checkpoint(paths: RunPaths) -> Path | None:
     """Return the newest complete checkpoint, or None.
 
-    All ranks find the same checkpoint, since no rank writes before all have joined the process group.
+    All ranks find the same checkpoint because no rank writes until all ranks have joined the process group.
     """
     try:
         return newest_whole(paths.checkpoints)
@@ -50,7 +50,7 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _write_to(log: Path) -> None:
-    """Redirect all output of this process to a log file, including output of libraries that bypass Python."""
+    """Redirect all output from this process to a log file, including output from libraries that bypass Python."""
     descriptor = open_private(log, os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -97,6 +97,6 @@ def _wait_for_exit(child: int, process: ProcessRef) -> int:
 
 
 def _write_mark(mark_file: Path, mark: RankMark) -> None:
-    """Write the mark; ignore disk errors, which must not stop the rank."""
+    """Write the mark; ignore disk errors because they must not stop the rank."""
     with contextlib.suppress(OSError):
         write_mark(mark_file, mark)

@@ -9,9 +9,9 @@ _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
 
 
 def load_trainer() -> None:
-    """Import torch and the trainer with garbage collection disabled, since imports create almost no garbage.
+    """Import torch and the trainer with garbage collection disabled because imports create almost no garbage.
 
-    Otherwise, Python would collect garbage about a hundred times, which took a third of the 2 s of CPU time for the
+    Otherwise, Python would collect garbage about a hundred times, taking a third of the 2 s of CPU time for the
     imports.
     """
     gc.disable()

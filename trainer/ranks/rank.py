@@ -1,4 +1,4 @@
-"""Runs one rank: sets up signal handling and progress reporting, then does the work for its kind of job."""
+"""Runs one rank: sets up signal handling and progress reporting, then does the work for this kind of job."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
 
 # After a stop request, a rank is considered stuck if it makes no progress for this many seconds.
 STUCK_AFTER_S = 60.0
-# The minimum time in seconds that ranks wait for a busy rank.
+# The minimum time that ranks wait for a busy rank, in seconds.
 LEAST_PATIENCE_S = 600.0
 
 
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
-    """Run the rank that the environment variable RANK names, and exit the process with the rank's exit code."""
+    """Run the rank named by the environment variable RANK, and exit the process with the rank's exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
-    # The log's disk may be full.
+    # The disk holding the log may be full.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # Skip PyTorch's shutdown, since it takes a second of CPU time and would delay a stop and the next job.
+    # Skip PyTorch's shutdown: it takes a second of CPU time and would delay a stop and the next job.
     os._exit(code)
 
 
@@ -104,15 +104,15 @@ def _work(
 
 
 def _rank_work(job: J) -> type[RankWork[J]]:
-    """Return the class that does the work of this kind of job."""
+    """Return the class that does the work for this kind of job."""
     loaded: type[RankWork[J]] = pkgutil.resolve_name(KINDS[job.kind].rank)
     return loaded
 
 
 class RankWork(Generic[J]):
-    """The work of a rank. Each kind of job has a subclass, which imports torch only in `run`."""
+    """The work done by a rank. Each kind of job has a subclass, which imports torch only in `run`."""
 
-    # The time in seconds that ranks wait for a busy rank.
+    # How long ranks wait for a busy rank, in seconds.
     patience_s: float = LEAST_PATIENCE_S
     # Whether rank 0 saves for all ranks.
     first_saves = False
@@ -129,9 +129,9 @@ class RankWork(Generic[J]):
         raise NotImplementedError
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
-        """Return a progress writer for the run's store or, if the store is on another host, for a file.
+        """Return a progress writer: to the run's store or, if the store is on another host, to a file.
 
-        Delete the history after the step of the heartbeat `at`.
+        Delete the history after the heartbeat `at`'s step.
         """
         from trainer.reporting.jsonl_file import FileRequests, LineFile
         from trainer.reporting.progress import Requests, StoredProgress
@@ -154,7 +154,7 @@ class RankWork(Generic[J]):
 
 
 def once_each_start(spec: RankSpec, name: str) -> str:
-    """Return a file name for the attempt's folder that changes whenever a cluster restarts the attempt."""
+    """Return a file name in the attempt's folder that changes whenever a cluster restarts the attempt."""
     if staging.is_staged():
         # The process may have left the file locked before its restart.
         name = f"{name}-staged"
@@ -168,7 +168,7 @@ def local_rank() -> int:
 
 
 def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
-    """Return the device of this rank and make it the current device of this thread.
+    """Return this rank's device and make it the current device for this thread.
 
     Raise `UserError` if PyTorch sees too few GPUs.
     """
@@ -176,7 +176,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    # srun and wrappers of torchrun may make only one GPU visible to each rank; NCCL refuses ranks that share a GPU.
+    # srun and torchrun wrappers may make only one GPU visible to each rank; NCCL refuses ranks sharing a GPU.
     index = 0 if not spec.gpu_uuids and not spec.as_one_process and torch.cuda.device_count() == 1 else local_rank
     require_gpu(index, f"rank {local_rank} has none")
     torch.cuda.set_device(index)
@@ -184,7 +184,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def require_gpu(index: int, lack: str) -> None:
-    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence that the message states."""
+    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence stated in the message."""
     import torch
 
     if index >= (n_gpus := torch.cuda.device_count()):
@@ -193,14 +193,14 @@ def require_gpu(index: int, lack: str) -> None:
 
 
 def end_with_parent() -> int:
-    """Make the kernel send SIGTERM when the parent, which is a supervisor, dies; return the parent's pid."""
+    """Make the kernel send SIGTERM when the parent (a supervisor) dies; return the parent's pid."""
     parent = os.getppid()
     prctl.end_with_parent(parent)
     return parent
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
+    """Block `STOP_SIGNALS` because a thread waits for these; ignore SIGINT and SIGHUP, handled by the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Block the signals before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill
@@ -219,7 +219,7 @@ def _stop_on_sigterm(
 def _await_sigterm(
     stop: threading.Event, progress: RunProgress, stuck_after_s: float, parent: int, first: Path | None
 ) -> None:
-    """Request a stop at each stop signal; after the first, watch for training that is stuck or orphaned."""
+    """Request a stop at each stop signal; after the first signal, watch for stuck or orphaned training."""
     signal.sigwait(STOP_SIGNALS)
     stop.set()
     arguments = (progress, stuck_after_s, parent, first)
@@ -235,9 +235,9 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     def is_alone() -> bool:
         """Return whether the supervisor is gone and no progress would be lost if this process exits.
 
-        No progress is lost before the first step, or if rank 0, which saves checkpoints, is gone too. Other orphaned
-        ranks may have died before all ranks joined. This condition is polled, since the parent-death signal can arrive
-        when one of the parent's threads exits, a moment before the process is gone.
+        No progress is lost before the first step, or if rank 0 (the rank saving checkpoints) is gone too. Other
+        orphaned ranks may have died before all ranks joined. This condition is polled because the parent-death signal
+        can arrive when one of the parent's threads exits, a moment before the process is gone.
         """
         return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
@@ -263,7 +263,7 @@ def _leave(reason: str) -> NoReturn:
 def wait_until_stuck(progress: RunProgress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
     """Return once the step and the phase have not changed for `after_s` seconds, or once `is_over()` is true.
 
-    The time spent on saving or on waiting for disk space is not limited.
+    Time spent saving or waiting for disk space is not limited.
     """
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():

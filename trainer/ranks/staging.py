@@ -1,4 +1,4 @@
-"""Restarts a rank with transfers through host memory when the GPUs cannot reach each other directly."""
+"""Restarts a rank with transfers through host memory if the GPUs cannot reach each other directly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OVER_NETWORK = "; between hosts, a firewall or the wrong interface (NCCL_SOCKET_
 
 
 def is_staged() -> bool:
-    """Return whether this process was restarted for transfers through host memory."""
+    """Return whether this process was restarted to use transfers through host memory."""
     return _MARK in os.environ
 
 
@@ -34,7 +34,7 @@ def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> No
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
         give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)
         return
-    with contextlib.suppress(OSError):  # The log's disk may be full.
+    with contextlib.suppress(OSError):  # The disk holding the log may be full.
         sys.stderr.flush()
     try:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | STAGED | {_MARK: "1"})

@@ -1,4 +1,4 @@
-"""Runs ranks that torchrun starts on one or more hosts; they share a run folder and torchrun's rendezvous."""
+"""Runs ranks started by torchrun on one or more hosts; the ranks share a run folder and torchrun's rendezvous."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(job: JobConfig, run_dir: Path) -> int:
-    """Run this process as the rank that torchrun assigned, and return its exit code.
+    """Run this process as the rank assigned by torchrun, and return its exit code.
 
-    A language model runs on the training GPUs. If the run folder has a checkpoint, resume from it, so that a restart by
-    torchrun, or the same command run again, continues the run. Raise `UsageError` if torchrun did not start this
+    A language model runs on the training GPUs. If the run folder has a checkpoint, resume from it: restarting through
+    torchrun, or running the same command again, continues the run. Raise `UsageError` if torchrun did not start this
     process.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
@@ -67,7 +67,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
 
     def on_met() -> None:
-        # Until all ranks have joined, the other ranks still read the files of the last attempt.
+        # Until all ranks have joined, the other ranks are still reading the files from the last attempt.
         if rank == 0:
             write_job(job, paths)
             write_spec(spec)
@@ -76,14 +76,14 @@ def join(job: JobConfig, run_dir: Path) -> int:
 
 
 def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
-    """Return the job with the tokens per step of the run in the folder, and notes about the changes.
+    """Return the job with the tokens per step used by the run in the folder, and notes about the changes.
 
-    Raise `JobFileError` if the job's data or SAE settings differ from the settings of that run.
+    Raise `JobFileError` if the job's data or SAE settings differ from that run's settings.
     """
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_run_job(paths.job_file), stored_run(paths.root)
-    # Settings newer than the run get the values that match its behaviour, which may differ from today's defaults.
+    # Settings newer than the run get values matching its behaviour, possibly different from today's defaults.
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):

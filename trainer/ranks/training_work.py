@@ -1,4 +1,4 @@
-"""The work of a rank that trains SAEs: it joins the other ranks, trains, and writes the report cards at the end."""
+"""The work done by a training rank: it joins the other ranks, trains, and writes the report cards at the end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from trainer.parallel.threads import Threads
     from trainer.reporting.progress import RunProgress
 
-# The time in seconds after which compilation is reported. Kernels from the cache load within a second.
+# How many seconds pass before compilation is reported. Cached kernels load within a second.
 SLOW_S = 2.0
 # The assumed write speed of a busy network file system, in bytes per second.
 _WRITTEN_PER_S = 50e6
 
 
 class TrainingWork(RankWork[JobConfig]):
-    """The work of a process that trains: it is one rank or, with threads, all ranks."""
+    """The work done by a training process: it is one rank or, with threads, all ranks."""
 
     first_saves = True
 
@@ -97,7 +97,7 @@ class TrainingWork(RankWork[JobConfig]):
         return self._train(world, progress, model_devices(spec, local_rank()))
 
     def _start_again(self) -> None:
-        """Restart this process with transfers through host memory, since the GPUs cannot reach each other directly."""
+        """Restart this process with transfers through host memory because the GPUs cannot reach each other directly."""
         if self.stop.is_set():
             os._exit(EXIT_STOPPED)
         staging.restart(self._give_up, on_one_host=self.spec.on_one_host)
@@ -107,7 +107,7 @@ class TrainingWork(RankWork[JobConfig]):
         os._exit(EXIT_FAILED)
 
     def _as_threads(self, progress: RunProgress) -> bool:
-        """Train with a thread for each rank."""
+        """Train with one thread per rank."""
         from trainer.parallel.process_group import World
         from trainer.parallel.threads import on_all
         from trainer.parallel.waiting import waiting
@@ -169,7 +169,7 @@ class TrainingWork(RankWork[JobConfig]):
 def patience_s(job: JobConfig, world_size: int) -> float:
     """Return how many seconds ranks wait for a busy rank: enough for a checkpoint, and at least `LEAST_PATIENCE_S`."""
     try:
-        # Assume a CPU, where checkpoints are larger, since moments are in fp32 by default.
+        # Assume a CPU: checkpoints are larger there because moments are in fp32 by default.
         work = Workload(job, world_size, job.data_shape(), CPU)
     except JobFileError:  # The ranks report this error themselves.
         return LEAST_PATIENCE_S
@@ -177,7 +177,7 @@ def patience_s(job: JobConfig, world_size: int) -> float:
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
-    """Return a heartbeat for the step that the run starts at, or None if the checkpoint cannot be read."""
+    """Return a heartbeat for the run's starting step, or None if the checkpoint cannot be read."""
     with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
@@ -185,13 +185,13 @@ def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
 
 
 class Compiling:
-    """Reports the kernels that Triton compiles before the first step of a run that starts at `step`."""
+    """Reports the kernels compiled by Triton before the first step of a run starting at `step`."""
 
     def __init__(self, progress: RunProgress, step: int, tokens: int) -> None:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report that kernel `number` is compiling; do nothing once training has started, since steps show progress."""
+        """Report that kernel `number` is compiling; do nothing once training has started: steps show progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import n_kernels
 
@@ -238,7 +238,7 @@ def _tell_plan(plan: Plan, file: Path, progress: RunProgress) -> None:
 
 def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
     """Report that transfers go through host memory, and record that for later jobs."""
-    # Do not record this on a cluster, since its nodes would write to the submitting host's file.
+    # Do not record this on a cluster because its nodes would write to the submitting host's file.
     if spec.by_files or not spec.box_file:
         progress.event("staged", staging.SENTENCE, "warning")
         return
@@ -248,21 +248,21 @@ def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
 
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
-    """Return the rendezvous file of the ranks, which is new for each start, or None under torchrun."""
+    """Return the ranks' rendezvous file, new for each start, or None under torchrun."""
     return attempt / once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
 
 
 def set_order_of_sums(deterministic: bool) -> None:
     """Make NCCL use only rings if `deterministic` is True; call this before NCCL loads.
 
-    By default, NCCL chooses rings, trees or switches depending on the message size, and these round differently.
+    By default, NCCL chooses rings, trees or switches depending on message size, and these algorithms round differently.
     """
     if deterministic:
         os.environ.setdefault("NCCL_ALGO", "Ring")
 
 
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
-    """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
+    """Raise `UserError` if this rank would be exchanging tensors with other ranks from a MIG slice.
 
     GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, regardless of its
     local rank, so the device index is limited to the visible devices.

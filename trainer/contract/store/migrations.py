@@ -92,7 +92,7 @@ def control_003(db: Database) -> None:
 
 
 def control_004(db: Database) -> None:
-    """Add the value that CUDA_VISIBLE_DEVICES had at launch."""
+    """Add a column for the value of CUDA_VISIBLE_DEVICES at launch."""
     db.table("jobs").add_column("visible_devices", str)
 
 
