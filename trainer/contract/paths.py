@@ -15,7 +15,7 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# The name of the file next to the checkpoints reserving disk space for the last checkpoint.
+# The name of a file next to the checkpoints; it reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
 # Folders under which links are not followed because other users may create links there. The folders themselves may be
 # links.
@@ -40,7 +40,7 @@ class RunPaths:
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
-        """Free disk space reserved for the last checkpoint by a killed process of the run."""
+        """Free disk space reserved for the last checkpoint by a killed process in the run."""
         with contextlib.suppress(OSError):
             folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -154,7 +154,7 @@ class DataDir:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Return the folder of a job's finished SAE, or of a sweep's SAEs, each in a subfolder."""
+        """Return the folder for a job's finished SAE, or for a sweep's SAEs, each in a subfolder."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
@@ -164,7 +164,7 @@ class DataDir:
         return max(map(int, names), default=0)
 
     def exported_folder(self, job_id: int) -> str | None:
-        """Return the folder of a job's SAE, or of a sweep's SAEs, or None if no SAE has been written yet."""
+        """Return the folder for a job's SAE or a sweep's SAEs, or None if no SAE has been written yet."""
         folder = self.sae(job_id)
         exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
         return str(folder) if exists else None
@@ -293,8 +293,7 @@ def _inside(folder: Path, place: Path) -> str:
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` if the path contains a link under a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent to prevent any folder on the path from being replaced by a link in the
-    meantime.
+    Each folder is opened relative to its parent so no folder on the path can be replaced by a link in the meantime.
     """
     whole = os.path.abspath(path)
     # Iterate over a copy of `_KEPT` because another thread may add a folder.
@@ -378,7 +377,7 @@ def umask_of(root: Path) -> int:
 
 
 def keep_own_access() -> None:
-    """Clear the owner's bits in the umask, so that this program can access the files and folders that it creates."""
+    """Clear the owner's bits in the umask so this program can access the files and folders that it creates."""
     os.umask(os.umask(0o077) & ~0o700)
 
 

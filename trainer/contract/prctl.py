@@ -25,7 +25,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of its orphaned descendants, so that it can find and terminate them."""
+    """Make this process the parent of its orphaned descendants so it can find and terminate them."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -94,13 +94,13 @@ def boot_id() -> str:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside containers, return the plain boot id, like earlier versions, so that ids in databases stay valid.
+    # Outside containers, return the plain boot id, like earlier versions, to keep ids in databases valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
 @functools.cache
 def machine_id() -> str:
-    """Return the id of this Linux installation, which stays the same across restarts, or "" if it is missing.
+    """Return this Linux installation's id (the same across restarts), or "" if it is missing.
 
     The result is also "" in a container because all containers from one image share the image's machine id.
     """
@@ -114,7 +114,7 @@ def machine_id() -> str:
 
 
 def in_container() -> bool:
-    """Return whether this process runs in a container, which numbers processes differently from the host."""
+    """Return whether this process is running in a container, where processes are numbered differently from the host."""
     return "/" in boot_id()
 
 

@@ -158,7 +158,7 @@ class Progress:
     def close(self) -> None:
         """Stop showing progress."""
         self._over.set()
-        # Wait for the bar to be removed to keep it from getting mixed up with the next output on the terminal.
+        # Wait for the bar to be removed so it does not get mixed up with the next output on the terminal.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:

@@ -55,7 +55,7 @@ MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 
 def zero_rows(fraction: float, of_rows: str) -> str:
-    """Return a sentence about the fraction of all-zero rows: `40.0 % of all rows are zero, like padding`."""
+    """Return a sentence about the share of all-zero rows: `40.0 % of all rows are zero, like padding`."""
     return f"{100 * fraction:.1f} % of {of_rows} are zero, like padding"
 
 

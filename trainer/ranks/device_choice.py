@@ -40,7 +40,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 
 
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
-    """Return the GPUs to run on, or [] for the CPU, which "auto" selects on a machine without GPUs."""
+    """Return the GPUs to run on, or [] for the CPU ("auto" selects the CPU on a machine without GPUs)."""
     by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
     any_will_do = [gpu.index for gpu in gpus if takes_slices(job, count) or not is_slice(gpu.uuid)]
     indices = chosen_indices(job) or any_will_do[:count]

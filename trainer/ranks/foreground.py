@@ -39,7 +39,7 @@ from trainer.contract.store.rows import Event
 POLL_S = 0.2
 # How long a rank may take to notice a lost peer and exit, in seconds.
 END_AFTER_FAILURE_S = 5.0
-# A short format, since tqdm's default format takes 60 columns in addition to the bar.
+# A short format because tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
@@ -130,7 +130,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Append each rank as it starts to let Ctrl-C reach all ranks already running.
+            # Append each rank as it starts so Ctrl-C reaches all ranks already running.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -255,7 +255,7 @@ class Foreground:
 
 
 def refuse_uninstalled() -> None:
-    """Raise `UsageError` if this package is importable only from the working folder, which ranks do not search."""
+    """Raise `UsageError` if this package is importable only from the working folder, where ranks do not search."""
     try:
         here = os.getcwd()
     except FileNotFoundError:

@@ -58,7 +58,7 @@ def _write_to(log: Path) -> None:
 
 
 def fork_rank(mark_file: Path) -> None:
-    """Fork, and return in the child, which is the rank; the parent waits, records how the child exited, and exits.
+    """Fork, and return in the child (the rank); the parent waits, records how the child exited, and exits.
 
     The supervisor cannot see processes on other hosts. srun's exit code shows neither which rank failed nor whether it
     stopped, and a killed rank cannot write a record.

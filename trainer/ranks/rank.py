@@ -131,7 +131,7 @@ class RankWork(Generic[J]):
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
         """Return a progress writer: to the run's store or, if the store is on another host, to a file.
 
-        Delete the history after the heartbeat `at`'s step.
+        Delete the history after the step in the heartbeat `at`.
         """
         from trainer.reporting.jsonl_file import FileRequests, LineFile
         from trainer.reporting.progress import Requests, StoredProgress

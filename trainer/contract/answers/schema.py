@@ -42,7 +42,7 @@ def typed(
     """Return the schema for a Struct, dataclass or NamedTuple with all fields required.
 
     `words` contains the field descriptions, and `inner` the schemas for fields that are objects. With
-    `no_number_is_null`, a float field may be null, since NaN is written as null.
+    `no_number_is_null`, a float field may be null because NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
     assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())

@@ -194,7 +194,7 @@ class _SparseArchitecture(_StepSizes):
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
         # Indices and values of the active latents; each rank stores the entries for its shard. With BatchTopK on
-        # several GPUs, each rank allocates memory for all entries, since all of them could belong to its shard.
+        # several GPUs, each rank allocates memory for all entries because they could all belong to its shard.
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0

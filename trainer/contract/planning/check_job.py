@@ -43,7 +43,7 @@ class MachineGpu(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine against which a job is checked."""
+    """The machine that a job is checked against."""
 
     gpus: tuple[MachineGpu, ...]
     cpu_count: int

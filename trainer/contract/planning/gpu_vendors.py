@@ -191,7 +191,7 @@ def vendors_here() -> list[str]:
 
 
 def hide_all() -> dict[str, str]:
-    """Return the environment variables that hide GPUs from all vendors."""
+    """Return the environment variables that hide every vendor's GPUs."""
     return {vendor.variable: "" for vendor in VENDORS.values()}
 
 
@@ -212,6 +212,6 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
 
 
 def _by_number(entry: str, gpus: Cards) -> int | None:
-    """Return the GPU index at the start of the entry, so that `1st` means 1; None if there is no such GPU."""
+    """Return the GPU index at the start of the entry (`1st` means 1); None if there is no such GPU."""
     digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in gpus if digits and index == int(digits[1])), None)

@@ -191,7 +191,7 @@ def slowest(names: Iterable[str]) -> str:
 def read_box(file: Path | None) -> MeasuredHardware:
     """Return the measured speeds, or no speeds if the file is missing or corrupt, because they can be remeasured.
 
-    A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
+    A host without its own file reads `box.json`, written by earlier versions for all hosts.
     """
     if file is None:
         return MeasuredHardware()

@@ -18,9 +18,9 @@ DENSE = 96
 def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | None:
     """Return the number of active latents per token to allocate memory for, given `n_active` in previous steps.
 
-    Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits,
-    so that a run uses few buffer sizes. A previous size `kept` is retained if it equals the new size or the next larger
-    size, because a k of 32 or 64 lies exactly at a boundary and every size change discards captured CUDA graphs.
+    Return None if processing all `d_sae` latents is cheaper. The number is rounded up to 3 significant binary digits to
+    limit the number of buffer sizes in a run. A previous size `kept` is retained if it equals the new size or the next
+    larger size, because a k of 32 or 64 lies exactly at a boundary and every size change discards captured CUDA graphs.
     """
     capacity = _rounded_up(MARGIN * n_active)
     if kept and capacity <= kept <= _rounded_up(capacity + 1):

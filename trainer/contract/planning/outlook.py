@@ -1,6 +1,6 @@
 """The outlook for a job on its devices: its mode, and the memory needed by and available to each rank.
 
-All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
+All code that shows, checks or waits for a job's memory calls this module so all results agree.
 """
 
 from __future__ import annotations

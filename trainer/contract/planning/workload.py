@@ -224,7 +224,7 @@ class Workload(Layout, frozen=True, dict=True):
 
     @property
     def product_bytes(self) -> int:
-        """The number of bytes per matmul value."""
+        """The number of bytes per value in a matmul."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property

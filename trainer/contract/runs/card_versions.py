@@ -50,7 +50,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder to let only one process at a time change its report card."""
+    """Lock a folder so only one process at a time can change its report card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Continue without a lock if the file system does not support locks.

@@ -27,7 +27,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     `lr_share` is the learning rate divided by the peak learning rate, or None for an optimizer without decay. `passes`
     is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, and
-    `heldout_fvu` is the FVU on held-out rows. `best` is the lowest held-out FVU of the run, if it is clearly lower than
+    `heldout_fvu` is the FVU on held-out rows. `best` is the run's lowest held-out FVU, if clearly lower than
     `heldout_fvu`.
     """
 

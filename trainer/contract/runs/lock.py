@@ -30,7 +30,7 @@ class RunLock:
         self._take(shared=False)
 
     def share(self) -> None:
-        """Make the lock shared to let ranks acquire it too.
+        """Make the lock shared so ranks can acquire it too.
 
         Raise `UserError` if another process acquires the lock first.
         """

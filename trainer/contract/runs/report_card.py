@@ -30,7 +30,7 @@ LEAST_ROWS_FOR_RARE = round(10 / RARE)
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
 # Copies are reported if at least this share of the held-out rows also occurs in the training rows. A few copies are
-# normal, since some short texts always occur twice.
+# normal because some short texts always occur twice.
 MANY_COPIES = 0.02
 # The suffix for metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
@@ -174,14 +174,13 @@ class Probing(msgspec.Struct, frozen=True):
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows used to measure an SAE.
 
-    `is_held_out` is set if the rows belong to the `n_held_out` held-out rows of the run. `is_trained_on` is set if the
-    SAE is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of non-finite
-    rows, and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is a
-    sentence about a few dimensions accounting for most of the variance, or "". `dimensions` is a sentence about
-    dimensions that training left out or scaled down, or "". `zero_fraction` is the share of zero rows; the run leaves
-    these out if `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows".
-    `copies` is the share of held-out rows that are identical to a compared training row, or None if no rows were
-    compared.
+    `is_held_out` is set if the rows belong to the run's `n_held_out` held-out rows. `is_trained_on` is set if the SAE
+    is known to have been trained on the rows. `gamma` is ‖mean‖/‖std‖. `not_finite` is the number of non-finite rows,
+    and `outlier_fraction` is the share of rows with an enormous norm; all metrics exclude both. `heavy` is a sentence
+    about a few dimensions accounting for most of the variance, or "". `dimensions` is a sentence about dimensions that
+    training left out or scaled down, or "". `zero_fraction` is the share of zero rows; the run leaves these out if
+    `drops_zero` is set. `hold_out` is the unit of the held-out split: "texts", "blocks" or "rows". `copies` is the
+    share of held-out rows that are identical to a compared training row, or None if no rows were compared.
     """
 
     place: str
@@ -259,9 +258,9 @@ class Card(msgspec.Struct, frozen=True):
 
     `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data. `latents` is a
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
-    settings, and `training` the state of the run; both are None if unknown. `threshold_set_on` names the rows on which
-    the SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights`
-    is a digest of the weights described by all `parts`. `features` is a digest of the stored features file.
+    settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
+    SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
+    a digest of the weights described by all `parts`. `features` is a digest of the stored features file.
     """
 
     name: str

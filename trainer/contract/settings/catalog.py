@@ -137,8 +137,8 @@ class Series(msgspec.Struct, frozen=True):
     # The axis of the curve on the job screen; None if there is no curve. Curves appear in the order of the registry.
     curve: CurveAxis | None = CurveAxis()
     # Where the series appears. A "minor" series is stored, and is compared only on request. A "result" also appears in
-    # the log, the results and exported SAEs. A "key" series also appears in the progress bar and in the list of jobs,
-    # which can be sorted by that series.
+    # the log, the results and exported SAEs. A "key" series also appears in the progress bar and in the job list, where
+    # jobs can be sorted by that series.
     prominence: Literal["key", "result", "minor"] = "key"
 
     @property
@@ -332,7 +332,7 @@ METRICS = {
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that have not fired within the dead-latent window.",
-        # The axis reaches at least 1 %, so that one dead latent among thousands does not look like a steep rise.
+        # The axis reaches at least 1 % so one dead latent among thousands does not look like a steep rise.
         Series("dead", "dead", better="lower", format=".1%", curve=CurveAxis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(

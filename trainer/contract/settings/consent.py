@@ -114,7 +114,7 @@ def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[s
 
 
 def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
-    """Return a job file's table without the refused settings to make their harmless defaults apply."""
+    """Return a job file's table without the refused settings so their harmless defaults apply."""
     left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for code in refusals:
         section, _, key = code.path.partition(".")

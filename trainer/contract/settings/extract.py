@@ -1,4 +1,4 @@
-"""Settings for an extraction job: run text through a language model and store the model's activations.
+"""Settings for extraction jobs, which run text through a language model and store the model's activations.
 
 The job file contains `kind = "extract"`; without this setting, it describes a training job.
 """

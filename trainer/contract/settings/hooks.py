@@ -72,7 +72,7 @@ def parse_hook(text: str) -> Hook:
 
 
 def ends_of(text: str) -> tuple[str, str]:
-    """Return the hooks of an SAE's inputs and targets, which are "mlp_in.12" and "mlp_out.12" for "mlp.12".
+    """Return the hooks for an SAE's inputs and targets: "mlp_in.12" and "mlp_out.12" for "mlp.12".
 
     For any other name, both are the hook with that name.
     """
@@ -91,7 +91,7 @@ def both_ends(text: Any) -> list[Any]:
 
 
 def is_of_all_layers(text: Any) -> bool:
-    """Return whether a name is a site without a layer, such as "mlp" or "resid_post", which means all layers."""
+    """Return whether a name is a site without a layer, such as "mlp" or "resid_post", meaning all layers."""
     return text == "mlp" or (isinstance(text, str) and text in SITES)
 
 

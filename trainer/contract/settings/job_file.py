@@ -1,7 +1,7 @@
 """Reads and writes job files: `parse_job` parses a TOML table and reports all problems at once.
 
 `parse_job`, `load_job` and `job_of` handle training jobs; `parse_any`, `load_any` and `any_job_of` handle any kind of
-job. If a setting that accepts a single value has a list of values, the job is a sweep, which trains several SAEs in one
+job. If a setting that accepts a single value has a list of values, the job is a sweep: it trains several SAEs in one
 pass over the data. `dump_job` returns a complete job as TOML text.
 """
 
@@ -210,7 +210,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Return the content of a TOML file for running the same job again."""
+    """Return the content of a TOML file for rerunning the same job."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))

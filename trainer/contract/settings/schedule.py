@@ -49,9 +49,9 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.cool_down.end if self.cool_down else self.planned
 
     def progress(self, step: int) -> float:
-        """Return the share of the run (0 to 1) that is complete before a step.
+        """Return the share of the run (0 to 1) completed before a step.
 
-        In a cool-down, the share rises linearly to 1 to let all schedules reach their usual end.
+        In a cool-down, the share rises linearly to 1 so all schedules reach their usual end.
         """
         if self.cool_down is None or step < self.cool_down.begin:
             return step / self.planned

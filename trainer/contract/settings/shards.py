@@ -235,7 +235,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
 
 
 def _instead(root: Path) -> str:
-    """Return advice for a folder without shards: to save the arrays of an .npz file, or to give a subfolder."""
+    """Return advice for a folder without shards: save the arrays in an .npz file as .npy, or specify a subfolder."""
     with contextlib.suppress(OSError):
         if any(root.glob("*.npz")):
             return "; a .npz file is an archive of arrays; save its rows as .npy, one array per file"

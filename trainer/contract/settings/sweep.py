@@ -140,7 +140,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: SweepAxis) -> None:
-    """Remove settings that only other entries on an axis have; keep unknown keys to have them reported."""
+    """Remove settings that only other entries on an axis have; keep unknown keys so they get reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own

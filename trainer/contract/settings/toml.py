@@ -1,4 +1,4 @@
-"""Reads TOML with limits on size, depth and key length to keep reading fast for any file."""
+"""Reads TOML with limits on size, depth and key length so any file is read quickly."""
 
 from __future__ import annotations
 

@@ -31,8 +31,7 @@ class StoreFile:
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Get the identity before opening the file to let the next call notice if the file is replaced in
-                # between.
+                # Get the identity before opening the file so the next call notices if the file is replaced in between.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)

@@ -91,7 +91,7 @@ class Control:
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0, prepare: Callable[[Job], Job] | None = None) -> int:
-        """Insert a job and return its new id, which is unused and larger than `above`.
+        """Insert a job and return its new id, an unused id larger than `above`.
 
         `prepare` creates the job's files and returns the complete row. If `prepare` raises an error, no job is
         inserted.
@@ -206,7 +206,7 @@ class Control:
             fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
         if to == JobState.QUEUED:
-            # The job starts again, so earlier requests are considered handled.
+            # The job is queued again, so earlier requests are considered handled.
             db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
             fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)

@@ -172,7 +172,7 @@ class SeriesReader:
         return None
 
     def series(self) -> list[tuple[str, int]]:
-        """Return the series with values, as pairs (name, rank)."""
+        """Return the series that have values, as pairs (name, rank)."""
         with explain_errors(self.path):
             pairs = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
         return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
@@ -199,8 +199,8 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # Bucket widths are powers of two to make buckets nest: the earlier points on a growing curve change only
-            # when the curve doubles in length.
+            # Bucket widths are powers of two so buckets nest: the earlier points on a growing curve change only when
+            # the curve doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -300,7 +300,7 @@ _EXTENT = (
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
 # Finds level-2 buckets with rows but without a roll-up or with an incomplete level 1. The query jumps from bucket to
-# bucket, which takes 5 ms for 10 million rows.
+# bucket, taking 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
     f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"

@@ -1,6 +1,6 @@
 """The store schemas as append-only lists of migrations; `PRAGMA user_version` is the number of migrations applied.
 
-A new store is created without sqlite-utils, directly from the SQL of the latest schema, which `make schemas` writes.
+A new store is created without sqlite-utils, directly from the SQL for the latest schema, written by `make schemas`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
-# The number of GPUs in a row's list; 0 for a corrupt list, which `repair` fixes later.
+# The number of GPUs in a row's list; 0 for a corrupt list, fixed later by `repair`.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
@@ -211,6 +211,6 @@ def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequenc
 
 
 if __name__ == "__main__":
-    # If pandas is installed, sqlite-utils imports it, which takes four times as long as everything else.
+    # If pandas is installed, sqlite-utils imports it, taking four times as long as everything else.
     sys.modules |= dict.fromkeys(("numpy", "pandas"))  # type: ignore[arg-type]
     migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Only the format of registry names is checked: another version may have other entries, which are only displayed.
+# Only the format of registry names is checked: another version may have other entries; these are only displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
