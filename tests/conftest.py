@@ -1,4 +1,4 @@
-"""Orders the tests, so that slow tests start first and tests that wait run in parallel with tests that compute.
+"""Orders the tests so that slow tests start first and tests that wait run in parallel with tests that compute.
 
 Property tests have no deadline, and torch uses one thread, because tests run in parallel. Property tests use the same
 examples in every run, so that only code changes cause failures. `make explore` tries many new examples.
@@ -21,7 +21,7 @@ from trainer.contract import paths
 # Use one thread, because several test processes share the cores, and PyTorch's threads spin while they wait for each
 # other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under `nohup`, programs that tests start would inherit an ignored SIGHUP. A signal handler is not inherited, so set
+# Under `nohup`, programs started by tests would inherit an ignored SIGHUP. A signal handler is not inherited, so set
 # one.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -30,8 +30,7 @@ settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
 # The tests that each of three processes runs first: the app with keys and a real model; jobs that are killed; training
-# runs. In file order, the first two groups would run one after the other, and the cores would be idle during the second
-# group.
+# runs. In file order, the first two groups would run back to back, and the cores would be idle during the second group.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
     ("tests/faults/", "tests/slurm/", "tests/jobs/"),
@@ -73,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection, which makes tests 5 % faster."""
+    """Exclude all modules and tests from garbage collection to make tests 5 % faster."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Tests for the user's alert command, which runs as a real process."""
+"""Tests for the user's alert command, run as a real process."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
         (["a\0b"], "null byte"),
     ],
 )
-def test_a_failure_of_the_command_is_reported_in_one_sentence(command, says):
+def test_a_command_failure_is_reported_in_one_sentence(command, says):
     with pytest.raises(UserError, match=says):
         run_hook(command, {})

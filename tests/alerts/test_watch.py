@@ -1,4 +1,4 @@
-"""Tests for the alerts that given readings of GPUs and the disk raise, and for how alerts are stored."""
+"""Tests for the alerts raised by given GPU and disk readings, and for how alerts are stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data(tmp_path):
 
 
 class Days:
-    """Alerts with a simulated clock, which advances by 1 s per reading."""
+    """Alerts with a simulated clock that advances by 1 s per reading."""
 
     def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
         self.now = 0.0
@@ -172,14 +172,14 @@ def test_a_value_that_swings_around_the_threshold_raises_one_alert():
     assert said == ["GPU 3 is at 87 °C; it throttles at 90 °C"]
 
 
-def test_the_alert_of_a_removed_gpu_ends():
+def test_an_alert_about_a_removed_gpu_ends():
     days = Days()
     days.last(20, gpus(replace(FINE, healthy=False, reason=faults.LOST)))
     assert days.last(12, gpus(replace(FINE, index=4))) == ["GPU 3: unreadable (cleared)"]
 
 
 def lost(*indices: int, of: int = 64) -> AlertReadings:
-    """Return the readings of `of` GPUs, of which those at `indices` are lost."""
+    """Return readings for `of` GPUs; the GPUs at `indices` are lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return gpus(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
@@ -316,7 +316,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_while_there_is_no_driver()
     assert sorted(gone) == ["GPU 3: held and idle (cleared)", "GPU 3: unreadable (cleared)"]
 
 
-def test_the_alert_command_gets_the_gpu_the_job_and_the_state_of_the_alert():
+def test_the_alert_command_gets_the_gpu_the_job_and_the_alert_state():
     days = Days()
     days.last(10, gpus(replace(FINE, temperature_c=88)))
     (begun,) = days.alerts.turn(gpus(replace(FINE, temperature_c=88)))

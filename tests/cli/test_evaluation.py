@@ -1,4 +1,4 @@
-"""Tests for `sae-tui eval` with real processes, which evaluate an SAE on the sample activations."""
+"""Tests for `sae-tui eval`, with real processes evaluating an SAE on the sample activations."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ N_ROWS = 40_000
 
 @pytest.fixture
 def job(shell: Shell) -> ExtractJob:
-    """Write the job file, the model and the text of an extraction job."""
+    """Write the job file, the model and the text for an extraction job."""
     text = shell.folder / "corpus.txt"
     text.write_text("\n\n".join(sentences(4000)))
     model = make_model(shell.folder / "gpt2", "gpt2")
@@ -116,7 +116,7 @@ n_steps = 4
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: Shell, job: ExtractJob) -> None:
+def test_a_training_job_waits_for_its_extraction_and_reports_too_few_rows(shell: Shell, job: ExtractJob) -> None:
     rows = Path(job.extract.output)
     (training := shell.folder / "training.toml").write_text(TRAINING.format(path=rows / "mlp_out.0"))
     wanted = shell.json("launch", shell.job_file, "--hold", "--set", "extract.n_tokens=100_000_000")["id"]
@@ -138,5 +138,5 @@ def test_a_training_waits_for_its_extraction_and_reports_too_few_rows(shell: She
     assert f"mlp_out.0 contains {n_rows:,} rows, but job 1 promised 100,000,000; give that job more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # The extraction has ended, so the check uses the number of rows that it has written.
+    # The extraction has ended, so the check uses the number of rows it wrote.
     assert f"has only {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

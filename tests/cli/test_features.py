@@ -57,7 +57,7 @@ def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
 
 
-def test_characters_split_over_tokens_are_shown_whole_and_found(shell: Shell, job_id: int) -> None:
+def test_characters_split_across_tokens_are_shown_whole_and_found(shell: Shell, job_id: int) -> None:
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
     *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
@@ -81,7 +81,7 @@ def test_an_sae_folder_works_like_a_job_id(shell: Shell, job_id: int, tmp_path: 
     assert shell.run("features", tmp_path / "run").stdout == by_job
 
 
-def test_one_sae_of_a_sweep_must_be_chosen(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_one_sae_in_a_sweep_must_be_chosen(shell: Shell, job_id: int, tmp_path: Path) -> None:
     for label in ("k=16", "k=8"):
         put(tmp_path / "sweep" / label)
     (line,) = shell.errors("features", tmp_path / "sweep", code=1)

@@ -166,7 +166,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The measurement and the estimate include PyTorch's memory in the process of a rank.
+    # Both the measurement and the estimate include PyTorch's memory in a rank process.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -291,7 +291,7 @@ def test_launch_warns_about_an_unknown_file_system_and_does_not_use_wal_mode(she
     assert not {"control.db-wal", "control.db-shm"} & set(done.stdout.split())
 
 
-def test_logs_show_the_last_lines_of_a_rank(shell):
+def test_logs_show_the_last_lines_from_a_rank(shell):
     job_id = record(shell, JobState.STARTING, world_size=2)
     paths = shell.data.run(job_id)
     paths.create()
@@ -402,7 +402,7 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error_output(shell):
     assert (listing.returncode, listing.stderr) == (141, "")
 
 
-def test_an_output_that_cannot_be_written_is_reported_in_one_line(shell):
+def test_an_unwritable_output_is_reported_in_one_line(shell):
     record(shell)
     for arguments in (("jobs",), ("jobs", "--json"), ("completion", "bash")):
         with open("/dev/full", "w") as full:
@@ -549,7 +549,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
     assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
-def test_new_jobs_use_the_python_of_the_settings_and_clones_that_of_their_parents(shell) -> None:
+def test_new_jobs_use_the_configured_python_and_clones_that_of_their_parents(shell) -> None:
     python = answering(shell.folder / "env")
 
     def launched(*words: object) -> bool:

@@ -1,4 +1,4 @@
-"""Tests for commands of both programs whose output is closed, a full disk, or a pipe without a reader."""
+"""Tests for commands in both programs whose output is closed, a full disk, or a pipe without a reader."""
 
 from __future__ import annotations
 

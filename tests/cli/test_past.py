@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage cannot be used, since its peak includes the test process that this process was forked from.
+# getrusage cannot be used, because its peak includes the test process from which this process was forked.
 MEASURED = """
 import sys
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_the_aggregated_history_says_how_many_gpus_it_counts(shell, minute):
     ] * 2 + ["  1 of 4    30%     8.0 GiB / 24.0 GiB   40 °C    100 W"] * 2
 
 
-def test_rows_of_real_gpus_are_not_added_to_simulated_ones(shell, minute):
+def test_history_from_real_gpus_is_not_added_to_that_of_simulated_gpus(shell, minute):
     store(shell, 0, minute, 60, uuid="GPU-real")
     store(shell, 1, minute, 60)
     assert {row["gpus_counted"] for row in shell.json("metrics", "--since", "1h")["history"]} == {1}

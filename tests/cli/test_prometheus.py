@@ -1,4 +1,4 @@
-"""Tests for the Prometheus metrics, which are parsed with prometheus-client."""
+"""Tests for the Prometheus metrics, parsed with prometheus-client."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_jobs_are_exported_with_their_state_and_latest_values():
     assert [state for state, value in states.items() if value] == ["running"]
 
 
-def test_a_job_on_a_silent_host_is_exported_without_a_state_and_a_speed():
+def test_a_job_on_a_silent_host_is_exported_without_a_state_or_speed():
     values = read(text_of(job_metrics([job(tokens_per_s=182.0, silent="its host h has been silent")], NOW)))
     assert [key for key, value in values.items() if key[0] == "sae_tui_job_state" and value] == []
     assert values["sae_tui_job_silent", (("id", "7"), ("name", "base"))] == 1

@@ -1,4 +1,4 @@
-"""Tests that the commands in the guide of `sae-tui skill`, run in order, produce an exported SAE."""
+"""Tests that the commands in the `sae-tui skill` guide, run in order, produce an exported SAE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.answers import check_output
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_guide_produce_an_exported_sae(shell) -> None:
+def test_the_commands_in_the_guide_produce_an_exported_sae(shell) -> None:
     guide = shell.run("skill").stdout
     assert len(guide.splitlines()) <= 90
     assert shell.json("skill") == {"guide": guide}

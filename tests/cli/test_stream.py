@@ -1,4 +1,4 @@
-"""Tests for `stream`: the messages that it sends to the app on another machine, and when it ends."""
+"""Tests for `stream`: the messages it sends to the app on another machine, and when it ends."""
 
 from __future__ import annotations
 

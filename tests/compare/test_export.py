@@ -47,7 +47,7 @@ def test_written_csv_is_read_back_unchanged(rows) -> None:
     assert all(int(row["tokens"]) == 2 * int(row["step"]) and row["time_s"] == "0.5" for row in read)
 
 
-def test_the_table_has_every_value_of_every_sae(runs, tmp_path) -> None:
+def test_the_table_has_every_value_for_every_sae(runs, tmp_path) -> None:
     path = tmp_path / "all.csv"
     write_table(path, runs)
     rows = list(csv.DictReader(path.open()))

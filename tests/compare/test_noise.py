@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums per text of an SAE; all SAEs find the same texts hard."""
+    """Return an SAE's sums per text; all SAEs find the same texts hard."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -98,7 +98,7 @@ def test_a_difference_below_one_percent_is_treated_as_seed_noise() -> None:
     assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
 
 
-def test_the_spread_between_seeds_is_measured_from_three_runs_of_the_same_settings() -> None:
+def test_the_spread_between_seeds_is_measured_from_three_runs_with_the_same_settings() -> None:
     close = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32}) for seed in range(3)]
     assert line_of(*close, run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     far = [run(seed, 0.1 + 0.004 * seed, 1e-7, **{"sae.k": 32}) for seed in range(3)]
@@ -111,7 +111,7 @@ def test_the_spread_between_seeds_is_measured_from_three_runs_of_the_same_settin
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}
 
 
-def test_the_explanation_of_a_lead_in_fvu_gives_the_l0_values_if_they_differ() -> None:
+def test_the_explanation_of_a_lead_in_fvu_includes_the_l0_values_if_they_differ() -> None:
     def at(number: int, fvu: float, l0: float) -> ComparedSae:
         sae = run(number, fvu, 1e-6)
         return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})

@@ -16,7 +16,7 @@ from trainer.contract.store.metrics_store import MetricRow
 from trainer.contract.store.states import JobState
 
 
-def test_every_sae_of_a_sweep_is_compared_separately(runs) -> None:
+def test_every_sae_in_a_sweep_is_compared_separately(runs) -> None:
     comparison = runs.read("fvu")
     assert [sae.label for sae in comparison.saes] == ["1", "2 k=8", "2 k=32"]
     assert [sae.latest["fvu"] for sae in comparison.saes] == [0.2, 0.5, 0.1]
@@ -24,13 +24,13 @@ def test_every_sae_of_a_sweep_is_compared_separately(runs) -> None:
     assert [(curve.label, curve.sae) for curve in comparison.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
 
 
-def test_a_metric_shared_by_the_saes_of_a_sweep_is_one_curve(runs) -> None:
+def test_a_metric_shared_by_the_saes_in_a_sweep_is_one_curve(runs) -> None:
     comparison = runs.read("tokens_per_s")
     assert [(curve.label, curve.sae) for curve in comparison.curves] == [("2", 1)]
     assert [sae.latest.get("tokens_per_s") for sae in comparison.saes] == [None, 900.0, 900.0]
 
 
-def test_each_sample_has_a_step_a_number_of_tokens_and_the_time_since_the_start(runs) -> None:
+def test_each_sample_has_a_step_a_token_count_and_the_time_since_the_start(runs) -> None:
     samples = runs.read("fvu").curves[0].samples
     assert [(sample.step, sample.tokens, sample.value) for sample in samples] == [(10, 1000, 0.4), (20, 2000, 0.2)]
     assert all(sample.time_s >= 0 for sample in samples)
@@ -66,7 +66,7 @@ def test_a_run_without_metrics_has_no_curve(data, pair) -> None:
     assert comparison.saes[0].label == "1"
 
 
-def test_a_job_file_of_another_version_is_compared_by_its_raw_settings() -> None:
+def test_a_job_file_from_another_version_is_compared_by_its_raw_settings() -> None:
     assert settings_of("[sae]\nwings = 2\n[sae.more]\nx = false\n") == {"": {"sae.wings": 2, "sae.more.x": False}}
     assert settings_of("not toml") == {"": {}}
 

@@ -103,7 +103,7 @@ def words(*saes: ComparedSae) -> dict[str, list[str]]:
     return {line.title: line.words() for line in results(saes)}
 
 
-def test_values_of_training_batches_are_never_marked_as_best() -> None:
+def test_training_batch_values_are_never_marked_as_best() -> None:
     trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3141, "loss": 0.32}]
     saes = [sae(number, latest=one) for number, one in enumerate(trained)]
     assert words(*saes)["batch FVU"] == ["0.3037", "0.3141"]

@@ -61,7 +61,7 @@ def make_job() -> Callable[..., JobConfig]:
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
     """Return a function that creates an empty store with the current schema at a path.
 
-    The function copies a store that the fixture has migrated once, since a migration starts a process and takes half a
+    The function copies a store migrated once by the fixture, because a migration starts a process and takes half a
     second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}

@@ -1,4 +1,4 @@
-"""Tests for the messages of errors about invalid input."""
+"""Tests for error messages about invalid input."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError, errors, fi
 from trainer.contract.wording import distinct_sizes
 
 
-def test_the_text_of_a_problem_contains_its_setting_and_its_message() -> None:
+def test_a_problems_text_contains_its_setting_and_its_message() -> None:
     assert str(Problem("train.lr", "must be positive")) == "train.lr: must be positive"
     assert str(Problem("", "nothing to do")) == "nothing to do"
 
@@ -27,7 +27,7 @@ def test_a_warning_does_not_stop_a_job_from_running() -> None:
     assert errors([Problem("b", "y", "warning"), error]) == [error]
 
 
-def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
+def test_advice_from_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
     class Own:
         def __reduce__(self) -> tuple[object, ...]:
             return os.system, ("true",)

@@ -53,7 +53,7 @@ def test_a_usage_error_prints_no_control_characters_but_keeps_the_original_text_
     assert error == {"field": None, "message": "unrecognized arguments: \x1b[2J?", "fix": "see p --help"}
 
 
-def test_output_of_any_other_form_is_not_read_as_a_failure() -> None:
+def test_output_in_any_other_form_is_not_read_as_a_failure() -> None:
     assert [failure_in(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
 
 

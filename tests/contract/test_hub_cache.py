@@ -114,7 +114,7 @@ def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_a_blob_of_another_user_is_accepted_only_through_a_link_of_that_user(model: Path) -> None:
+def test_another_users_blob_is_accepted_only_through_a_link_owned_by_that_user(model: Path) -> None:
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     os.chown(blob, 54321, -1)
     with pytest.raises(ValueError, match="is a symbolic link to another user's file"):

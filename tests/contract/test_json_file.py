@@ -64,7 +64,7 @@ TRIED = settings(max_examples=80, database=None, suppress_health_check=list(Heal
 @example(b'{"name": "\xed\xa0\x80"}')
 @example(b'{"path": "a\\u0000b"}')
 @example(b'\xef\xbb\xbf{"name": "a"}')
-def test_reading_any_bytes_gives_a_record_or_none(tmp_path: Path, content: bytes) -> None:
+def test_reading_any_bytes_returns_a_record_or_none(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "file.json"
     file.write_bytes(content)
     record = read_json(file, Record)
@@ -91,7 +91,7 @@ def test_a_written_record_is_read_back_unchanged(tmp_path: Path, record: Record)
     assert read_json(tmp_path / "file.json", Record) == record
 
 
-def test_reading_a_path_that_is_not_a_readable_file_gives_none(tmp_path: Path) -> None:
+def test_reading_a_path_that_is_not_a_readable_file_returns_none(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -102,7 +102,7 @@ def test_reading_a_path_that_is_not_a_readable_file_gives_none(tmp_path: Path) -
     assert read_json("/dev/zero", Record) is None
 
 
-def test_reading_a_file_without_read_permission_gives_none(open_folder: Path, ordinary_user: Become) -> None:
+def test_reading_a_file_without_read_permission_returns_none(open_folder: Path, ordinary_user: Become) -> None:
     file = open_folder / "file.json"
     write_json(file, Record("a"))
     with ordinary_user():

@@ -37,7 +37,7 @@ def test_disk_file_systems_are_local(as_if, tmp_path: Path, kind: str) -> None:
     assert network_file_system(tmp_path) is None
 
 
-def test_the_temporary_folder_of_this_machine_is_local(tmp_path: Path) -> None:
+def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:
     assert network_file_system(tmp_path) is None
 
 
@@ -62,7 +62,7 @@ def test_a_path_with_an_unknown_mount_is_not_local(tmp_path: Path, monkeypatch: 
     assert network_file_system(tmp_path) == "an unknown file system"
 
 
-def test_the_device_number_of_a_mount_matches_that_in_proc_locks(tmp_path: Path) -> None:
+def test_a_mounts_device_number_matches_that_in_proc_locks(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with subprocess.Popen(["flock", lock, "sleep", "60"]) as holder:
         place = b""

@@ -57,7 +57,7 @@ def test_the_message_for_a_usage_error_has_no_control_characters(text: str) -> N
 
 
 @pytest.mark.parametrize(("leaving", "code"), [(SystemExit(2), 2), (SystemExit(), 0)])
-def test_every_kind_of_system_exit_gives_an_exit_code(leaving: BaseException, code: int) -> None:
+def test_every_kind_of_system_exit_produces_an_exit_code(leaving: BaseException, code: int) -> None:
     def command() -> int:
         raise leaving
 

@@ -70,18 +70,18 @@ def test_another_process_with_the_same_pid_is_never_signalled(
     assert sleeper.poll() is None
 
 
-def test_a_process_that_an_older_version_stored_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     # In a container, an old reference's pid may belong to a process outside the container.
     is_outside = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC
     assert (old.is_alive(), old.is_elsewhere) == (is_outside, not is_outside)
-    # Older versions also recognise a process that this version has stored.
+    # Older versions also recognise a process stored by this version.
     assert (old == process) == is_outside
 
 
-def test_a_process_of_another_pid_namespace_is_neither_alive_nor_signalled(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_in_another_pid_namespace_is_neither_alive_nor_signalled(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     inside = msgspec.structs.replace(process, boot_id=process.boot_id.partition("/")[0] + "/1")
@@ -106,7 +106,7 @@ def test_an_impossible_pid_refers_to_no_process(pid: int) -> None:
     assert not ProcessRef(pid, 1, boot_id()).send(signal.SIGTERM)
 
 
-def test_state_and_parent_of_a_process_are_returned(
+def test_the_state_and_parent_of_a_process_are_returned(
     sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
 ) -> None:
     assert parent_of(sleeper.pid) == os.getpid()

@@ -29,7 +29,7 @@ def lab(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_folders_below_a_project_folder_are_private_by_default(lab: Path) -> None:
+def test_folders_under_a_project_folder_are_private_by_default(lab: Path) -> None:
     data = DataDir(lab / "direct")
     data.create()
     Control(data.control_db).close()
@@ -59,7 +59,7 @@ def test_a_world_writable_folder_is_not_trusted(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_folder_of_another_user_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
+def test_another_users_folder_is_trusted_only_if_shared_with_a_group(tmp_path: Path) -> None:
     os.chown(tmp_path, OTHER_USER, OTHER_USER)
     assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {OTHER_USER} and is shared with no group"
     tmp_path.chmod(0o2770)
@@ -80,7 +80,7 @@ def test_the_job_end_command_runs_only_from_a_file_that_nobody_else_can_write(tm
 
 
 @as_root
-def test_settings_in_a_file_of_another_user_are_ignored(tmp_path: Path) -> None:
+def test_settings_in_another_users_file_are_ignored(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('on_job_end = ["id"]\n')
     os.chown(file, OTHER_USER, OTHER_USER)
@@ -107,7 +107,7 @@ def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_p
 
 
 @as_root
-def test_a_program_behind_a_link_of_another_user_is_not_trusted(tmp_path: Path) -> None:
+def test_a_program_behind_another_users_link_is_not_trusted(tmp_path: Path) -> None:
     (program := tmp_path / "program").touch()
     (link := tmp_path / "link").symlink_to(program)
     os.chown(link, OTHER_USER, OTHER_USER, follow_symlinks=False)
@@ -134,7 +134,7 @@ def test_trust_depends_on_the_file_that_was_read_and_not_on_its_name(tmp_path: P
     assert distrust_of_file(theirs) == ""
 
 
-def test_data_from_a_pipe_of_the_user_is_trusted() -> None:
+def test_data_from_the_users_own_pipe_is_trusted() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"name = 1")
     os.close(writer)

@@ -31,7 +31,7 @@ class Sandbox:
         self.data = DataDir(folder / "data")
 
     def file(self, path: str, content: str = "") -> None:
-        """Write a file below the root."""
+        """Write a file under the root."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content)

@@ -104,7 +104,7 @@ def test_an_optimizer_that_needs_entire_matrices_is_offered_only_the_ddp_mode() 
     assert modes == {"single", "ddp"}
 
 
-def test_rows_for_more_gpus_than_exist_give_a_time_but_not_whether_the_job_fits() -> None:
+def test_rows_for_more_gpus_than_exist_show_a_time_but_not_whether_the_job_fits() -> None:
     forecasts = rows(samples=gpu_samples(2))
     assert [row.fits for row in forecasts if row.n_gpus > 2] == [None] * 6
     assert all(row.seconds > 0 for row in forecasts)

@@ -12,7 +12,7 @@ def test_a_low_open_file_limit_is_reported_with_the_command_to_raise_it(in_proce
     assert finding["remedy"] == "run `ulimit -n 4096` before sae-tui"
 
 
-def test_a_low_hard_limit_of_open_files_needs_the_administrator(in_process) -> None:
+def test_a_low_hard_limit_on_open_files_needs_the_administrator(in_process) -> None:
     (finding,) = in_process("machine:check_open_files", limits={resource.RLIMIT_NOFILE: (256, 512)})
     assert "administrator" in finding["remedy"]
 
@@ -23,7 +23,7 @@ def test_enough_open_files_are_ok(in_process) -> None:
 
 
 @pytest.mark.parametrize(("infiniband", "level"), [(True, "warning"), (False, "ok")])
-def test_a_low_limit_of_locked_memory_matters_only_with_infiniband(
+def test_a_low_limit_on_locked_memory_matters_only_with_infiniband(
     in_process, sandbox, infiniband: bool, level: str
 ) -> None:
     if infiniband:

@@ -85,7 +85,7 @@ def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path, s
     assert level(sandbox, tmp_path) == "note"
 
 
-def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -> None:
+def test_the_service_command_is_quoted_and_exits_with_0(tmp_path: Path) -> None:
     data = DataDir(tmp_path / 'a "data" folder')
     data.create()
     (line,) = [line for line in unit(data).splitlines() if line.startswith("ExecStart=")]

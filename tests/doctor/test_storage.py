@@ -105,7 +105,7 @@ def test_sqlite_versions_without_the_wal_reset_bug_are_recognised(version: str) 
     assert not has_wal_reset_bug(tuple(map(int, version.split("."))))
 
 
-def test_the_sqlite_of_this_python_is_checked(sandbox) -> None:
+def test_the_sqlite_used_by_this_python_is_checked(sandbox) -> None:
     (finding,) = check_sqlite(sandbox.box())
     assert sqlite3.sqlite_version in finding.sentence
     assert (finding.level == "warning") == storage.has_wal_reset_bug(sqlite3.sqlite_version_info)

@@ -42,7 +42,7 @@ def test_the_locale_variables_have_their_usual_precedence(sandbox, environ, leve
     assert finding.level == level
 
 
-def test_the_locale_is_that_of_the_shell_and_not_the_one_that_python_coerces() -> None:
+def test_the_locale_is_that_of_the_shell_and_not_the_one_coerced_by_python() -> None:
     script = "import os; from sae_tui.doctor.base import environment_at_start as e; print(e().get('LC_CTYPE'))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
     done = subprocess.run(

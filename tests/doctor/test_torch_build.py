@@ -84,7 +84,7 @@ def test_a_build_without_cuda_on_a_machine_with_gpus_is_an_error(torch_says) -> 
     assert "no job can use the 2 GPUs" in finding.sentence
 
 
-def test_hidden_gpus_are_reported_with_the_variable_that_hides_them(torch_says) -> None:
+def test_hidden_gpus_are_reported_with_the_variable_hiding_them(torch_says) -> None:
     finding = torch_says(available=False, CUDA_VISIBLE_DEVICES="1,GPU-0")[0]
     assert finding.level == "error"
     assert finding.sentence.endswith("sees none of the 1 GPU")

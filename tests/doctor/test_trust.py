@@ -32,7 +32,7 @@ def box(sandbox) -> Iterator[CheckedMachine]:
 
 
 def of_trust(box: CheckedMachine) -> list[Finding]:
-    """Return the findings of the first four checks, which concern access by other users."""
+    """Return the findings from the first four checks, all about access by other users."""
     return list(examine(box, CHECKS[:4]))
 
 
@@ -95,7 +95,7 @@ def test_a_folder_that_is_deliberately_shared_with_a_group_is_a_note(box: Checke
 
 
 @as_root
-def test_a_folder_that_another_user_owns_or_everyone_can_write_to_is_an_error(box: CheckedMachine) -> None:
+def test_a_folder_owned_by_another_user_or_writable_by_everyone_is_an_error(box: CheckedMachine) -> None:
     root = box.data.root
     root.chmod(0o777)
     (finding,) = check_owner(box)

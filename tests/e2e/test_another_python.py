@@ -1,4 +1,4 @@
-"""Tests that a job is trained and evaluated with another environment's Python, which the settings name."""
+"""Tests that a job is trained and evaluated with another environment's Python, named in the settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.environments import make_environment
 
 
 @pytest.mark.timeout(300)
-def test_ranks_and_evaluations_use_the_python_of_the_settings(box: Box, tmp_path: Path) -> None:
+def test_ranks_and_evaluations_use_the_python_named_in_the_settings(box: Box, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "env")
     box.data.create()
     box.data.settings_file.write_text(f'python = "{python}"\n')

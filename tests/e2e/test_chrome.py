@@ -47,7 +47,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    # The output of a screen may arrive in two chunks.
+    # A screen's output may arrive in two chunks.
     terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)

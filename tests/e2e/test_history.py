@@ -1,4 +1,4 @@
-"""Tests for GPU history that was recorded before the app started."""
+"""Tests for GPU history recorded before the app started."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation rows of three GPUs that are shown side by side."""
+    """Return the utilisation rows of three GPUs shown side by side."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 
 
-def test_history_of_another_gpu_at_the_same_index_is_not_drawn(box: Box) -> None:
+def test_another_gpus_history_at_the_same_index_is_not_drawn(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
     store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
     terminal = box.app(120, 40)

@@ -208,7 +208,7 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return how many times the only program that uses the fake library has NVML open, or -1 if the file is empty."""
+    """Return how many times the only program using the fake library has NVML open, or -1 if the file is empty."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 

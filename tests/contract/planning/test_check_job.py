@@ -187,7 +187,7 @@ def test_a_machine_without_gpus_accepts_auto(checked: Callable[..., list[Problem
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, "1 GPU"), (2, "2 GPUs")])
-def test_a_number_of_gpus_is_refused_on_a_machine_without_gpus(
+def test_a_gpu_count_is_refused_on_a_machine_without_gpus(
     checked: Callable[..., list[Problem]], tmp_path: Path, ranks: int, asked: str
 ) -> None:
     (problem,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
@@ -246,7 +246,7 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
     assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
 
 
-def test_the_memory_estimate_includes_all_saes_of_a_sweep(
+def test_the_memory_estimate_includes_all_saes_in_a_sweep(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
     # Deterministic mode disables CUDA graphs, which take extra memory in a run of a single SAE but not in a sweep.
@@ -293,7 +293,7 @@ def test_texts_can_be_held_out_only_if_the_shards_store_them(checked: Callable[.
     ("architecture", "steps", "warned"),
     [("jumprelu", 49, True), ("gated", 299, True), ("standard", 300, False), ("topk", 49, False)],
 )
-def test_a_run_too_short_to_control_its_l0_gives_a_warning(
+def test_a_run_too_short_to_control_its_l0_triggers_a_warning(
     checked: Callable[..., list[Problem]], architecture: str, steps: int, warned: bool
 ) -> None:
     train, launch = {"n_steps": steps, "batch_size": 128}, {"gpus": "cpu"}
@@ -319,7 +319,7 @@ def test_a_run_too_short_to_control_its_l0_gives_a_warning(
         ({"parallel": {"mode": "ddp"}, "sae": {"d_sae": [64, 66]}}, 3, "64 latents do not divide evenly over 3 GPUs"),
     ],
 )
-def test_latents_that_do_not_divide_evenly_over_replicas_give_a_warning(
+def test_latents_that_do_not_divide_evenly_among_replicas_trigger_a_warning(
     settings: dict[str, Any], n_gpus: int, warned: str, checked: Callable[..., list[Problem]], tmp_path: Path
 ) -> None:
     gpus = tuple(MachineGpu(index, "RTX 3090", 23 * GIB) for index in range(n_gpus))

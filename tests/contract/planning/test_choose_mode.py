@@ -21,7 +21,7 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
-# Measured speeds of one of two CPU cores, including the speed of a reduction between the cores.
+# Measured speeds for one of two CPU cores, including the speed of a reduction between the cores.
 CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
@@ -97,7 +97,7 @@ def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     mode=st.sampled_from(["auto", "auto", "ddp", "tensor"]),
     free_gb=st.one_of(st.none(), st.floats(0.1, 100)),
 )
-def test_dividing_a_step_among_ranks_never_changes_its_number_of_tokens(
+def test_dividing_a_step_among_ranks_never_changes_its_token_count(
     make_job: MakeJob, ranks: int, batch: Any, accumulate: int, fixed: int | None, mode: str, free_gb: float | None
 ) -> None:
     train = {"batch_size": batch, "accumulate": accumulate} | ({"global_batch_size": fixed} if fixed else {})
@@ -112,7 +112,7 @@ def test_dividing_a_step_among_ranks_never_changes_its_number_of_tokens(
     assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
-def test_ranks_exchange_the_bytes_of_a_ring_all_reduce_and_of_their_candidate_latents(make_job: MakeJob) -> None:
+def test_ranks_exchange_the_bytes_for_a_ring_all_reduce_and_for_their_candidate_latents(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
@@ -127,7 +127,7 @@ def test_bf16_gradients_halve_the_bytes_that_replicas_send(make_job: MakeJob) ->
         wire_of(workload(job.replace("parallel", gradients=kind), 16, 2)).n_bytes for kind in ("fp32", "bf16")
     )
     assert half == whole / 2
-    # With ZeRO, an all-gather of 16-bit weights replaces the second half of the gradients' all-reduce.
+    # With ZeRO, an all-gather of 16-bit weights replaces the second half of the gradient all-reduce.
     sharded = (
         wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
         for kind in ("fp32", "bf16")
@@ -144,7 +144,7 @@ def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -
 
 
 @pytest.mark.parametrize(("mode", "added"), [("ddp", (0.3e-3, 0.8e-3)), ("tensor", (0.3e-3, 1e-3))])
-def test_auxk_adds_a_similar_time_to_a_step_in_all_modes(
+def test_auxk_adds_a_similar_time_per_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
     # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange another 75 MB for AuxK.
@@ -166,7 +166,7 @@ def test_the_chosen_mode_is_not_much_slower_after_latents_have_died(
     assert time.total_s < time.with_dead_s < 1.3 * time.total_s
 
 
-def test_cuda_graphs_reduce_the_host_overhead_of_a_single_gpu(make_job: MakeJob) -> None:
+def test_cuda_graphs_reduce_the_host_overhead_on_a_single_gpu(make_job: MakeJob) -> None:
     # An H200 took 1.15 ms for such a step with CUDA graphs, or 1.42 ms with AuxK; see docs/performance.md.
     sae, h200 = {"d_sae": 24576, "k": 32}, Speeds(788e12, 4.3e12, 1, 0)
     train: dict[str, Any] = {"precision": "bf16", "batch_size": 4096}
@@ -200,7 +200,7 @@ def test_an_optimizer_that_needs_full_matrices_never_gets_a_shard_of_the_latents
         assert settle(Workload(job, 4, GPT2_XL), PlannedResources(STAGED, free_bytes=free)).work.latent_ranks == 1
 
 
-def test_the_saes_of_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_saes_in_a_sweep_are_parsed_once_for_all_modes(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[JobConfig] = []
 
     def count(job: JobConfig) -> dict[str, JobConfig]:
@@ -243,7 +243,7 @@ def test_ranks_read_shards_of_rows_if_the_bus_between_gpus_is_faster_than_host_m
     assert not read_parts(make_job, ranks, STAGED)
 
 
-def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_of_a_step(make_job: MakeJob) -> None:
+def test_ranks_read_all_rows_if_shards_would_delay_the_exchanges_in_a_step(make_job: MakeJob) -> None:
     # At 20 GB/s, exchanging row shards among eight ranks is as fast as host memory, but slower than the encoder.
     pcie = msgspec.structs.replace(NVLINK, bus_bytes_per_s=20e9)
     assert not read_parts(make_job, 8, pcie)

@@ -1,4 +1,4 @@
-"""Tests for the resources that an extraction needs, and for the problems that are reported if one is unavailable."""
+"""Tests for the resources needed by an extraction, and for the problems reported if one is unavailable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_disk_space_is_estimated_from_the_rows_and_time_from_the_matmuls(job: Ex
     box = MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 1e9}, 1e9)})
     look = outlook_of_extraction(job, [], speeds=box)
     assert look.d_in == D_IN
-    # The output contains fp32 rows of two hooks, each stored with its token, position and document.
+    # The output contains fp32 rows from two hooks, each stored with its token, position and document.
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
     whole = outlook_of_extraction(job, [], speeds=MeasuredHardware(devices={CPU: DeviceSpeeds({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
@@ -74,7 +74,7 @@ def test_more_tokens_per_batch_and_a_longer_context_take_more_memory(model: Path
     assert needs(batch_tokens=4096, context=4096) > needs(batch_tokens=4096, context=32)
 
 
-def test_a_full_gpu_gives_a_warning_and_a_gpu_that_is_too_small_gives_an_error(job: ExtractJob, tmp_path: Path) -> None:
+def test_a_full_gpu_causes_a_warning_and_a_gpu_that_is_too_small_causes_an_error(job: ExtractJob, tmp_path: Path) -> None:
     named = on(job, [0])
     needs = (ExtractionProposal(named, machine(tmp_path, 70)).outlook.needs_bytes or 0) / GIB
     assert check(named, machine(tmp_path, 70)) == []
@@ -131,7 +131,7 @@ def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_pa
     ]
 
 
-def test_a_spread_model_divides_its_memory_over_gpus_and_runs_at_the_speed_of_one(
+def test_a_model_spread_over_gpus_divides_its_memory_and_runs_at_the_speed_of_one(
     job: ExtractJob, tmp_path: Path
 ) -> None:
     whole = on(job, "auto:3")

@@ -84,7 +84,7 @@ def test_a_slice_is_recognised_by_its_name_in_pytorch():
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1,2"}, "3"),
     ],
 )
-def test_on_amd_the_second_variable_indexes_the_gpus_that_the_first_leaves(environ, text):
+def test_on_amd_the_second_variable_indexes_the_gpus_left_by_the_first(environ, text):
     assert VENDORS["amdsmi"].visible_devices(environ) == text
 
 

@@ -20,7 +20,7 @@ def test_measured_speeds_are_stored_and_read_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_the_bus_speed_is_assumed_for_a_number_of_gpus_that_was_not_measured() -> None:
+def test_the_bus_speed_is_assumed_for_an_unmeasured_number_of_gpus() -> None:
     box = MeasuredHardware().with_measured("NVIDIA H200", "bf16", 4, FOUND)
     two = box.speeds("NVIDIA H200", "bf16", 2)
     assert (two.flops_per_s, two.is_measured) == (FOUND.flops_per_s, False)

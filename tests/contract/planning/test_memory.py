@@ -1,4 +1,4 @@
-"""Tests for the estimated GPU memory of a job."""
+"""Tests for a job's estimated GPU memory."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_nccl_memory_depends_on_the_link_and_the_number_of_gpus_and_groups(
     assert estimate(work).communication >= nccl_bytes(work)
 
 
-def test_a_node_of_a_cluster_needs_buffers_only_for_its_own_gpus(make_job: MakeJob) -> None:
+def test_a_cluster_node_needs_buffers_only_for_its_own_gpus(make_job: MakeJob) -> None:
     launch = {"backend": "slurm", "nodes": 2, "gpus": "auto:8"}
     name = "NVIDIA H100 80GB HBM3"
     of_two_nodes = workload(make_job(parallel={"mode": "ddp"}, launch=launch), 768, 16).on_device(name)
@@ -165,7 +165,7 @@ def test_memory_counted_by_pytorch_excludes_nccl(make_job: MakeJob) -> None:
         ({"optimizer": "muon"}, 4, 4),
     ],
 )
-def test_an_optimizer_needs_the_memory_of_its_state_on_each_type_of_device(
+def test_an_optimizer_needs_memory_for_its_state_on_each_type_of_device(
     make_job: MakeJob, train: dict[str, Any], on_gpu: float, on_cpu: float
 ) -> None:
     job = make_job(sae={"d_sae": 64}, train=train)
@@ -229,7 +229,7 @@ def test_16_bit_matmuls_halve_the_pre_activations(make_job: MakeJob) -> None:
     assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
-def test_disk_space_covers_the_newest_and_best_and_one_spare_checkpoint_of_each_sae(make_job: MakeJob) -> None:
+def test_disk_space_covers_the_newest_and_best_and_one_spare_checkpoint_for_each_sae(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = n_parameters(workload(job, 8), job.sae)
     assert on_disk(workload(job, 8)) == (2 + 2) * 8 * parameters + 4 * parameters
@@ -281,9 +281,9 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# The memory in MB that PyTorch reserved on an H200 for four steps without AuxK or evaluation (2.11, CUDA 13).
-# For d_in 768, the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64.
-# Only Signum's update was compiled by torch.
+# Memory in MB reserved by PyTorch on an H200 for four steps without AuxK or evaluation (2.11, CUDA 13). For d_in 768,
+# the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64. Only Signum's update was
+# compiled by torch.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),
@@ -311,7 +311,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_memory(
 
 
 @pytest.mark.parametrize(("ranks", "n_batches"), [(2, 2.5), (3, 2), (8, 2)])
-def test_a_rank_that_reads_row_shards_holds_three_shards_and_one_full_batch_in_memory(
+def test_a_rank_reading_row_shards_holds_three_shards_and_one_full_batch_in_memory(
     make_job: MakeJob, ranks: int, n_batches: float
 ) -> None:
     job = make_job(data={"path": "acts", "held_out_tokens": 0}, train={"batch_size": 128}, parallel={"mode": "tensor"})

@@ -17,7 +17,7 @@ def test_every_component_has_a_unique_letter() -> None:
 
 
 @given(PARTS, st.integers(len(LETTERS), 200))
-def test_the_components_of_the_memory_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
+def test_the_memory_components_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
     widths = cells(parts, width)
     assert sum(widths.values()) == (width if parts.total else 0)
     assert widths.keys() == {name for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes}

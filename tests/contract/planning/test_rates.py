@@ -11,7 +11,7 @@ from trainer.contract.settings.job import JobConfig
 MakeJob = Callable[..., JobConfig]
 
 
-def test_auto_is_the_learning_rate_of_the_optimizer_and_twice_that_with_tied_updates(make_job: MakeJob) -> None:
+def test_auto_is_the_optimizers_learning_rate_and_twice_that_with_tied_updates(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072}, train={"batch_size": 4096})
     assert full_rate(Layout(job, 1), 3072, is_transcoder=False) == pytest.approx(12e-3)
     assert full_rate(Layout(job, 1), 3072, is_transcoder=True) == pytest.approx(6e-3)
@@ -31,7 +31,7 @@ def test_auto_is_lower_in_long_runs_with_tied_updates(make_job: MakeJob) -> None
 
 
 @pytest.mark.parametrize(("lr", "warned"), [(0.3, False), (0.5, True), (200_000.0, True)])
-def test_a_learning_rate_far_above_auto_gives_a_warning(make_job: MakeJob, lr: float, warned: bool) -> None:
+def test_a_learning_rate_far_above_auto_triggers_a_warning(make_job: MakeJob, lr: float, warned: bool) -> None:
     layout = Layout(make_job(sae={"d_sae": 3072}, train={"lr": lr}), 1)
     problems = rate_problems(layout, 3072, is_transcoder=False)
     assert [(one.path, one.severity) for one in problems] == [("train.lr", "warning")] * warned

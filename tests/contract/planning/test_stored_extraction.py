@@ -50,7 +50,7 @@ def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp
     assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
 
 
-def test_the_folder_of_another_extraction_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
+def test_another_extractions_folder_is_reported_and_refused(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
     assert "with a different extract.n_tokens, 300, so this extraction would be refused" in what_is_there(other)
@@ -66,11 +66,11 @@ def test_a_stopped_extraction_is_reported_as_resumable(make: Make) -> None:
     assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 
-def test_the_rows_that_several_processes_stored_are_added_up(make: Make, tmp_path: Path) -> None:
+def test_rows_stored_by_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
     job, output = make(shard_rows=16), tmp_path / "rows"
     run_ranks(job, 2, tmp_path / "meet")
     assert "finished with 300 rows" in what_is_there(job)
-    # Write the state that each of two stopped processes would leave.
+    # Write the state left by each of two stopped processes.
     state = json.loads((output / STATE).read_text()) | {"is_finished": False}
     (output / STATE).write_text(json.dumps(state | {"shards": [[], []]}))
     for rank, n in enumerate((2, 3)):

@@ -37,7 +37,7 @@ def test_a_mode_determines_which_ranks_share_latents_and_which_share_tokens(
 
 
 @pytest.mark.parametrize(("scaling", "factor"), [("off", 1), ("sqrt", 2), ("linear", 4)])
-def test_the_learning_rate_scales_with_the_tokens_of_a_step(make_job: MakeJob, scaling: str, factor: float) -> None:
+def test_the_learning_rate_scales_with_the_tokens_per_step(make_job: MakeJob, scaling: str, factor: float) -> None:
     job = make_job(train={"batch_size": 4096, "lr_scaling": scaling, "lr_tokens": 4096})
     assert Layout(job, 4).lr_scale == factor
 
@@ -58,7 +58,7 @@ def test_the_learning_rate_scales_with_the_tokens_of_a_step(make_job: MakeJob, s
         ({"n_tokens": 1_000_000, "n_steps": 7}, 2, 8192, 7),
     ],
 )
-def test_a_run_of_few_tokens_has_small_steps_unless_their_size_is_set(
+def test_a_run_with_few_tokens_has_small_steps_unless_their_size_is_set(
     make_job: MakeJob, train: dict[str, int], ranks: int, tokens: int, steps: int
 ) -> None:
     layout = Layout(make_job(train=train), ranks)
@@ -93,7 +93,7 @@ def test_replicas_shard_an_elementwise_optimizer(make_job: MakeJob, optimizer: s
     assert not Layout(job.replace("parallel", zero=False), 2).uses_zero(job.train)
 
 
-def test_each_sae_of_a_sweep_has_its_own_optimizer(make_job: MakeJob) -> None:
+def test_each_sae_in_a_sweep_has_its_own_optimizer(make_job: MakeJob) -> None:
     layout = Layout(make_job(train={"optimizer": ["adam", "muon"]}), 2)
     assert [layout.uses_zero(member.train) for member in layout.members.values()] == [True, False]
     assert not layout.is_elementwise
@@ -109,7 +109,7 @@ def test_saes_are_placed_so_that_ranks_are_balanced(make_job: MakeJob) -> None:
     ("section", "changes"),
     [("parallel", {"mode": "tensor"}), ("train", {"batch_size": 77, "global_batch_size": 154, "precision": "bf16"})],
 )
-def test_changed_settings_apply_to_each_sae_of_a_sweep(
+def test_changed_settings_apply_to_each_sae_in_a_sweep(
     make_job: MakeJob, section: str, changes: dict[str, Any]
 ) -> None:
     job = make_job(sae={"k": [4, 8]}, train={"seed": [0, 1]})

@@ -1,4 +1,4 @@
-"""Tests for older versions of report cards, which are kept next to an SAE's weights."""
+"""Tests for older versions of report cards, kept next to an SAE's weights."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_link_in_place_of_a_features_file_is_not_stored(
     assert not list((folder / FOLDER).glob("*.safetensors"))
 
 
-def test_a_card_of_another_user_cannot_name_features_outside_the_folder(folder: Path) -> None:
+def test_another_users_card_cannot_name_features_outside_the_folder(folder: Path) -> None:
     archive(folder)
     put_card(folder / "other")
     (stored,) = (folder / FOLDER).glob("*.json")

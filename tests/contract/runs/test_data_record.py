@@ -1,4 +1,4 @@
-"""Tests for a checkpoint's record of shards, which shows whether data is unchanged, extended or different."""
+"""Tests for a checkpoint's record of shards, used to tell whether data is unchanged, extended or different."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def recorded(folder: Path) -> DataRecord:
-    """Return a folder's record after a round trip through the JSON of a checkpoint."""
+    """Return a folder's record after a round trip through a checkpoint's JSON."""
     record = sampled(record_of([ShardSettings(str(folder))]))
     return msgspec.json.decode(msgspec.json.encode(record), type=DataRecord)
 

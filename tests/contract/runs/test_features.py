@@ -143,7 +143,7 @@ def test_a_corrupt_index_does_not_break_a_search(file: Path, ends: list[int]) ->
     assert {latent for words in ("the", "s") for latent in Features(file).search(words)} <= {0, 1}
 
 
-def test_a_token_of_unknown_text_is_shown_as_its_id(file: Path) -> None:
+def test_a_token_with_unknown_text_is_shown_as_its_id(file: Path) -> None:
     assert Features(file).text(6) == "[6]"
 
 
@@ -175,7 +175,7 @@ def test_a_file_with_tensors_of_the_wrong_shape_is_refused(changes: Any, file: P
 
 @settings(max_examples=150)
 @given(st.data())
-def test_reading_a_damaged_file_gives_a_user_error_or_different_values(
+def test_reading_a_damaged_file_raises_a_user_error_or_returns_different_values(
     tmp_path_factory: pytest.TempPathFactory, data: Any
 ) -> None:
     content = bytearray(features_file(data.draw(st.sampled_from([TEXTS, SPREAD]))))

@@ -16,7 +16,7 @@ from trainer.contract.runs.how_far import HowFar, from_metadata
         (0.141, 0.0, 100, False),
         (0.1341, 0.0, 32_768, False),
         (0.12, 0.0, 32_768, False),
-        # The learning rate has risen again, as in a run that was extended.
+        # The learning rate has risen again, as in an extended run.
         (0.2, 1.0, 32_768, False),
     ],
 )
@@ -26,7 +26,7 @@ def test_a_worse_fvu_is_ignored_within_noise_or_if_the_learning_rate_has_risen(
     assert Best(300, 0.134, 0.5, n_rows).is_clearly_below(fvu, lr_share) is is_below
 
 
-def test_the_metadata_of_an_export_restores_the_progress_of_its_run() -> None:
+def test_export_metadata_restores_the_progress_of_its_run() -> None:
     whole = HowFar(
         step=500, total_steps=500, lr_share=0.0, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134)
     )

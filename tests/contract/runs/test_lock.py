@@ -1,4 +1,4 @@
-"""Tests for a run's lock, which shows every user of the machine whether a process of the run is alive."""
+"""Tests for a run's lock, which tells every user on the machine whether any process in the run is alive."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def looked_at(tmp_path: Path) -> Iterator[Path]:
         looking.kill()
 
 
-def test_checking_the_lock_of_a_run_does_not_prevent_its_start(looked_at: Path) -> None:
+def test_checking_a_runs_lock_does_not_prevent_its_start(looked_at: Path) -> None:
     for _ in range(3000):
         with RunLock(looked_at.parent) as run:
             run.share()
 
 
-def test_a_check_of_the_lock_does_not_count_as_a_process_of_the_run(
+def test_checking_the_lock_does_not_count_as_a_process_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking = RunLock(tmp_path)
@@ -66,7 +66,7 @@ def test_a_lock_file_private_to_another_user_does_not_block_a_run() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_run_that_is_in_progress_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_not_started_again(tmp_path: Path) -> None:
     with RunLock(tmp_path) as run:
         run.share()
         assert is_held(RunPaths(tmp_path).lock_file)

@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def given(tmp_path: Path) -> RankSpec:
-    """Return the spec of an attempt with one rank per device."""
+    """Return the spec for an attempt with one rank per device."""
     return RankSpec(
         tmp_path, tmp_path / "sae", attempt=1, world_size=4, device="cuda", gpu_uuids=UUIDS, gpu_vendor="nvml"
     )
@@ -39,7 +39,7 @@ def placed(spec: RankSpec, job: JobConfig, model_gpus: int | str) -> RankSpec:
     return with_model_placed(spec, job.replace("data", settings=settings), "", MeasuredHardware(), DeviceMemory())
 
 
-def test_the_gpus_of_the_language_model_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:
+def test_language_model_gpus_have_no_rank_and_all_gpus_are_pinned(job: JobConfig, given: RankSpec) -> None:
     spec = placed(given, job, 2)
     assert (spec.world_size, spec.n_processes, spec.model_gpus, spec.n_devices) == (2, 2, 2, 4)
     assert read_spec(write_spec(spec)) == spec
@@ -53,7 +53,7 @@ def test_the_gpus_of_the_language_model_have_no_rank_and_all_gpus_are_pinned(job
     ("devices", "model_gpus", "of_ranks"),
     [(4, 2, [[2], [3]]), (4, 3, [[1, 2, 3]]), (8, 6, [[2, 4, 6], [3, 5, 7]]), (4, 0, [[], [], [], []])],
 )
-def test_each_gpu_of_the_language_model_belongs_to_one_rank(
+def test_each_language_model_gpu_belongs_to_one_rank(
     devices: int, model_gpus: int, of_ranks: list[list[int]], given: RankSpec
 ) -> None:
     spec = msgspec.structs.replace(given, world_size=devices - model_gpus, model_gpus=model_gpus)
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec
     assert placed(msgspec.structs.replace(given, attempt=2), job, "auto").model_gpus == 0
 
 
-def test_the_spec_of_a_job_that_reads_stored_rows_is_not_changed(given: RankSpec) -> None:
+def test_the_spec_of_a_job_reading_stored_rows_is_not_changed(given: RankSpec) -> None:
     job, _ = parse_job({"data": {"path": "acts"}})
     assert job
     assert with_model_placed(given, job, "", MeasuredHardware(), DeviceMemory()) is given

@@ -1,4 +1,4 @@
-"""Tests for the command and the environment variables that start a rank."""
+"""Tests for the command and the environment variables used to start a rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_rank_sees_only_its_own_mig_slice(tmp_path: Path) -> None:
     assert [(one["RANK"], one["LOCAL_RANK"]) for one in environments] == [("0", "0"), ("1", "0")]
 
 
-def test_ranks_of_one_host_use_its_loopback_interface_by_default(tmp_path: Path) -> None:
+def test_ranks_on_one_host_use_its_loopback_interface_by_default(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})
     assert (environment["NCCL_SOCKET_IFNAME"], environment["NCCL_IB_DISABLE"]) == ("eth1", "1")
@@ -97,7 +97,7 @@ def test_gpu_memory_segments_are_expandable_unless_the_user_configured_the_alloc
     assert not names & rank_environment(spec(tmp_path), 0, {}).keys()
 
 
-def test_a_rank_under_srun_keeps_the_variables_that_slurm_set(tmp_path: Path) -> None:
+def test_a_rank_under_srun_keeps_the_variables_set_by_slurm(tmp_path: Path) -> None:
     srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)
     environment = srun_environment(several, {**srun, "CUDA_VISIBLE_DEVICES": "2,3"})
@@ -136,7 +136,7 @@ def test_every_rank_gets_at_least_one_thread() -> None:
     assert threads_per_rank(10 * cores) == 1
 
 
-def test_a_file_of_the_user_that_is_called_trainer_is_not_run_in_place_of_the_trainer(tmp_path: Path) -> None:
+def test_a_user_file_called_trainer_is_not_run_in_place_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("print('a stranger')")
     command = rank_command(tmp_path / "missing.json")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

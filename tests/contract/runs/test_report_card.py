@@ -45,7 +45,7 @@ def test_a_written_card_is_read_back_unchanged(tmp_path: Path) -> None:
     assert as_table(read) == as_table(one)
 
 
-def test_a_card_of_an_older_version_lacks_newer_fields(tmp_path: Path) -> None:
+def test_a_card_from_an_older_version_lacks_newer_fields(tmp_path: Path) -> None:
     table = card_table()
     del table["figures"]["dead_error"], table["latents"]
     del table["spliced"]["ce_score_error"]
@@ -159,6 +159,6 @@ def test_sampled_latents_fire_and_are_the_same_each_time(tmp_path: Path) -> None
         assert [text.act for text in one.texts] == [context.act for context in feature.contexts[:2]]
 
 
-def test_the_most_active_token_of_a_text_is_marked_without_its_space() -> None:
+def test_the_most_active_token_in_a_text_is_marked_without_its_space() -> None:
     assert marked(SampledText((" a", " b\n", "c"), 1, 1.0)) == "a [b⏎]c"
     assert marked(SampledText(("x", "\n"), 1, 1.0), "<", ">") == "x<⏎>"

@@ -78,7 +78,7 @@ def test_an_extraction_job_needs_model_and_hooks_and_text_and_has_defaults_for_t
         ({"kind": "extrcat"}, 'kind: must be "train" or "extract", not "extrcat"'),
     ],
 )
-def test_each_mistake_is_reported_in_one_sentence_that_names_the_setting(changed: dict[str, Any], wrong: str) -> None:
+def test_each_mistake_is_reported_in_one_sentence_naming_the_setting(changed: dict[str, Any], wrong: str) -> None:
     (sentence,) = problems(**changed)
     assert sentence.startswith(wrong)
 
@@ -108,8 +108,8 @@ def test_paths_are_relative_to_the_working_folder_or_else_to_the_job_file(tmp_pa
     assert job.extract.output == str(here / "activations")
     (here / "corpus.txt").write_text("here")
     assert load_as(ExtractJob, file).text.path == str(here / "corpus.txt")
-    # A model path that exists in neither folder is a name on the hub.
-    # A text path that exists in neither folder is reported as missing from the working folder.
+    # A model path that exists in neither folder is treated as a hub name. A text path that exists in neither folder is
+    # reported as missing from the working folder.
     job = load_as(ExtractJob, file, ["model.path=org/name", "text.path=none.txt", "extract.n_tokens=10k"])
     assert (job.model.path, job.text.path) == ("org/name", str(here / "none.txt"))
     assert job.extract.n_tokens == 10_000

@@ -21,7 +21,7 @@ from trainer.contract.settings.hooks import (
 
 
 @given(st.sampled_from(list(SITES)), st.integers(0, 9999))
-def test_the_name_of_this_project_and_that_of_transformer_lens_give_the_same_hook(site: str, layer: int) -> None:
+def test_names_in_our_notation_and_in_transformer_lens_notation_refer_to_the_same_hook(site: str, layer: int) -> None:
     hook = parse_hook(f"{site}.{layer}")
     assert hook == Hook(site, layer) == parse_hook(hook.transformer_lens)
     assert parse_hook(hook.name) == hook
@@ -34,7 +34,7 @@ def test_hook_names_match_those_of_the_transformer_lens_library() -> None:
 
 
 @pytest.mark.parametrize("path", ["h.3.mlp", "layers.0.self_attn.q_proj", "norm", "blocks.3.attn", "blocks.3.ffn.up"])
-def test_any_other_dotted_name_is_the_path_of_a_module(path: str) -> None:
+def test_any_other_dotted_name_is_a_module_path(path: str) -> None:
     hook = parse_hook(path)
     assert (hook.path, hook.name, hook.transformer_lens) == (path, path, "")
 
@@ -65,7 +65,7 @@ def test_the_error_for_an_unknown_transformer_lens_hook_lists_the_known_ones() -
         (None, [None]),
     ],
 )
-def test_layer_ranges_and_commas_give_several_names(text: str | None, names: list[str]) -> None:
+def test_layer_ranges_and_commas_produce_several_names(text: str | None, names: list[str]) -> None:
     assert each_named(text) == names
 
 

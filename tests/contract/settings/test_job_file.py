@@ -201,7 +201,7 @@ def table_with(path: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value", "said"), BAD, ids=[f"{path} {str(value)[:20]!r}" for path, value, _ in BAD])
-def test_a_bad_value_is_reported_as_one_problem_that_names_the_setting(path: str, value: object, said: str) -> None:
+def test_a_bad_value_is_reported_as_one_problem_naming_the_setting(path: str, value: object, said: str) -> None:
     job, problems = parse_job(table_with(path, value))
     assert job is None
     (problem,) = problems
@@ -307,7 +307,7 @@ def test_an_override_replaces_one_setting(override: str, path: str, value: objec
     assert (written[section] if section else written).get(key) == value
 
 
-def test_an_override_with_a_list_makes_a_sweep(tmp_path: Path) -> None:
+def test_an_override_with_a_list_creates_a_sweep(tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text('[data]\npath = "acts"\n[sae]\nk = 8\n')
     assert load_job(file, ["sae.k=[16, 32]"]).sweep == (SweepAxis("sae.k", (16, 32)),)
@@ -321,7 +321,7 @@ def test_the_error_for_a_malformed_override_names_the_expected_form(override: st
         apply_override({}, override)
 
 
-def test_an_override_below_something_that_is_not_a_section_is_refused() -> None:
+def test_an_override_under_a_key_that_is_not_a_section_is_refused() -> None:
     with pytest.raises(JobFileError, match=r'^--set: "name" is not a section of the job file$'):
         apply_override({"name": "x"}, "name.x=1")
 
@@ -366,7 +366,7 @@ def test_a_relative_data_path_is_looked_up_in_the_working_directory_first(
     }
 
 
-def test_the_path_of_targets_is_resolved_like_the_data_path(
+def test_the_targets_path_is_resolved_like_the_data_path(
     tmp_path: Path, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "there" / "out").mkdir(parents=True)

@@ -85,7 +85,7 @@ def test_the_size_of_a_model_without_size_information_is_unknown(
 
 
 @given(place=st.integers(0, len(whole()) - 1), byte=st.integers(0, 255), end=st.integers(0, len(whole())))
-def test_reading_a_damaged_gguf_file_gives_a_size_or_none_and_never_fails(
+def test_reading_a_damaged_gguf_file_returns_a_size_or_none_and_never_fails(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int, end: int
 ) -> None:
     content = bytearray(whole())

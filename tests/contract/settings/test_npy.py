@@ -24,7 +24,7 @@ def saved(array: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def test_the_arrays_of_a_folder_are_read_back_unchanged(tmp_path: Path) -> None:
+def test_the_arrays_in_a_folder_are_read_back_unchanged(tmp_path: Path) -> None:
     first, second = rows(30, 8), rows(4, 5, 8, dtype=np.float16)
     np.save(tmp_path / "a.npy", first)
     np.save(tmp_path / "b.npy", second)
@@ -69,7 +69,7 @@ def test_a_file_without_an_array_of_rows_is_refused_in_a_sentence(content: bytes
 
 
 @given(place=st.integers(0, 127), byte=st.integers(0, 255))
-def test_a_damaged_header_is_either_refused_or_gives_non_negative_sizes(
+def test_a_damaged_header_is_either_refused_or_read_as_non_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved(rows(3, 4)))

@@ -15,5 +15,5 @@ def test_the_learning_rate_rises_linearly_and_stays_constant_and_falls_linearly(
 
 
 @given(st.integers(1, 500), st.floats(0, 1), st.floats(0, 1))
-def test_no_step_of_any_run_has_a_zero_learning_rate(total: int, warmup: float, decay: float) -> None:
+def test_no_step_in_any_run_has_a_zero_learning_rate(total: int, warmup: float, decay: float) -> None:
     assert all(0 < lr_factor(step, total, warmup, decay) <= 1 for step in range(total))

@@ -54,7 +54,7 @@ def test_every_displayed_series_has_a_readable_title() -> None:
     assert not [name for name in (*measured_names(), *curves(), *PER_RANK) if "_" in title_of(name)]
 
 
-def test_curves_that_are_redundant_for_all_saes_of_a_job_are_hidden() -> None:
+def test_curves_redundant_for_all_saes_in_a_job_are_hidden() -> None:
     assert list(curves(["topk"])) == ["fvu", "dead_fraction", "tokens_per_s", "lr"]
     assert list(curves(["batch_topk"])) == ["fvu", "l0", "dead_fraction", "tokens_per_s", "lr"]
     assert curves(["topk", "jumprelu"]) == curves(["gated"]) == curves() == curves(["of_a_plugin"])

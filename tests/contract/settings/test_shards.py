@@ -1,4 +1,4 @@
-"""Tests that each kind of invalid activation file gives a one-sentence error that names the setting."""
+"""Tests that each kind of invalid activation file produces a one-sentence error naming the setting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WriteShard = Callable[..., Path]
 
 
 def problem(path: str | Path) -> str:
-    """Return the error message for a path that is refused."""
+    """Return the error message for a refused path."""
     with pytest.raises(JobFileError) as caught:
         inspect_shards(path)
     (refusal,) = caught.value.problems
@@ -38,7 +38,7 @@ def with_header(file: Path, header: object, data: bytes = b"") -> Path:
     return file
 
 
-def test_the_shards_of_a_folder_are_read_in_order_of_their_names(write_shard: WriteShard) -> None:
+def test_the_shards_in_a_folder_are_read_in_order_of_their_names(write_shard: WriteShard) -> None:
     write_shard(30, file="b.safetensors", dtype="F16")
     folder = write_shard(20, file="a.safetensors", dtype="BF16")
     data = inspect_shards(folder)
@@ -92,7 +92,7 @@ def test_a_name_that_is_too_long_is_refused() -> None:
 
 
 @pytest.mark.parametrize("content", [b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["short", "ff", "zip"])
-def test_a_file_of_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_in_another_format_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
     assert problem(file) == f"{file} is not a complete safetensors file; copy it again"
@@ -132,7 +132,7 @@ def test_a_header_that_is_not_a_table_is_refused(tmp_path: Path, header: object)
     assert "is not a complete safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
-def test_the_error_for_a_tensor_of_one_dimension_names_the_fix(write_shard: WriteShard) -> None:
+def test_the_error_for_a_one_dimensional_tensor_names_the_fix(write_shard: WriteShard) -> None:
     save_file({"activations": np.zeros(10, np.float32)}, (folder := write_shard()) / "a.safetensors")
     assert problem(folder).endswith("[n_tokens, d_in]: its shape is [10]; reshape it to [-1, d_in]")
 
@@ -180,7 +180,7 @@ def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -
     )
 
 
-def test_the_metadata_of_a_folder_is_read_once_for_all_its_shards(
+def test_a_folders_metadata_is_read_once_for_all_its_shards(
     write_shard: WriteShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a", "b", "c"):
@@ -204,7 +204,7 @@ def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     assert problem(tmp_path) == f"{file} cannot be read: {pointer}"
 
 
-def test_shards_of_different_width_are_refused(write_shard: WriteShard) -> None:
+def test_shards_with_different_widths_are_refused(write_shard: WriteShard) -> None:
     write_shard(d_in=8, file="a.safetensors")
     message = problem(write_shard(d_in=16, file="b.safetensors"))
     assert message == "b.safetensors has d_in 16, but a.safetensors has 8; all shards must agree"

@@ -12,7 +12,7 @@ from trainer.contract.settings.slurm import check_slurm
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set $PATH to a folder that contains nothing but `sbatch`."""
+    """Set $PATH to a folder containing nothing but `sbatch`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").touch(mode=0o755)

@@ -23,7 +23,7 @@ from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
 class RoundSettings(ArchitectureSettings, frozen=True):
-    """Settings of a test architecture: the shared setting k, and a number, a switch and a list of its own."""
+    """Settings for a test architecture: the shared setting k, and a number, a switch and a list of its own."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32
     roundness: Annotated[float, about("How round.", gt=0)] = 0.5
@@ -53,7 +53,7 @@ def problem(**sections: dict[str, Any]) -> Problem:
     return refusal
 
 
-def test_each_value_in_a_list_gives_one_sae_with_a_label() -> None:
+def test_each_value_in_a_list_produces_one_sae_with_a_label() -> None:
     configs = members(swept(sae={"k": [16, 32, 64]}))
     assert {label: job.sae.settings.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
 
@@ -65,7 +65,7 @@ def test_several_lists_are_combined_in_the_order_of_the_settings() -> None:
     assert list(members(job)) == expected
 
 
-def test_the_first_sae_of_a_sweep_is_the_job_itself() -> None:
+def test_the_first_sae_in_a_sweep_is_the_job_itself() -> None:
     job = swept(sae={"k": [16, 32]}, train={"seed": [3, 4]})
     assert msgspec.structs.replace(job, sweep=()) == members(job)["k=16,seed=3"]
 
@@ -76,7 +76,7 @@ def test_a_job_without_a_list_trains_a_single_sae() -> None:
     assert swept(sae={"k": [16]}) == job
 
 
-def test_an_sae_of_a_sweep_equals_a_job_file_with_the_same_values() -> None:
+def test_an_sae_in_a_sweep_equals_a_job_file_with_the_same_values() -> None:
     for (label, member), (k, seed) in zip(
         members(swept(sae={"k": [4, 8]}, train={"seed": [0, 1]})).items(),
         itertools.product((4, 8), (0, 1)),
@@ -222,7 +222,7 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         ({"train": {"seed": list(range(9))}, "sae": {"k": list(range(1, 9))}}, "train.seed", "more than 64 SAEs"),
     ],
 )
-def test_each_mistake_is_reported_as_one_problem_that_names_the_setting(
+def test_each_mistake_is_reported_as_one_problem_naming_the_setting(
     sections: dict[str, Any], path: str, said: str
 ) -> None:
     refusal = problem(**sections)
@@ -239,7 +239,7 @@ def test_the_largest_allowed_sweep_is_accepted() -> None:
     assert len(members(swept(train={"seed": list(range(8))}, sae={"k": list(range(1, 9))}))) == MOST_MEMBERS
 
 
-def test_the_problems_of_all_saes_are_reported_together_and_without_duplicates() -> None:
+def test_problems_with_all_saes_are_reported_together_and_without_duplicates() -> None:
     job, problems = parse(sae={"k": [0, 16, -1], "d_sae": 0}, train={"lr": [1e-3, -1]}, nam={})
     assert job is None
     assert sorted(problem.path for problem in problems) == ["nam", "sae.d_sae", "sae.k", "sae.k", "train.lr"]

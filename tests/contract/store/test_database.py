@@ -1,4 +1,4 @@
-"""Tests for opening a store: each failure gives a one-sentence error, and several processes can open it at once."""
+"""Tests for opening a store: each failure produces a one-sentence error, and several processes can open it at once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a control store of the first version, with one job."""
+    """Create a first-version control store with one job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -152,13 +152,13 @@ assert not {"torch", "sqlite_utils", "numpy"} & set(sys.modules), sys.modules
 
 
 @pytest.mark.parametrize("readonly", [True, False])
-def test_a_job_of_an_older_version_lacks_the_newer_fields(older: Path, readonly: bool) -> None:
+def test_a_job_from_an_older_version_lacks_the_newer_fields(older: Path, readonly: bool) -> None:
     with contextlib.closing(Control(older, readonly=readonly)) as control:
         (job,) = control.jobs()
     assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
 
 
-def test_an_imported_sae_of_an_older_version_gets_the_state_imported(older: Path) -> None:
+def test_an_imported_sae_from_an_older_version_gets_the_state_imported(older: Path) -> None:
     insert = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(1, 1.0, 'info', ?, '')"
     with contextlib.closing(sqlite3.connect(older)) as connection, connection:
         connection.execute(insert, ("imported",))
@@ -172,7 +172,7 @@ def test_a_migrated_control_store_records_the_memory_of_jobs(older: Path) -> Non
         assert control.job(1).peak_memory_bytes == 3 << 30
 
 
-def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
+def test_a_store_from_a_newer_version_is_refused(made: Path) -> None:
     connection = sqlite3.connect(made)
     connection.execute("PRAGMA user_version=99")
     connection.close()
@@ -190,7 +190,7 @@ def test_a_file_that_is_not_a_database_is_reported_as_corrupt(tmp_path: Path, op
     assert message(lambda: opened(path, "control")).startswith(f"the store {path} is corrupt; `sae-tui repair`")
 
 
-def test_damage_within_the_file_is_reported_as_corrupt_when_read(made: Path) -> None:
+def test_damage_within_the_file_is_reported_as_corruption_when_read(made: Path) -> None:
     with made.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(4096)
@@ -213,8 +213,8 @@ def test_opening_a_store_for_reading_creates_no_file(tmp_path: Path) -> None:
 
 
 def test_opening_a_store_again_keeps_the_locks_of_open_connections(made: Path) -> None:
-    # POSIX releases all locks of a process on a file as soon as the process closes any of its descriptors of that file.
-    # Another process could then delete the WAL.
+    # POSIX releases all of a process's locks on a file as soon as the process closes any of its descriptors for that
+    # file. Another process could then delete the WAL.
     first = Control(made)
     assert first.jobs() == []
     second = Control(made)
@@ -437,7 +437,7 @@ def test_the_next_reader_rolls_back_the_partial_write_of_a_killed_writer(tmp_pat
     assert not path.with_name("control.db-journal").exists()
 
 
-def test_a_reader_without_write_permission_names_the_owner_who_can_repair(tmp_path, monkeypatch) -> None:
+def test_a_reader_without_write_permission_names_the_owner_who_can_repair_the_store(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
     with pytest.raises(StoreError, match="half written, and it is read-only here; any command run by its owner repair"):
@@ -468,7 +468,7 @@ def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
-def test_the_folder_of_a_store_may_have_special_characters_in_its_name(tmp_path: Path, name: str) -> None:
+def test_a_stores_folder_may_have_special_characters_in_its_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     migrate(folder / "control.db", "control")
@@ -478,7 +478,7 @@ def test_the_folder_of_a_store_may_have_special_characters_in_its_name(tmp_path:
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_store_migration_that_fails_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_store_migration_is_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(db: Any) -> None:
         db.table("half").create({"id": int}, pk="id")
         raise sqlite3.OperationalError("database or disk is full")

@@ -48,7 +48,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Followed:
-    """A follower of a run's metrics that records the last step of each read."""
+    """A follower for a run's metrics that records the last step in each read."""
 
     def __init__(self, path: Path) -> None:
         self.follower = StoreFollower(path, SeriesReader)

@@ -85,7 +85,7 @@ def test_a_refused_lease_changes_nothing(control: Control, queued: MakeJob) -> N
     assert control.job(second.id) == second
 
 
-def test_jobs_share_a_gpu_while_its_memory_is_enough_for_all(control: Control, queued: MakeJob) -> None:
+def test_jobs_share_a_gpu_while_its_memory_suffices_for_all(control: Control, queued: MakeJob) -> None:
     share = {"shares_gpus": True, "card_memory_bytes": 4 * 2**30}
     space = {"GPU-0": 10 * 2**30}
     first, second, third = (recorded(control, queued(**share)) for _ in range(3))

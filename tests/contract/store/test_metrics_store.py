@@ -1,4 +1,4 @@
-"""Tests for the metrics of a run, which are written by one process and read by others."""
+"""Tests for a run's metrics, written by one process and read by others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.rows import Event
 
 
 class Store:
-    """A writer and a reader of the same metrics file."""
+    """A writer and a reader for the same metrics file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Open one store for all examples of a test. Each example uses a new metric name."""
+    """Open one store for all examples in a test. Each example uses a new metric name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -63,7 +63,7 @@ def test_points_are_read_as_written_and_later_reads_return_only_new_points(run: 
     assert run.reader.points("loss", after=20) == []
 
 
-def test_series_of_different_ranks_and_names_are_kept_apart(run: Store) -> None:
+def test_series_for_different_ranks_and_names_are_kept_apart(run: Store) -> None:
     run.writer.write([MetricRow("loss", 1, 1.0), MetricRow("loss", 1, 2.0, rank=1), MetricRow("fvu", 1, 3.0)])
     assert run.reader.series() == [("fvu", 0), ("loss", 0), ("loss", 1)]
     assert run.reader.points("loss", 1) == [Point(1, 2.0)]
@@ -191,7 +191,7 @@ def test_a_curve_with_one_value_more_than_the_limit_is_not_empty(run: Store) -> 
     assert 250 <= len(run.reader.history("loss", most=500)) <= 500
 
 
-def test_earlier_points_of_a_growing_curve_do_not_change(run: Store) -> None:
+def test_earlier_points_on_a_growing_curve_do_not_change(run: Store) -> None:
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000)}))
     before = run.reader.history("loss", most=50)
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000, 10_500)}))
@@ -199,7 +199,7 @@ def test_earlier_points_of_a_growing_curve_do_not_change(run: Store) -> None:
     assert after[: len(before) - 1] == before[:-1]
 
 
-def test_the_timestamp_of_a_missing_step_is_that_of_the_next_step(run: Store) -> None:
+def test_a_missing_step_has_the_timestamp_of_the_next_step(run: Store) -> None:
     before = time.time()
     run.writer.write(rows("loss", {10: 3.0}))
     middle = time.time()
@@ -292,7 +292,7 @@ def test_a_reader_follows_a_writing_process_without_gaps(
     reader.close()
 
 
-def test_the_flushed_rows_of_a_killed_writer_are_readable(tmp_path: Path) -> None:
+def test_rows_flushed_by_a_killed_writer_are_readable(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
 from pathlib import Path
@@ -337,7 +337,7 @@ def test_rewinding_removes_later_rows_and_corrects_all_roll_ups(tmp_path: Path) 
     assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)
 
 
-def test_the_best_sae_of_a_sweep_is_chosen_by_held_out_data() -> None:
+def test_the_best_sae_in_a_sweep_is_chosen_by_held_out_data() -> None:
     batches = {"fvu": 0.3, "fvu@a": 0.3, "fvu@b": 0.1}
     assert best_sae(batches) == "b"
     assert best_sae(batches | {"heldout_fvu@a": 0.31, "heldout_fvu@b": 0.4}) == "a"
