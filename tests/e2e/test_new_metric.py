@@ -36,7 +36,7 @@ from trainer.ranks.foreground import BAR, Foreground, result, write_job
 from trainer.reporting.progress import StoredProgress
 from trainer.training.loop import Trainer
 
-N_STEPS = {1: 5, 2: 20}  # maps the id of each trained job to its number of steps
+N_STEPS = {1: 5, 2: 20}  # maps each trained job's id to its number of steps
 Shell = Callable[..., str]
 
 
@@ -54,8 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train a job in this process, write the files and rows that its supervisor and rank would write, and return its
-    id.
+    """Train a job in this process, write the files and rows its supervisor and rank would write, and return its id.
     """
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
@@ -97,8 +96,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that runs a command of the app or of the trainer, depending on `program`, and returns its
-    output.
+    """Return a function that runs an app or trainer command, depending on `program`, and returns its output.
     """
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
@@ -106,7 +104,8 @@ def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
         if program == "trainer":
             assert trainer.cli.main([*map(str, arguments)]) == 0
         else:
-            # Call `_main`, since `main` also restores signals, sets the umask, and calls `os._exit` if a driver hangs.
+            # Call `_main`, because `main` also restores signals, sets the umask, and calls `os._exit` if a driver
+            # hangs.
             assert sae_tui.cli._main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
         return capsys.readouterr().out
 
@@ -169,7 +168,7 @@ def test_a_comparison_shows_the_new_metric_in_its_table_json_and_csv(shell: Shel
     assert [int(row["step"]) for row in rows if row["metric"] == "snr"] == [5, 5, 10, 15, 20]
 
 
-async def test_the_screen_of_a_job_shows_the_curve_and_the_value_of_the_new_metric(data: DataDir) -> None:
+async def test_the_job_screen_shows_the_curve_and_the_value_of_the_new_metric(data: DataDir) -> None:
     app = SaeApp(data, StillMonitor(4), Settings(sampling_interval_s=60.0), ())
     async with app.run_test(size=(160, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)

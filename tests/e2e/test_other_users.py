@@ -1,4 +1,4 @@
-"""Tests that text written by other users cannot control the terminal on any screen or in the output of any command."""
+"""Tests that text written by other users cannot control the terminal on any screen or in any command's output."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class World:
         return programs
 
     def _far_side(self) -> list[str]:
-        """Return a command that replaces ssh and whose remote host sends arbitrary text."""
+        """Return a command that replaces ssh and simulates a remote host sending arbitrary text."""
         name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
         jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
         gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
@@ -315,7 +315,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# Maps each command to the arguments that it is tested with; `{...}` stands for a file of the test.
+# Maps each command to the arguments it is tested with; `{...}` stands for a file created by the test.
 WORDS = {
     "gpus": [[], ["0"]],
     "export-metrics": [["--once"]],

@@ -1,6 +1,6 @@
 """Tests the complete pipeline with a trained language model: text, activations, SAEs, report cards, other tools.
 
-Each stage is a command that a user would type, run in a separate process. The assertions hold on every machine, since
+Each stage is a command as a user would type it, run in a separate process. The assertions hold on every machine because
 no asserted value depends on how a sum is rounded.
 """
 
@@ -24,7 +24,7 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# The number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
+# The number and length of the contexts also evaluated with SAELens. The model reads these contexts ten times.
 N_JUDGED, SHORT = 4, 32
 # Maps our metrics over all tokens to SAELens's names for them.
 OF_SAELENS = {
@@ -75,7 +75,7 @@ class Chain:
         return name
 
     def rows(self, hook: str) -> dict[str, Tensor]:
-        """Return the rows of a hook [n, d_in] and where each row comes from [n], in file order."""
+        """Return a hook's rows [n, d_in] and the origin of each row [n], in file order."""
         shards = [load_file(file) for file in sorted((self.folder / "rows" / hook).glob("*.safetensors"))]
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -115,8 +115,8 @@ def extract(chain: Chain) -> None:
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
-    # The rows of the first tokens of contexts and documents are left out. The upper bound allows for an unused part of
-    # the last batch.
+    # Rows for the first token in a context or document are left out. The upper bound allows for an unused part of the
+    # last batch.
     n_contexts = N_ROWS // CONTEXT
     assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
     origins = []
@@ -135,7 +135,7 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # If rows of first tokens, which have huge norms after some layers, were included, gamma would be at most 0.1.
+        # If rows for first tokens were included, which have huge norms after some layers, gamma would be at most 0.1.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
         rows = chain.rows(hook)["activations"].double()
@@ -152,7 +152,7 @@ def train(chain: Chain, name: str, out: str, **data: str) -> None:
     told = chain.trainer("run", job, "--out", out)
     assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 256)
     assert 0 < told["heldout_fvu"] < 1
-    # A threshold that was learned for an average of k latents keeps about k latents active.
+    # A threshold learned for an average of k latents keeps about k latents active.
     assert K / 3 < told["heldout_l0"] < 3 * K
 
 
@@ -234,7 +234,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are outliers, which an SAE that was not trained on them cannot reconstruct.
+    # The first rows of contexts are outliers, which an SAE not trained on these rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -270,12 +270,12 @@ def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -
 
 
 def ordinary(rows: Tensor) -> Tensor:
-    """Return the rows with at most ten times the median norm, which are the rows that metrics use."""
+    """Return the rows with at most ten times the median norm, the rows used for metrics."""
     norms = rows.norm(dim=1)
     return rows[norms <= 10 * norms.median()]
 
 
 def fvu(y: Tensor, y_hat: Tensor) -> float:
-    """Return Σ‖y − ŷ‖² / Σ‖y − mean‖² of rows [n, d]."""
+    """Return Σ‖y − ŷ‖² / Σ‖y − mean‖² for rows [n, d]."""
     exact = y.double()
     return float((exact - y_hat).square().sum() / (exact - exact.mean(0)).square().sum())

@@ -1,4 +1,4 @@
-"""Tests for the screens of a run: the best SAE of a sweep, the settings, the log, and the reason for a failure."""
+"""Tests for a run's screens: the best SAE in a sweep, the settings, the log, and the reason for a failure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_sweep_shows_its_best_sae_first_with_its_settings_and_log(box: Box, sw
     screens = [terminal.wait_for("(3 of 3, the best)")]
     for label, place, fvu in (("k=8", 1, 0.2184), ("k=16", 2, 0.1801), ("k=32", 3, 0.1463)):
         terminal.send("m")
-        # The output of a screen may arrive in two chunks.
+        # A screen's output may arrive in two chunks.
         shows = (f"{label} ({place} of 3", f"held-out FVU {fvu}")
         screens.append(terminal.wait_for(lambda text, shows=shows: all(word in text for word in shows)))
     assert "✓ finished" in screens[0]

@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel of a training step without a GPU, and checks register spills and shared memory.
+"""Compiles every Triton kernel in a training step without a GPU, and checks register spills and shared memory.
 
 Each kernel is compiled for every GPU type.
 """
@@ -98,7 +98,7 @@ def _compiled(op: Op, target: int | str) -> Any:
 
 
 def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
-    """Return everything that is known when the kernel is compiled: types, constants, divisibility, options."""
+    """Return everything known when the kernel is compiled: types, constants, divisibility, options."""
     called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(op.kernel.params):

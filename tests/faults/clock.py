@@ -84,7 +84,7 @@ def queue_restarted(root: Path) -> float:
 
 
 def renamed(root: Path) -> float:
-    """Kill a job's processes and rename the machine; return the seconds until no process of the job is left."""
+    """Kill a job's processes and rename the machine; return the seconds until none of the job's processes are left."""
     with boxed(root) as box:
         job = _cut_power(RealJob(box).at_step(60))
         box.control.move(job.id, "its-name-before")
@@ -198,7 +198,7 @@ def other_user() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """An adjustable wall clock for the processes of a job. Monotonic clocks are not affected."""
+    """An adjustable wall clock for a job's processes. Monotonic clocks are not affected."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"

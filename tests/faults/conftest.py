@@ -1,4 +1,4 @@
-"""Fixtures with real training jobs, and with disks that are small enough to fill."""
+"""Fixtures with real training jobs, and with disks small enough to fill."""
 
 from __future__ import annotations
 
@@ -96,8 +96,7 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread. On a busy machine, threads that wait for each other spend 50 times as long spinning as
-    working.
+    """Use one thread. On a busy machine, threads waiting for each other spend 50 times as long spinning as working.
     """
     monkeypatch.setenv(*ONE_THREAD)
 
@@ -111,7 +110,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Return the result of an undisturbed job on two ranks."""
+    """Return the result from an undisturbed job on two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*ONE_THREAD)
         return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)

@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# The time limit, plus 5 s for a stopped process to exit, and 20 s for a busy machine and two dumps of the stacks.
+# The time limit, plus 5 s for a stopped process to exit, and 20 s for a busy machine and two stack dumps.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
@@ -65,8 +65,8 @@ def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
 def processes_hang(root: Path, dice: random.Random) -> float:
     """Make reads of a GPU process's files in /proc hang while the app lists this process.
 
-    The app must report this and still accept keys. Return the seconds from pressing the keys that stop a job until it
-    has ended.
+    The app must report this and still accept keys. Return the seconds from pressing the keys to stop a job until it has
+    ended.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
         stack.callback(other_user.kill)

@@ -64,8 +64,9 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """Kill the supervisor. The ranks must save and exit, and the lost job, once resumed, must give the same result as
-    an undisturbed one.
+    """Kill the supervisor.
+
+    The ranks must save and exit, and the lost job, once resumed, must produce the same result as an undisturbed job.
     """
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
@@ -118,7 +119,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mend()
         if job.row.state != JobState.FINISHED:
-            # A process that is killed just before it exits may have saved everything without recording its exit.
+            # A process killed just before it exits may have saved everything without recording its exit.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()
@@ -147,7 +148,7 @@ def rank_raises(root: Path) -> float:
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Fill a shard with NaN. The job must fail, and must not be restarted, since a restart would not help."""
+    """Fill a shard with NaN. The job must fail, and must not be restarted, because a restart would not help."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())
@@ -207,7 +208,7 @@ def _launch_command(box: Box) -> list[str]:
 
 
 def _wait_until_finished(box: Box) -> float:
-    """Wait until the launched job, if any, has finished; return the seconds that this takes."""
+    """Wait until the launched job, if any, has finished; return how many seconds this takes."""
     began = time.monotonic()
     for row in box.control.jobs():
         while not box.job(row.id).state.is_final:

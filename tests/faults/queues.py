@@ -15,7 +15,7 @@ from jobs.conftest import wait_for
 from trainer.contract.store.states import JobState
 
 ENDLESS, SHORT, QUICK = "steps=100000", "steps=100", "steps=20"
-# Functions that a supervisor calls when its job starts or ends.
+# Functions called by a supervisor when its job starts or ends.
 RENAMED = (
     "is_gone",
     "run_hook",
@@ -59,7 +59,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 def head_halted(root: Path, dice: random.Random) -> float:
     """Halt the supervisor of the first job in the queue. The next job in the queue must start first.
 
-    Return the seconds that the GPU was idle.
+    Return how many seconds the GPU was idle.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -90,7 +90,7 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
     """Make all driver calls for one of two GPUs hang. The fault must be reported soon, and the queue must use the other
     GPU.
 
-    Return the seconds that the `gpus` command takes.
+    Return how many seconds the `gpus` command takes.
     """
     hung = dice.randrange(2)
     with boxed(root) as box, RealHost(box, "gpu1", faults=f"{hung}:hang", gpus=2) as host:

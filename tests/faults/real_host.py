@@ -28,7 +28,7 @@ mount --bind "$0/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -e /etc/machine-id ] || mount --bind "$0/machine_id" /etc/machine-id
 hostname "$1"; echo up; exec sleep infinity
 """
-# Code that is appended to the installed modules: ranks that do not need torch, and a torch check that always passes.
+# Code appended to the installed modules: ranks that do not need torch, and a torch check that always passes.
 _FAKES = {
     "trainer/contract/runs/rank_spec.py": """
 
@@ -86,7 +86,7 @@ class RealHost:
         assert self._first.stdout.readline() == b"up\n", "the host did not start"
 
     def power_off(self) -> None:
-        """Kill all processes of the host at once, as a power cut does."""
+        """Kill all processes on the host at once, as a power cut does."""
         with contextlib.suppress(FileNotFoundError):
             namespace = os.readlink(f"/proc/{self._first.pid}/ns/uts")
             wait_for(lambda: not self._kill(namespace), "the end of all processes of the host")
@@ -96,7 +96,7 @@ class RealHost:
                 mark.unlink()
 
     def _kill(self, namespace: str) -> list[int]:
-        """Send SIGKILL to all processes of the host; return the pids that were alive."""
+        """Send SIGKILL to all processes on the host; return the pids that were alive."""
         lived = []
         for entry in Path("/proc").iterdir():
             # A zombie process's namespace link cannot be read.
@@ -111,7 +111,7 @@ class RealHost:
         self.name = name
 
     def signal(self, process: ProcessRef, number: signal.Signals) -> None:
-        """Send a signal to a process that was started since this host booted."""
+        """Send a signal to a process started since this host booted."""
         assert os.readlink(f"/proc/{process.pid}/ns/uts") == os.readlink(f"/proc/{self._first.pid}/ns/uts")
         os.kill(process.pid, number)
 
@@ -211,7 +211,7 @@ def install(folder: Path) -> None:
 
 @functools.cache
 def _libraries() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder that is removed when this process exits."""
+    """Return a temporary folder to be removed when this process exits."""
     return tempfile.TemporaryDirectory(prefix="sae-tui-libraries-")
 
 

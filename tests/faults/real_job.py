@@ -30,7 +30,7 @@ GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
 # The seconds within which all processes of a killed job must exit and its GPUs must be released.
 GONE_AFTER_S = 15.0
-# Log every step, since a run that is stopped within a log interval averages over other steps than an undisturbed run.
+# Log every step, because a run stopped within a log interval averages over different steps than an undisturbed run.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
 ENDLESS = SHORT | {"n_steps": 10**7}
 
@@ -39,7 +39,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 
 
 class RealJob:
-    """A job that is launched just as the app would launch it.
+    """A job launched just as the app would launch it.
 
     `train` and `launch` contain settings of these sections; `place` contains the options `after` and `held`.
     """
@@ -69,7 +69,7 @@ class RealJob:
 
     @property
     def ranks(self) -> list[Rank]:
-        """The ranks of the current attempt."""
+        """The ranks in the current attempt."""
         attempt = self.row.attempt
         return [rank for rank in self.box.control.ranks(self.id) if rank.attempt == attempt]
 
@@ -103,7 +103,7 @@ class RealJob:
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:
-        """Wait until all ranks are recorded, which is long before they train."""
+        """Wait until all ranks are recorded, long before they train."""
         wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
         return self
 
@@ -111,7 +111,7 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mend(self) -> float:
-        """Wait until the job has ended, has no processes and holds no GPUs, and return the seconds that this takes.
+        """Wait until the job has ended, has no processes and holds no GPUs, and return how many seconds this takes.
 
         Meanwhile, reconcile jobs as the app or a command would.
         """
@@ -156,7 +156,7 @@ class RealJob:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Check that the latest checkpoint, which a resume tries first, is complete."""
+        """Check that the latest checkpoint, the first one tried by a resume, is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
@@ -176,7 +176,7 @@ class RealJob:
 
 
 def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
-    """Return the result of an undisturbed job with these settings."""
+    """Return the result from an undisturbed job with these settings."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         job.ended()

@@ -1,4 +1,4 @@
-"""Tests with stored times and pids from another boot, another process or a clock that was set differently."""
+"""Tests with stored times and pids from another boot, another process or a differently set clock."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow
-def test_a_job_interrupted_by_a_reboot_is_lost_and_resuming_it_gives_the_same_bits(tmp_path, like) -> None:
+def test_a_job_interrupted_by_a_reboot_is_lost_and_resuming_it_produces_the_same_bits(tmp_path, like) -> None:
     clock.machine_restarted(tmp_path / "box", like)
 
 
-def test_other_processes_with_the_pids_of_a_job_are_not_signalled(tmp_path: Path) -> None:
+def test_other_processes_with_a_jobs_pids_are_not_signalled(tmp_path: Path) -> None:
     clock.pids_reused(tmp_path / "box")
 
 
@@ -35,7 +35,7 @@ def test_orphaned_ranks_are_killed_even_if_the_clock_was_set_back(tmp_path: Path
     clock.orphans_while_clock_is_set_back(tmp_path / "box")
 
 
-def test_events_are_shown_in_their_order_of_arrival(box) -> None:
+def test_events_are_shown_in_order_of_arrival(box) -> None:
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()

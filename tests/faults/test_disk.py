@@ -29,7 +29,7 @@ def fill(disk: Path) -> Path:
 
 
 def saved_steps(training: Training) -> list[int]:
-    """Return the steps of the checkpoints, latest first; check that all checkpoints are complete."""
+    """Return the checkpoint steps, latest first; check that all checkpoints are complete."""
     checkpoints = newest_first(training.paths.checkpoints)
     assert [damage(folder) for folder in checkpoints] == [None] * len(checkpoints)
     return [read_state(folder).position.step for folder in checkpoints]
@@ -48,7 +48,7 @@ def require_recovered(training: Training, first_failed: int) -> None:
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, heartbeat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, heartbeat.step + 1, LOG_EVERY), heartbeat.step})
-    # There may be a third checkpoint, since the best one is kept too.
+    # There may be a third checkpoint, because the best one is also kept.
     newest, other, *_ = saved_steps(training)
     assert newest == heartbeat.step
     assert other > first_failed
@@ -66,7 +66,7 @@ def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, sma
         small_disk(paths.root)
         for file, content in files.items():
             file.write_bytes(content)
-        # Keep the logs, which the test reads, on another disk.
+        # Keep the logs read by the test on another disk.
         (tmp_path / "logs").mkdir()
         paths.create()
         subprocess.run(["mount", "--bind", tmp_path / "logs", paths.logs], check=True)

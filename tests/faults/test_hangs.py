@@ -25,7 +25,7 @@ def test_a_halted_rank_is_reported_with_stack_traces_and_the_job_is_restarted(tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_halted_after_a_save_is_not_treated_as_still_saving(tmp_path: Path) -> None:
+def test_a_rank_halted_after_a_save_is_not_treated_as_still_saving(tmp_path: Path) -> None:
     hangs.rank_halted_after_saving(tmp_path / "box", random.Random(0))
 
 

@@ -28,16 +28,16 @@ def test_killing_the_launch_command_leaves_either_a_running_job_or_no_job(tmp_pa
     kills.launcher_killed(tmp_path / "box", random.Random(0))
 
 
-def test_a_job_whose_supervisor_is_killed_saves_and_resuming_it_gives_the_same_bits(tmp_path, like) -> None:
+def test_a_job_whose_supervisor_is_killed_saves_and_resuming_it_produces_the_same_bits(tmp_path, like) -> None:
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 
-def test_a_killed_rank_is_named_and_the_restarted_job_gives_the_same_bits(tmp_path, like) -> None:
+def test_a_killed_rank_is_named_and_the_restarted_job_produces_the_same_bits(tmp_path, like) -> None:
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 
 
 @pytest.mark.slow
-def test_after_any_process_is_killed_a_resumed_job_gives_the_same_bits(tmp_path: Path) -> None:
+def test_after_any_process_is_killed_a_resumed_job_produces_the_same_bits(tmp_path: Path) -> None:
     alone = undisturbed(tmp_path / "undisturbed", 1)
     kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
 
@@ -71,7 +71,7 @@ def test_a_job_without_a_supervisor_has_finished_if_its_ranks_reported_that(box,
     assert box.control.leases() == []
 
 
-def test_an_old_job_that_was_just_resumed_is_not_lost_before_its_supervisor_starts(box) -> None:
+def test_an_old_job_just_resumed_is_not_lost_before_its_supervisor_starts(box) -> None:
     job_id = box.record(created=time.time() - 3600, queued=time.time() - 3600)
     assert reconcile(box.data) == [job_id]
     box.control.transition(job_id, JobState.QUEUED)

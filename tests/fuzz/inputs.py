@@ -1,4 +1,4 @@
-"""Generates byte strings for readers: mutated files of the corpus, arbitrary JSON, and arbitrary bytes."""
+"""Generates byte strings for readers: mutated corpus files, arbitrary JSON, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def inputs(folder: Path) -> st.SearchStrategy[bytes]:
     """Return a strategy that generates inputs for the reader whose seeds are in this folder."""
     seeds = st.sampled_from([file.read_bytes() for file in sorted(folder.iterdir())])
     changed = st.builds(mutated, seeds, seeds, st.none() | PLACE, st.lists(STEPS, min_size=1, max_size=4))
-    # Mutated files are listed three times, since readers reject most other inputs immediately.
+    # Mutated files are listed three times because readers reject most other inputs immediately.
     return st.one_of(
         changed, changed, changed, JSON.map(lambda value: json.dumps(value).encode()), st.binary(max_size=200)
     )

@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# The limit is in CPU seconds of this process, so that no test fails because the machine is busy. A reader takes
+# The limit is in CPU seconds used by this process, so that no test fails because the machine is busy. A reader takes
 # milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
@@ -70,7 +70,7 @@ def _bounded() -> Iterator[None]:
 def home() -> Iterator[Home]:
     """Yield a data folder to read, on an in-memory file system if there is one."""
     in_memory = Path("/dev/shm")
-    # `network_file_system` would start a process for every store that is opened.
+    # `network_file_system` would start a process for every opened store.
     local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

@@ -14,7 +14,7 @@ NOTHING = type(None)
 class Reader(NamedTuple):
     """A function that reads bytes from an untrusted source.
 
-    `read` gets a data folder that contains the bytes in the file of `seeds`. It returns one of `kinds`, or raises
+    `read` gets a data folder with the bytes in the file named by `seeds`. It returns one of `kinds`, or raises
     `UserError` or one of `raises`.
     """
 

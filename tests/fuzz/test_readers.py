@@ -11,7 +11,7 @@ from fuzz.readers import READERS, Reader
 from fuzz.uses import CORPUS, Home
 from hypothesis import HealthCheck, Phase, given, settings
 
-# The tests of all readers take 15 core-seconds in total; `python -m fuzz` runs as long as requested.
+# The tests for all readers take 15 core-seconds in total; `python -m fuzz` runs as long as requested.
 EXAMPLES = 150
 
 
@@ -22,7 +22,7 @@ def _place() -> Iterator[Home]:
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_any_bytes_give_a_value_or_a_one_sentence_error(reader: Reader, place: Home) -> None:
+def test_any_bytes_produce_a_value_or_a_one_sentence_error(reader: Reader, place: Home) -> None:
     for file in sorted((CORPUS / reader.seeds).iterdir()):
         judge(reader, place, file.read_bytes())
 
@@ -41,7 +41,7 @@ def test_any_bytes_give_a_value_or_a_one_sentence_error(reader: Reader, place: H
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
-def test_files_that_sae_tui_has_written_are_read(reader: Reader, place: Home) -> None:
+def test_files_written_by_sae_tui_are_read(reader: Reader, place: Home) -> None:
     for file in sorted((CORPUS / reader.seeds).glob("real*")):
         place.put(reader.seeds, file.read_bytes())
         assert reader.read(place) is not None

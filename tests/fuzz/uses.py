@@ -64,7 +64,7 @@ from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
-# Maps kinds of corpus files to their paths in a data folder; files of other kinds are at its root.
+# Maps kinds of corpus files to their paths in a data folder; other kinds of files are at its root.
 PLACES = {
     "box": "box.json",
     "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
@@ -111,7 +111,7 @@ class Home:
         return self.data.root / PLACES.get(kind, kind)
 
     def made(self, schema: Schema) -> Path:
-        """Return the path of an empty store, which is created only once."""
+        """Return the path to an empty store that is created only once."""
         path = self.data.root / f"empty-{schema}.db"
         if not path.exists():
             database.open_writer(path, schema).close()
@@ -183,12 +183,12 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors that have arbitrary content and a valid manifest."""
+    """Export tensors with arbitrary content and a valid manifest."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
     home.path("manifest").unlink(missing_ok=True)
-    # `manifest_of` refuses git-lfs pointers, which Hypothesis generates because it uses string constants of our code.
+    # `manifest_of` refuses git-lfs pointers, which Hypothesis generates because it uses string constants from our code.
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     described = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
@@ -324,7 +324,7 @@ def driver(home: Home) -> list[str]:
 
 
 def read_gpus(home: Home) -> int:
-    """Parse a GPU list that another process printed, share it as the queue does, and return the number of GPUs."""
+    """Parse a GPU list printed by another process, share it as the queue does, and return the number of GPUs."""
     reader = gpu_reader.GpuReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()

@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a folder that is laid out like a ROCm installation."""
+    """Build a folder laid out like a ROCm installation."""
     if (module := module_folder()) is None:
         pytest.skip("amdsmi is not installed")
     return build_library(tmp_path_factory.mktemp("rocm"), module)
@@ -135,7 +135,7 @@ print(json.dumps(seen))
     assert "none of the GPU's sensors respond any more" in lost[3]
 
 
-def test_a_gpu_that_hangs_does_not_block_another(on_amd: Run) -> None:
+def test_a_hanging_gpu_does_not_block_another(on_amd: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.amd import Amd
@@ -193,7 +193,7 @@ print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) fo
         ({"ROCM_PATH": "/nowhere"}, "ROCm's library libamd_smi.so is missing", "amd-smi-lib"),
     ],
 )
-def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
+def test_a_source_that_cannot_be_opened_reports_a_reason_and_a_remedy(
     on_amd: Run, variables: dict[str, Any], reason: str, remedy: str
 ) -> None:
     answer = on_amd(OPEN, **variables)
@@ -206,7 +206,7 @@ def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
     [(amd_shapes.ROCM_6_0, 1700, None), (amd_shapes.ROCM_6_2, 1700, None), (amd_shapes.ROCM_7_0, 1700, None)],
     ids=["6.0", "6.2", "7.0"],
 )
-def test_values_of_every_rocm_version_are_read_in_the_same_way(
+def test_values_from_every_rocm_version_are_read_in_the_same_way(
     shapes: dict[str, Any], clock: int, bandwidth: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**shapes))
@@ -273,8 +273,8 @@ def test_a_user_without_compute_permission_is_warned_even_if_gpus_can_be_read(
         Amd().open()
 
 
-# This script follows a sampler through stages. When the condition of a stage becomes true, the script changes
-# environment variables of the fake library.
+# This script follows a sampler through stages. When a stage's condition becomes true, the script changes the fake
+# library's environment variables.
 FOLLOW = """
 import json, os, time
 from sae_tui.gpu import sampler as module
@@ -313,7 +313,7 @@ FIRST, SECOND, OTHER = (f"GPU-9f3a5c00d1e2f0{end}" for end in ("a0", "a1", "ff")
     ],
     ids=["the same", "one removed", "one added", "one exchanged"],
 )
-def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
+def test_the_sampler_recovers_when_the_amd_driver_is_reloaded(
     on_amd: Run, source: str, after: dict[str, str], uuids: list[str]
 ) -> None:
     away = "'not loaded' in problem and len(rows) == 2 and all('not loaded' in reason for *_, reason in rows)"
@@ -328,7 +328,7 @@ def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
     if OTHER in uuids:
         assert not all(rings[0])
         assert rings[1]
-        assert all(rings[1])  # the buffers contain no readings of the previous GPU
+        assert all(rings[1])  # the buffers contain no readings from the previous GPU
 
 
 @pytest.mark.parametrize("change", [RELOADED, RELOADED | {"FAKE_AMD_SMI_GPUS": "1"}], ids=["reset", "removed"])

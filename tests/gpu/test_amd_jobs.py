@@ -99,7 +99,7 @@ def test_gpus_of_both_vendors_are_listed_and_a_job_uses_only_one_vendor(machine:
     assert "GPUs of NVIDIA and AMD cannot share a job" in mixed.stdout + mixed.stderr
 
 
-def test_missing_software_of_one_vendor_does_not_hide_the_other_vendors_gpus(machine: Machine) -> None:
+def test_missing_software_for_one_vendor_does_not_hide_the_other_vendors_gpus(machine: Machine) -> None:
     rows = machine.json("gpus", WITH_NVIDIA="1", ROCM_PATH="/nowhere")
     assert [row["name"] for row in rows] == ["NVIDIA H100"] * 2
     alone = machine.run("gpus", code=1, ROCM_PATH="/nowhere")

@@ -38,7 +38,7 @@ def install(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_the_module_of_rocm_takes_precedence_over_an_installed_one(tmp_path: Path) -> None:
+def test_rocms_module_takes_precedence_over_an_installed_one(tmp_path: Path) -> None:
     installed = install(tmp_path / "site", GOOD.format(mark="pip"))
     rocm = tmp_path / "rocm"
     assert load(rocm, installed) == "pip"
@@ -64,7 +64,7 @@ def test_an_unusable_module_is_named_and_its_output_is_suppressed(tmp_path: Path
     assert is_broken
 
 
-def test_output_of_other_threads_during_the_import_is_not_lost(tmp_path: Path) -> None:
+def test_output_from_other_threads_during_the_import_is_not_lost(tmp_path: Path) -> None:
     text = (
         "import threading; print('of the module')\n"
         "other = threading.Thread(target=print, args=('of another thread',)); other.start(); other.join()\n"

@@ -1,4 +1,4 @@
-"""Tests for GPU details, which are read only while they are shown, with the real pynvml and a fake driver."""
+"""Tests, with the real pynvml and a fake driver, for GPU details, which are read only while shown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ indices = range(nvml.open())
 samples = [nvml.sample(index, processes=True) for index in indices]
 print(json.dumps([flat(nvml.details(index, samples[index])) for index in indices]))
 """
-# Maps each fault of the driver to the fields that become unknown.
+# Maps each driver fault to the fields that become unknown.
 FAULTS = {
     "no_clock": ["sm_clock_mhz", "memory_clock_mhz"],
     "err_max_clock": ["most_sm_clock_mhz", "most_memory_clock_mhz"],
@@ -112,7 +112,7 @@ def test_an_xid_error_is_reported_with_its_number_and_an_explanation(on_nvml) ->
     assert (well["xid"], deaf["xid"]) == (None, None)
 
 
-def test_the_slices_of_a_split_gpu_are_listed_with_their_memory(read) -> None:
+def test_a_split_gpus_slices_are_listed_with_their_memory(read) -> None:
     split, whole, *_ = read({0: "mig"}, GPUS=2)
     assert [part["name"] for part in split["instances"]] == ["NVIDIA H200 MIG 3g.71gb"] * 2
     assert all(0 < part["memory_used_bytes"] < part["memory_total_bytes"] for part in split["instances"])
@@ -141,7 +141,7 @@ def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
 
 
 class Counting(Simulated):
-    """Simulated GPUs that count how often the details of each GPU are read."""
+    """Simulated GPUs that count how often each GPU's details are read."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -173,7 +173,7 @@ def test_details_are_read_only_for_the_gpu_on_screen(until) -> None:
     assert sampler.stop()
 
 
-def test_details_of_the_gpu_on_screen_are_read_at_once(until) -> None:
+def test_details_for_the_gpu_on_screen_are_read_at_once(until) -> None:
     sampler = Sampler(Counting(), 3600.0)
     sampler.start()
     until(lambda: len(sampler.latest()) == 3 and all(sample.healthy for sample in sampler.latest()))

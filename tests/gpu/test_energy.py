@@ -46,7 +46,7 @@ def test_the_energy_equals_that_of_a_plain_loop_over_power_samples(seed):
     assert used.counted_s == 0
 
 
-def test_repeated_readings_of_the_energy_counter_are_counted_once():
+def test_repeated_energy_counter_readings_are_counted_once():
     meter = GpuMeter(BEGIN)
     readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
     for _ in range(3):
@@ -56,7 +56,7 @@ def test_repeated_readings_of_the_energy_counter_are_counted_once():
     assert meter.used(BEGIN + 90).joules == 9000
 
 
-def test_the_energy_of_a_steady_gpu_is_its_power_times_the_time():
+def test_the_energy_of_a_steady_gpu_is_its_power_times_the_duration():
     used = metered([EnergyReading(BEGIN + second, 250.0) for second in range(1, 3600)], BEGIN, BEGIN + 3600)
     assert used == pytest.approx((250.0 * 3600, 3600, 3600, 0))
 

@@ -1,4 +1,4 @@
-"""Tests for the versions and links that the simulated machine and, with a fake driver, pynvml report."""
+"""Tests for the versions and links reported by the simulated machine and, with a fake driver, by pynvml."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_versions_capabilities_and_links_are_read(on_nvml: Run) -> None:
     assert all((pair["path"], pair["nvlink"], pair["peer_to_peer"]) == ("SYS", True, True) for pair in facts["pairs"])
 
 
-def test_a_gpu_without_nvlink_and_peer_access_reports_the_reason(on_nvml: Run) -> None:
+def test_a_gpu_without_nvlink_or_peer_access_reports_the_reason(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=2, FAULTS="*:no_nvlink,*:p2p=1,*:topo=30")
     (pair,) = facts["pairs"]
     assert facts["nvlinks"] == [0, 0]
@@ -42,13 +42,13 @@ def test_a_gpu_without_nvlink_and_peer_access_reports_the_reason(on_nvml: Run) -
     }  # fmt: skip
 
 
-def test_a_lost_gpu_does_not_hide_the_facts_of_the_others(on_nvml: Run) -> None:
+def test_a_lost_gpu_does_not_hide_facts_about_the_others(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=3, FAULTS="1:lost")
     assert facts["capabilities"] == [[9, 0], None, [9, 0]]
     assert [(pair["first"], pair["second"]) for pair in facts["pairs"]] == [(0, 2)]
 
 
-def test_values_that_the_driver_does_not_report_are_none(on_nvml: Run) -> None:
+def test_values_not_reported_by_the_driver_are_none(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=2, FAULTS="*:fnf_p2p,*:fnf_topo,*:fnf_cc,*:fnf_nvlink")
     (pair,) = facts["pairs"]
     assert (pair["path"], pair["peer_to_peer"], pair["obstacle"]) == (None, None, "")

@@ -55,7 +55,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Return a function that starts recorders of the sampler, which are stopped after the test."""
+    """Return a function that starts recorders for the sampler and stops them after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -89,7 +89,7 @@ def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None =
         db.execute(history.ROLL_UP, (HOST, index, 0.0, uuid))
 
 
-def test_every_sample_is_stored_once_with_the_job_on_its_gpu(
+def test_every_sample_is_stored_once_with_the_job_using_its_gpu(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record(jobs_by_uuid=lambda: {uuid_of(1): 7})
@@ -183,7 +183,7 @@ def test_a_host_copies_its_rows_from_a_shared_history_file_to_its_own_file(
     assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
 
 
-def test_a_standby_recorder_switches_to_the_separate_history_file_of_its_host(
+def test_a_standby_recorder_switches_to_its_hosts_separate_history_file(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     earlier = data_dir.root / "gpu.db"
@@ -326,7 +326,7 @@ def test_a_store_that_is_locked_for_long_is_reported_and_written_afterwards(
     until(lambda: recorder.problem is None)
 
 
-def test_a_deleted_store_is_created_again_from_the_ring_buffers(
+def test_a_deleted_store_is_recreated_from_the_ring_buffers(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:
     recorder = record()
@@ -338,7 +338,7 @@ def test_a_deleted_store_is_created_again_from_the_ring_buffers(
     assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]
 
 
-def test_an_error_while_reading_the_jobs_is_reported(
+def test_an_error_reading_the_jobs_is_reported(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
     def fail() -> dict[str, int]:
@@ -382,7 +382,7 @@ def test_the_history_continues_after_the_clock_was_set_back(data_dir: DataDir, u
     sampler.stop()
 
 
-def test_recent_returns_the_stored_readings_of_each_gpu(data_dir: DataDir) -> None:
+def test_recent_returns_the_stored_readings_for_each_gpu(data_dir: DataDir) -> None:
     now = time.time()
     store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
     store(data_dir, 3, [now - 1])
@@ -436,7 +436,7 @@ def test_each_step_is_a_mean_over_samples_and_minutes_weighted_by_sample_counts(
     ]  # fmt: skip
 
 
-def test_the_history_of_a_gpu_continues_when_its_index_changes(data_dir: DataDir) -> None:
+def test_a_gpus_history_continues_when_its_index_changes(data_dir: DataDir) -> None:
     begin = time.time() // 60 * 60 - 3600
     store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
     store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
@@ -499,7 +499,7 @@ def test_the_history_file_shrinks_after_a_shorter_retention_is_set(
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
-        assert len(sizes) > 20  # the rows were deleted in small batches, so that samples can be stored in between
+        assert len(sizes) > 20  # the rows were deleted in small batches, allowing samples to be stored in between
         assert max(sizes) < before / 2
         assert sizes[-1] == 0
         assert data_dir.gpu_db.stat().st_size < before / 3
@@ -510,7 +510,7 @@ def test_the_history_file_shrinks_after_a_shorter_retention_is_set(
 
 
 @pytest.mark.parametrize(("space", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["space", "no space"])
-def test_a_history_file_of_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
+def test_a_history_file_from_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
     data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, space: int, shrinks: bool
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))
@@ -591,7 +591,7 @@ def test_a_new_history_file_can_shrink(data_dir: DataDir) -> None:
         assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
 
 
-def test_stored_readings_of_another_gpu_are_not_stored_again_for_this_gpu(data_dir: DataDir, until: Until) -> None:
+def test_stored_readings_from_another_gpu_are_not_stored_again_for_this_gpu(data_dir: DataDir, until: Until) -> None:
     now = time.time()
     store(data_dir, 0, [now - 3, now - 2], uuid="GPU-other")
     store(data_dir, 5, [now - 3, now - 2])
@@ -635,7 +635,7 @@ def test_readings_are_stored_only_once_the_gpu_has_reported_its_uuid(data_dir: D
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Return a function that starts monitors of this host's GPUs, which are stopped after the test."""
+    """Return a function that starts monitors for this host's GPUs and stops them after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 
@@ -649,7 +649,7 @@ def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         each.stop()
 
 
-def test_only_the_history_of_the_same_gpu_is_shown(
+def test_only_history_from_the_same_gpu_is_shown(
     data_dir: DataDir, monitor: Callable[..., Monitor], until: Until
 ) -> None:
     begin = time.time() - 60
@@ -665,14 +665,14 @@ def utilization(monitor: Monitor, index: int) -> list[float | None]:
     return monitor.past(600).column(index, "utilization", 600) if monitor.latest() else []
 
 
-def test_readings_that_another_process_stores_later_close_the_gap(
+def test_readings_stored_later_by_another_process_close_the_gap(
     data_dir: DataDir, monitor: Callable[..., Monitor], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sae_tui.gpu.monitor.STORED_BY_S", 1.0)
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
     started = monitor(Simulated(1))
-    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # a gap of ten seconds that no process has recorded
+    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # a ten-second gap not recorded by any process
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
     until(lambda: utilization(started, 0).count(11) >= 29)
     recorded = utilization(started, 0)

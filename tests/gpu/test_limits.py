@@ -1,4 +1,4 @@
-"""Tests that an impossible reading makes only that sensor of that GPU unknown."""
+"""Tests that an impossible reading makes only that sensor on that GPU unknown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.contract.paths import DataDir
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 GIB = 1 << 30
 MEMORY = {"memory_used_bytes", "memory_free_bytes"}
-# Maps each fault of the driver to the fields of a sample that become unknown. A negative temperature is valid.
+# Maps each driver fault to the sample fields that become unknown. A negative temperature is valid.
 FAULTS = {
     "u32max": {"utilization", "temperature_c", "power_w", "power_limit_w"},
     "mem_max": MEMORY,
@@ -111,7 +111,7 @@ print(json.dumps([rows, recorder.problem]))
     assert rows["0"] > 0
 
 
-def test_a_recorder_reports_errors_of_its_sources_and_continues(tmp_path: Path, until: Callable[..., Any]) -> None:
+def test_a_recorder_reports_errors_from_its_sources_and_continues(tmp_path: Path, until: Callable[..., Any]) -> None:
     data_dir = DataDir(tmp_path / "data")
     failing = [True]
 
@@ -180,13 +180,13 @@ def test_an_impossible_value_cannot_control_the_terminal() -> None:
     }
 
 
-def test_an_impossible_amount_of_memory_of_a_process_is_unknown() -> None:
+def test_an_impossible_amount_of_process_memory_is_unknown() -> None:
     assert GpuProcess(1, None, None, U64).memory_used_bytes is None
     assert GpuProcess(1, None, None, -1).memory_used_bytes is None
     assert GpuProcess(1, None, None, 80 * GIB).memory_used_bytes == 80 * GIB
 
 
-def test_the_page_of_a_gpu_lists_each_impossible_reading_once() -> None:
+def test_the_gpu_page_lists_each_impossible_reading_once() -> None:
     sample = GpuSample(0, "GPU-a", "H200", 1.0, utilization=U32, power_limit_w=0.0)
     details = GpuDetails(1.0, memory_clock_mhz=U32)
     entries = [entry for group in facts(sample, details) for entry in group]

@@ -185,7 +185,7 @@ def test_the_doctor_reports_the_driver_and_its_faults(frames: Path, tmp_path: Pa
     assert none.sentence.startswith("the abacus driver sees no frames; no GPU was found")
 
 
-def test_gpus_of_two_vendors_are_listed_and_a_job_uses_those_of_only_one(frames: Path, tmp_path: Path) -> None:
+def test_gpus_from_two_vendors_are_listed_and_a_job_uses_gpus_from_only_one(frames: Path, tmp_path: Path) -> None:
     nvidia = "from trainer.contract.planning.gpu_vendors import VENDORS; from msgspec.structs import replace"
     there = f"source='support.cards:Box', driver_files=({str(tmp_path)!r},)"
     stand_in = f"VENDORS['nvml'] = replace(VENDORS['nvml'], {there})"
@@ -202,7 +202,7 @@ def test_gpus_of_two_vendors_are_listed_and_a_job_uses_those_of_only_one(frames:
     assert "GPUs of NVIDIA and Abacus cannot share a job" in mixed.stdout + mixed.stderr
 
 
-def test_the_vendor_of_a_job_is_the_vendor_of_its_gpus(frames: Path, tmp_path: Path) -> None:
+def test_a_jobs_vendor_is_the_vendor_of_its_gpus(frames: Path, tmp_path: Path) -> None:
     data, both = DataDir(tmp_path / "data"), Several([Cards(2), load_source("abacus")])
     data.create()
     samples = [both.sample(index, processes=True) for index in range(both.open())]
@@ -218,7 +218,7 @@ def test_the_vendor_of_a_job_is_the_vendor_of_its_gpus(frames: Path, tmp_path: P
             assert vendor_of(data, job) == ("nvml" if sample.index < 2 else "abacus")
 
 
-def test_facts_about_gpus_of_two_vendors_use_their_common_indices(frames: Path, tmp_path: Path) -> None:
+def test_facts_about_gpus_from_two_vendors_use_their_common_indices(frames: Path, tmp_path: Path) -> None:
     facts = GpuFacts("570.1", (12, 8), ((8, 6), (9, 0)), (4, 4), (GpuPair(0, 1, "PIX"),))
     machine = Several([load_source("abacus"), Cards(2, facts)])
     assert machine.open() == 4

@@ -183,7 +183,7 @@ def test_a_process_list_that_cannot_be_read_is_none_instead_of_empty(
     assert sample["utilization"] is not None
 
 
-def test_process_memory_that_the_driver_hides_is_none(with_process_faults: dict[str, dict[str, Any]]) -> None:
+def test_process_memory_hidden_by_the_driver_is_none(with_process_faults: dict[str, dict[str, Any]]) -> None:
     (process,) = with_process_faults["procs_na"]["processes"]
     assert process["pid"] == os.getpid()
     assert process["memory_used_bytes"] is None
@@ -195,7 +195,7 @@ def test_a_process_outside_this_pid_namespace_keeps_its_pid(with_process_faults:
     assert all(process["user"] is process["name"] is None for process in processes)
 
 
-def test_a_process_in_the_compute_and_the_graphics_list_is_shown_once(
+def test_a_process_in_both_the_compute_and_graphics_lists_is_shown_once(
     with_process_faults: dict[str, dict[str, Any]],
 ) -> None:
     (process,) = with_process_faults["both_lists"]["processes"]
@@ -265,7 +265,7 @@ print(json.dumps([seen, unhealthy]))
         ({"driver": "none"}, "no NVIDIA driver library", "install"),
     ],
 )
-def test_a_source_that_cannot_be_opened_gives_a_reason_and_a_remedy(
+def test_a_source_that_cannot_be_opened_reports_a_reason_and_a_remedy(
     on_nvml: Run, variables: dict[str, Any], reason: str, remedy: str
 ) -> None:
     answer = on_nvml(OPEN, **variables)
@@ -347,7 +347,7 @@ except SourceUnavailable as error:
 
 
 def calls_in(folder: Path) -> dict[str, int]:
-    """Return the number of calls to each function, which the library logs when its process exits."""
+    """Return the number of calls to each function, as logged by the library when its process exits."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 

@@ -59,7 +59,7 @@ print(json.dumps([[nvml.sample(index, processes=True).obstacle for _ in range(2)
             assert bool(obstacle) == bool(words)
 
 
-def test_each_slice_lists_the_processes_that_run_on_it(read_all: Read) -> None:
+def test_each_slice_lists_the_processes_running_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
@@ -67,7 +67,7 @@ def test_each_slice_lists_the_processes_that_run_on_it(read_all: Read) -> None:
     assert split["processes"] == []
 
 
-def test_a_gpu_that_hangs_does_not_block_other_gpus_or_their_slices(on_nvml: Run) -> None:
+def test_a_hanging_gpu_does_not_block_other_gpus_or_their_slices(on_nvml: Run) -> None:
     script = """
 import json, os, sys
 from sae_tui.gpu import nvml_slices
@@ -104,7 +104,7 @@ print(json.dumps([[one.healthy, one.reason] for one in seen]))
     assert on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="") == [[True, ""], lost, lost, [True, ""]]
 
 
-def test_slices_have_the_capability_of_their_physical_gpu_and_no_links(on_nvml: Run) -> None:
+def test_slices_have_their_physical_gpus_capability_and_no_links(on_nvml: Run) -> None:
     facts, details, remembered = on_nvml(FACTS, GPUS=2, FAULTS="1:mig", PIDS="")
     assert facts["capabilities"] == [[9, 0]] * 4
     assert facts["nvlinks"] == [18, 18, 0, 0]

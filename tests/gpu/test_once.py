@@ -28,7 +28,7 @@ def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
     released.set()
 
 
-def test_the_gpu_reader_of_the_queue_reports_why_it_read_nothing(on_nvml) -> None:
+def test_the_queues_gpu_reader_reports_why_it_read_nothing(on_nvml) -> None:
     script = """
 import contextlib, io, json
 from sae_tui.gpu import once, read
@@ -56,7 +56,7 @@ def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         assert reported.wait(10)
 
 
-def test_a_gpu_that_hangs_is_listed_with_the_reason_and_the_others_are_read() -> None:
+def test_a_hanging_gpu_is_listed_with_the_reason_and_the_others_are_read() -> None:
     samples = read_all(Simulated(3, faults={1: "hang"}), 3, 0.1)
     assert [sample.reason for sample in samples] == ["", "did not respond within 0.1 s", ""]
 

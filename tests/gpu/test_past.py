@@ -1,4 +1,4 @@
-"""Tests that the readings of all GPUs are aligned to a common time grid."""
+"""Tests that readings from all GPUs are aligned to a common time grid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*gpus: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
-    """Return the history of GPUs, given the utilisation of each by time."""
+    """Return GPU history, given the utilisation of each GPU by time."""
     rings = []
     for index, gpu in enumerate(gpus):
         rings.append(Ring())
@@ -69,10 +69,10 @@ def test_the_newest_column_is_the_current_interval_or_the_one_before() -> None:
     assert of(gpu, now=112.05).column(0, "timestamp", 2) == [
         110.1,
         110.1,
-    ]  # the reading of the GPU is late, so its last value is repeated
+    ]  # the GPU's reading is late, so its last value is repeated
 
 
-def test_samples_of_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:
+def test_samples_in_one_interval_share_a_column_even_after_the_clock_was_set_back() -> None:
     assert drawn(of({107.1: 10, 108.0: 20, 108.1: 30, 109.1: 40, 110.1: 50}, now=110.5, n=4), 0) == "1345"
     set_back = {500.1: 90, 501.1: 90, **every_second(107.1, 110.1)}
     assert drawn(of(set_back, now=110.5, n=4), 0) == "5555"
@@ -101,7 +101,7 @@ def test_a_late_gpu_contributes_its_last_value_to_the_sum() -> None:
     assert line(together.power) == "55555555"
 
 
-def test_values_before_a_gpu_was_lost_are_relative_to_the_total_of_that_time() -> None:
+def test_values_before_a_gpu_was_lost_are_relative_to_the_total_at_that_time() -> None:
     lost = every_second(100.1, 106.1, 70) | every_second(107.1, 110.1, LOST)
     together = shares(of(*[every_second(100.1, 110.1, 70)] * 3, lost, now=110.5))
     for quantity in (together.memory, together.utilization, together.power, together.temperature):

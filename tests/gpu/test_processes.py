@@ -58,7 +58,8 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
-        # Wait for output, since the kernel exposes a program's environment only a while after the program has started.
+        # Wait for output, because the kernel exposes a program's environment only a while after the program has
+        # started.
         assert process.stdout
         process.stdout.readline()
         yield process
@@ -93,14 +94,14 @@ def test_process_details_combine_data_from_the_machine_and_the_driver(spinning, 
     assert reader.read(unlisted, {})[0].memory_used_bytes is None
 
 
-def test_a_process_that_is_not_visible_has_only_the_data_of_the_driver() -> None:
+def test_a_process_that_is_not_visible_has_only_data_from_the_driver() -> None:
     one = read(GpuProcess(UNSEEN, None, None, GIB))
     assert (one.identity, one.command, one.host_memory_bytes, one.memory_used_bytes) == (None, None, None, GIB)
     with pytest.raises(UserError, match="cannot be seen from here"):
         send_signal(one, signal.SIGTERM, "simulated")
 
 
-def test_a_process_is_not_confused_with_another_users_process_of_the_same_pid() -> None:
+def test_a_process_is_not_confused_with_another_users_process_with_the_same_pid() -> None:
     one = read(GpuProcess(os.getpid(), "mallory", "python train.py", GIB))
     assert (one.user, one.command, one.identity, one.host_memory_bytes) == ("mallory", "python train.py", None, None)
 
@@ -118,7 +119,7 @@ def replace_start(process: ProcessDetails):
     return type(process.identity)(process.pid, process.identity.start_ticks - 1, process.identity.boot_id)
 
 
-def test_a_signal_reaches_only_the_process_that_was_shown(spinning) -> None:
+def test_a_signal_reaches_only_the_displayed_process(spinning) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
     with pytest.raises(UserError, match="has already exited"):
         send_signal(replace(one, identity=replace_start(one)), signal.SIGKILL, "simulated")
@@ -138,7 +139,7 @@ def test_only_the_owner_or_root_may_send_a_signal(spinning, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("has_open", [False, True])
-def test_in_a_container_only_a_process_that_has_the_driver_open_gets_signals(monkeypatch, tmp_path, has_open) -> None:
+def test_in_a_container_only_a_process_with_the_driver_open_gets_signals(monkeypatch, tmp_path, has_open) -> None:
     driver = tmp_path / "nvidiactl"
     driver.touch()
     monkeypatch.setattr(processes, "in_container", lambda: True)
@@ -193,7 +194,7 @@ def test_the_container_of_a_process_is_recognised_by_its_control_group(tmp_path,
     assert processes._group(str(file)) == name
 
 
-def test_the_container_of_a_process_is_left_out_if_it_is_that_of_the_app(monkeypatch) -> None:
+def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_the_same_container(monkeypatch) -> None:
     monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
@@ -264,6 +265,6 @@ def test_the_owner_of_a_process_is_read_again_after_ten_seconds_and_for_another_
     assert owner(ended.pid) == (None, None)
 
 
-def test_command_lines_equal_those_of_psutil() -> None:
+def test_command_lines_equal_those_from_psutil() -> None:
     for pid in (os.getpid(), os.getppid()):
         assert proc_files.arguments_of(pid) == psutil.Process(pid).cmdline()

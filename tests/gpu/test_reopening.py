@@ -1,4 +1,4 @@
-"""Tests for drivers that are reloaded, GPUs that are replaced or removed, and slices that are created at run time."""
+"""Tests for reloaded drivers, replaced or removed GPUs, and slices created at run time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 # This script follows a sampler and prints each distinct state: the UUID of each GPU, whether the GPU can be read, and
-# the sampler's problem. The faults of the fake driver start and end at fixed times of its clock, `fake_time`. The
-# script advances this clock to the next stage only once the sampler has reached the state that the stage waits for, so
+# the sampler's problem. The fake driver's faults start and end at fixed times on its clock, `fake_time`. The script
+# advances this clock to the next stage only once the sampler has reached the state awaited in the current stage, so
 # that no state is missed on a slow machine.
 FOLLOW = """
 import ctypes, json, time
@@ -55,7 +55,7 @@ def follow(
     return pictures, rings, changed
 
 
-def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
+def test_the_sampler_recovers_when_the_driver_is_reloaded(on_nvml: Run) -> None:
     # While the driver is unloaded, each GPU keeps its row, which shows why the GPU cannot be read.
     away = "'not loaded' in problem and len(rows) == 3 and all('not loaded' in reason for *_, reason in rows)"
     stages = [("are_read", 1.5), (away, 3.0), ("are_read and not problem", END)]
@@ -76,13 +76,13 @@ def test_a_gpu_that_replaces_another_has_its_own_identity_and_history(on_nvml: R
     assert all(timestamp > changed[0] for timestamp, _ in rings[1])
 
 
-def test_the_row_of_a_removed_gpu_disappears_and_the_others_are_still_read(on_nvml: Run) -> None:
+def test_a_removed_gpus_row_disappears_and_the_others_are_still_read(on_nvml: Run) -> None:
     stages = [("are_read and len(rows) == 3", 2.0), ("are_read and len(rows) == 2", END)]
     follow(on_nvml, stages, GPUS=3, FAULTS="2:gone@1,0:unload@1-1.1")
 
 
 @pytest.mark.parametrize(("faults", "n_before", "n_after"), [("0:mig=2@1", 2, 4), ("0:mig=3@0-1", 5, 2)])
-def test_slices_that_are_created_or_destroyed_at_run_time_are_noticed(
+def test_slices_created_or_destroyed_at_run_time_are_noticed(
     on_nvml: Run, faults: str, n_before: int, n_after: int
 ) -> None:
     stages = [(f"are_read and len(rows) == {n}", time) for n, time in ((n_before, 2.0), (n_after, END))]
@@ -123,7 +123,7 @@ print(json.dumps(seen))
 """
 
 
-def test_watched_gpus_are_read_again_after_a_reload_of_the_driver(on_nvml: Run, tmp_path: Path) -> None:
+def test_watched_gpus_are_read_again_after_the_driver_is_reloaded(on_nvml: Run, tmp_path: Path) -> None:
     script = WATCH.replace("{folder!r}", repr(str(tmp_path)))
     seen = on_nvml(script, GPUS=2, FAULTS="*:unload@1-2", PIDS="")
     assert seen[0] == seen[-1] == ["healthy", ""]

@@ -51,7 +51,7 @@ def test_stored_history_is_placed_before_live_samples() -> None:
     assert ring.latest() == sample(100)
 
 
-def test_history_that_is_read_again_replaces_the_earlier_history() -> None:
+def test_reloaded_history_replaces_the_earlier_history() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
     ring.extend_history([RingReading(97, 7)], "GPU-a")
@@ -79,7 +79,7 @@ def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() 
     assert len(ring.since(position - 100, "GPU-a")[0]) == 4
 
 
-def test_stored_history_of_another_gpu_is_not_placed_before_live_samples() -> None:
+def test_stored_history_from_another_gpu_is_not_placed_before_live_samples() -> None:
     ring = Ring()
     ring.append(sample(5))
     ring.extend_history([RingReading(1.0, 50)], "GPU-b")

@@ -22,7 +22,7 @@ Start = Callable[..., Sampler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts samplers, which are stopped after the test."""
+    """Return a function that starts samplers and stops them after the test."""
     started: list[Sampler] = []
 
     def begin(*arguments: Any, **options: Any) -> Sampler:
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that records the reads of each GPU. Some tests change how the source responds."""
+    """A source that records the reads from each GPU. Some tests change how the source responds."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)
@@ -90,7 +90,7 @@ def test_all_gpus_are_sampled_in_the_same_interval_even_after_an_early_wake_up(i
         assert interval_of(due - 0.05 * interval_s, interval_s) == interval_of(due, interval_s)
 
 
-def test_every_interval_gets_a_sample_of_every_gpu(start: Start, until: Until) -> None:
+def test_every_interval_gets_a_sample_from_every_gpu(start: Start, until: Until) -> None:
     sampler = start(Simulated(8), 0.1)
     until(lambda: sampler.count and all(len(sampler.ring(i)) > 12 for i in range(8)))
     for index in range(8):
@@ -112,7 +112,7 @@ def test_processes_are_read_less_often_than_sensors_and_reused_in_between(
     assert all(len(sample.processes) == 1 for (sample,) in filter(None, readings) if sample.healthy)
 
 
-def test_an_error_of_the_process_list_is_kept_until_it_is_read_again(
+def test_a_process_list_error_is_kept_until_the_list_is_read_again(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Shy(Source):
@@ -129,7 +129,7 @@ def test_an_error_of_the_process_list_is_kept_until_it_is_read_again(
     assert sampler.latest()[0].failed == {"processes": "no"}
 
 
-def test_a_gpu_that_hangs_never_stops_the_others_and_is_reported(
+def test_a_hanging_gpu_never_stops_the_others_and_is_reported(
     start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SILENT_AFTER_S", 0.2)
@@ -203,7 +203,7 @@ def test_a_gpu_whose_reading_raises_an_exception_is_listed_and_read_again(start:
     until(lambda: all(sample.healthy for sample in sampler.latest()))
 
 
-def test_a_source_that_cannot_be_opened_is_tried_again(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_a_source_is_retried_until_it_succeeds(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.02)
     attempts: list[tuple[SamplerStatus, str]] = []
 
@@ -389,7 +389,7 @@ print(json.dumps({"healthy": [s.healthy for s in latest], "reason": latest[2].re
 """
 
 
-def test_a_process_keeps_sampling_and_ends_despite_a_gpu_that_hangs_in_the_driver(on_nvml: Callable[..., Any]) -> None:
+def test_a_process_keeps_sampling_and_ends_despite_a_gpu_hanging_in_the_driver(on_nvml: Callable[..., Any]) -> None:
     answer = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
     assert time.time() - answer["left"] < 1.0
     assert answer["healthy"] == [True, True, False, True]

@@ -1,4 +1,4 @@
-"""Tests that secrets in command lines and environment variables are hidden, in all formats that programs document."""
+"""Tests that secrets in command lines and environment variables are hidden, in all formats documented by programs."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_the_same_clock_gives_the_same_samples() -> None:
     assert [one.sample(i, processes=True) for i in range(8)] == [other.sample(i, processes=True) for i in range(8)]
 
 
-def test_a_simulated_gpu_shows_the_load_of_the_job_that_runs_on_it() -> None:
+def test_a_simulated_gpu_shows_the_load_from_the_job_running_on_it() -> None:
     now, occupied = [0.0], {}
     box = Simulated(clock=lambda: now[0], occupied=lambda: occupied)
     idle = box.sample(1, processes=True)

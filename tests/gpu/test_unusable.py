@@ -1,4 +1,4 @@
-"""Tests for GPUs that must not be used and for GPUs that share the host's memory."""
+"""Tests for GPUs that must not be used and for GPUs sharing the host's memory."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_gpu_without_its_own_memory_shows_the_hosts_memory_and_is_offered(comm
         ("NVIDIA GeForce RTX 5090", False, False),
     ],
 )
-def test_chips_that_share_the_hosts_memory_are_recognised_by_name(
+def test_chips_sharing_the_hosts_memory_are_recognised_by_name(
     name: str, is_integrated: bool, is_coherent: bool
 ) -> None:
     class Silent:
@@ -167,7 +167,7 @@ def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_share
         assert gpu.takes_now(job) is may_share
 
 
-def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_vendors(tmp_path: Path) -> None:
+def test_on_a_machine_with_unsupported_gpus_the_supported_vendors_are_listed(tmp_path: Path) -> None:
     assert "install the NVIDIA driver" in no_library(tmp_path).remedy
     device = tmp_path / "card0" / "device"
     device.mkdir(parents=True)
@@ -229,7 +229,7 @@ def test_full_utilisation_without_a_process_is_stale_and_excluded_from_the_mean(
         assert aggregate([one, busy]).average_utilization == 70
 
 
-def test_the_list_of_choices_explains_a_stale_reading_of_the_driver(on_nvml: Callable[..., Any]) -> None:
+def test_the_list_of_choices_explains_a_stale_reading_from_the_driver(on_nvml: Callable[..., Any]) -> None:
     (latched,) = on_nvml(CHOICES, FAULTS="0:latched", GPUS=1, PIDS="")
     assert latched[:2] == ["available", True]
     assert "is stale until a program uses CUDA" in latched[2]

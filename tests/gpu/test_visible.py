@@ -32,7 +32,7 @@ def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypat
     until(lambda: [sample.uuid for sample in monitor.latest()] == ["GPU-1", "GPU-3"])
     assert monitor.hidden == "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"
     assert [sample.index for sample in monitor.latest()] == [1, 3]
-    # Hidden GPUs are sampled too, since the process that stores the history stores it for all users.
+    # Hidden GPUs are also sampled, because the process storing the history stores it for all users.
     assert len(monitor._sampler.ring(0)) > 0
 
 

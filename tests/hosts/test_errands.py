@@ -57,7 +57,7 @@ def test_stopping_ends_running_errands(tmp_path: Path) -> None:
     wait_until(lambda: not runs(f"sleep {mark}"))
 
 
-def test_stopping_also_ends_an_errand_that_is_just_starting(monkeypatch) -> None:
+def test_stopping_also_ends_an_errand_that_has_just_started(monkeypatch) -> None:
     start, starts, mark = subprocess.Popen, threading.Event(), f"5{os.getpid()}"
 
     def slowly(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -103,6 +103,6 @@ def runs(command: str) -> bool:
         ("[say('x' * 99) for _ in range(10**6)]", "^on far: x+$"),
     ],
 )
-def test_a_failed_errand_gives_the_reason_despite_any_amount_of_output(tmp_path: Path, program, sentence) -> None:
+def test_a_failed_errand_reports_the_reason_despite_any_amount_of_output(tmp_path: Path, program, sentence) -> None:
     with pytest.raises(UserError, match=sentence):
         hosts(tmp_path, stop=program).run("far", "stop", "7")

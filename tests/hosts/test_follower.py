@@ -1,4 +1,4 @@
-"""Tests for following a host, with a child process that replaces ssh."""
+"""Tests for following a host, with a child process in place of ssh."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path
 
 
 def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: Path) -> None:
-    """An app that is suspended cuts its connections, so that the hosts close their GPU drivers."""
+    """A suspended app cuts its connections so that the hosts close their GPU drivers."""
     hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
     hosts.start(lambda: None)
     for n_runs in (1, 2):
@@ -151,7 +151,7 @@ def test_a_silent_host_is_reported_without_values_and_reconnected(tmp_path: Path
         assert wait_for(lambda view: view.is_connected and view.gpus)
 
 
-def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
+def test_the_next_message_from_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
     may_continue = tmp_path / "continue"
     later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_continue)!r}), True)]"
@@ -181,7 +181,7 @@ def test_log_lines_arrive_in_order_followed_by_the_reason_why_the_log_ended(tmp_
     assert lines == [*(f"{n} ['--log', '7']�[2J" for n in range(3)), "(far ended the log)"]
 
 
-def test_an_unreadable_log_gives_the_reason(tmp_path: Path) -> None:
+def test_an_unreadable_log_is_reported_with_the_reason(tmp_path: Path) -> None:
     argv = Hosts(["far"], far_side(tmp_path, "sys.exit(127)")).argv("far", "stream", "--log", "7")
     told: queue.Queue[list[str]] = queue.Queue()
     FarLogReader("far", argv, told.put).start()

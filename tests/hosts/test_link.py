@@ -27,7 +27,7 @@ def test_an_endless_line_is_rejected_before_it_fills_the_memory() -> None:
     assert one.close() != 0
 
 
-def test_stopping_ends_the_process_and_a_reader_that_is_rate_limited() -> None:
+def test_stopping_ends_the_process_and_a_rate_limited_reader() -> None:
     one = link("while True: os.write(1, b'\\n' * 65536)")
     seen: list[bytes] = []
     reader = threading.Thread(target=lambda: seen.extend(one.lines()))

@@ -52,7 +52,7 @@ def sentence(sshd: Sshd) -> str:
 
 
 def streams(folder: Path) -> list[str]:
-    """Return the command lines of the processes that stream from this data folder."""
+    """Return the command lines of the processes streaming from this data folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -131,7 +131,7 @@ def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
     assert "Connection refused" in sentence(sshd)
 
 
-def test_no_ssh_agent_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
+def test_no_ssh_agent_or_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
     sshd.program('echo "$SSH_AUTH_SOCK|$DISPLAY|$SSH_TTY|" >&2; exit 9')
     monkeypatch.setenv("DISPLAY", ":9")
     monkeypatch.setenv("SSH_AUTH_SOCK", "/no/agent")

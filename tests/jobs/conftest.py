@@ -97,7 +97,7 @@ class Box:
         return [event.message for event in self.control.events(job_id) if event.kind == kind]
 
     def record(self, name: str = "job", **fields: object) -> int:
-        """Record a job that has no processes."""
+        """Record a job without processes."""
         self.make_store()
         values = {"config": "", "user": "me", "host": socket.gethostname(), "device": "cpu"}
         values |= {"gpu_source": "none"}

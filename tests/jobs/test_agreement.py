@@ -35,7 +35,7 @@ MODES = ("auto", "auto", "ddp", "tensor", "hybrid")
 
 
 class Asked(NamedTuple):
-    """A job, the GPUs of a machine as (total bytes, free bytes), and whether they are real."""
+    """A job, a machine's GPUs as (total bytes, free bytes), and whether the GPUs are real."""
 
     job: JobConfig
     gpus: tuple[tuple[int, int], ...]
@@ -116,7 +116,7 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     assert starts(row, [free for _, free in asked.gpus]) == (not look.lack)
     assert starts(row, [total for total, _ in asked.gpus])
 
-    # After a resume, all that is known is the memory that the job had on its GPUs.
+    # After a resume, only the memory that the job had on its GPUs is known.
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
@@ -187,6 +187,6 @@ def test_choosing_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode,
     assert not said or problems[0].startswith(said)
 
 
-def test_a_full_gpu_that_no_process_uses_is_not_reported_as_soon_becoming_free() -> None:
+def test_a_full_gpu_without_processes_is_not_reported_as_soon_becoming_free() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
     assert ", though no process uses it; " in problem

@@ -62,13 +62,13 @@ def read_every_kind(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", BAD, ids=lambda content: repr(content[:12]))
-def test_reading_a_small_file_with_bad_content_gives_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_bad_content_results_in_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
 @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=200))
-def test_reading_a_small_file_with_random_bytes_gives_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_random_bytes_results_in_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
@@ -193,7 +193,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block_readers(tmp_path):
             read()
 
 
-def test_a_rank_marker_with_numbers_that_no_store_accepts_is_ignored(tmp_path):
+def test_a_rank_marker_with_numbers_not_accepted_by_any_store_is_ignored(tmp_path):
     process = '{"pid": 1, "start_ticks": 1, "boot_id": ""}'
     (tmp_path / "mark").write_text(f'{{"host": "a", "process": {process}, "exit_code": {2**70}}}')
     assert read_mark(tmp_path / "mark") is None

@@ -111,7 +111,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
 
 
 def use_everything(box, waiting: int, bad: int) -> None:
-    """Use the list of jobs as the app, the commands and waiting supervisors do."""
+    """Use the job list as the app, the commands and waiting supervisors do."""
     data = box.data
     flags = ["--data-dir", str(data.root)]
 
@@ -247,7 +247,7 @@ def test_an_unreadable_row_is_reported_once_and_restored_from_the_run(box, three
     assert box.job(bad) == msgspec.structs.replace(before, tags=("kept",))
 
 
-def test_a_job_that_comes_after_a_job_with_an_unreadable_row_waits(box, three_jobs):
+def test_a_job_that_depends_on_a_job_with_an_unreadable_row_waits(box, three_jobs):
     _, waiting, bad = three_jobs
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
@@ -297,7 +297,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
 
 
 @pytest.mark.parametrize("column", ["state", "note"])
-def test_the_end_of_a_job_is_recorded_although_its_row_is_unreadable(box, wait_for, column):
+def test_the_end_of_a_job_is_recorded_even_though_its_row_is_unreadable(box, wait_for, column):
     job_id = box.launch("steps=100000")
     box.wait_steps(job_id)
     spoil(box.data, job_id, column, b"\xff")

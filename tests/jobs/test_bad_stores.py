@@ -128,7 +128,7 @@ def compare(box, good: int, bad: int) -> None:
 
 
 @pytest.mark.slow
-def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_runs, capsys):
+def test_a_runs_corrupt_metrics_do_not_hide_the_metrics_of_others(box, two_runs, capsys):
     good, bad = two_runs
     file, pristine = box.data.run(bad).metrics_db, box.data.root / "pristine.db"
     shutil.copy(file, pristine)
@@ -158,7 +158,7 @@ def test_corrupt_metrics_of_a_run_do_not_hide_the_metrics_of_others(box, two_run
 
 @pytest.fixture
 def gpu_db(box, monkeypatch) -> Path:
-    """Store the readings of a GPU for one minute."""
+    """Store one minute of readings from a GPU."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     box.data.create()
     database.open_writer(box.data.gpu_db, "gpu").close()
@@ -188,7 +188,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # Read the last day, because NOW is the time at which the module was imported.
+        # Read the last day, because NOW is the time when the module was imported.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))

@@ -1,4 +1,4 @@
-"""Tests for the Python of another environment: what it reports, and when sae-tui must refuse to run it."""
+"""Tests for another environment's Python: what it reports, and when sae-tui must refuse to run it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ HOSTILE = "\x1b]0;owned\x07"
         ({"settings": {}}, None),
     ],
 )
-def test_a_deficiency_of_an_environment_is_reported_in_one_sentence_with_a_remedy(
+def test_a_deficiency_in_an_environment_is_reported_in_one_sentence_with_a_remedy(
     tmp_path: Path, box: Box, told: dict, sentence: str | None
 ) -> None:
     python = answering(tmp_path, answer(**told))
@@ -112,7 +112,7 @@ def test_a_deficiency_of_an_environment_is_reported_in_one_sentence_with_a_remed
     assert problem.message.startswith(there.lack() or f"its trainer, sae-tui {OWN}, does not know data.source, ")
 
 
-def test_a_setting_that_the_other_trainer_does_not_know_is_reported(tmp_path: Path, box: Box) -> None:
+def test_a_setting_unknown_to_the_other_trainer_is_reported(tmp_path: Path, box: Box) -> None:
     known = dict(answer()["settings"])
     del known["train.deterministic"]
     known["sae.architecture"] = ["jumprelu"]
@@ -192,7 +192,7 @@ def test_an_environment_is_read_in_the_background_and_the_caller_is_notified(tmp
     assert glance(str(python), known.set).lack() == ""
 
 
-def test_jobs_are_checked_against_the_packages_of_the_other_environment(tmp_path: Path, box: Box) -> None:
+def test_jobs_are_checked_against_the_packages_in_the_other_environment(tmp_path: Path, box: Box) -> None:
     cuda = TORCH | {"version": "2.9.0+cu128", "cuda": "12.8", "gpus": 0}
     python = str(answering(tmp_path, answer(torch=cuda)))
     job = launching.with_whole_python(box.config().replace("train", mirror="wandb"), python)
@@ -227,7 +227,7 @@ def test_a_cloned_job_keeps_its_python_unless_other_users_may_change_its_job_fil
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
 
-def test_a_batch_script_runs_ranks_with_the_chosen_python_and_without_packages_of_the_app(
+def test_a_batch_script_runs_ranks_with_the_chosen_python_and_without_the_apps_packages(
     tmp_path: Path, box: Box
 ) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, device="cpu")
@@ -260,7 +260,7 @@ def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_the_python_of_another_user_is_rejected(tmp_path: Path) -> None:
+def test_another_users_python_is_rejected(tmp_path: Path) -> None:
     python = stand_in(tmp_path / "bin", "exit 1")
     os.chown(python, 12345, -1)
     assert (

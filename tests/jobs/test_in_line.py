@@ -26,7 +26,7 @@ ENDLESS = "steps=100000"
 
 
 def in_line(box, **fields) -> int:
-    """Record a queued job that is supervised by this process."""
+    """Record a queued job supervised by this process."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",), "gpus_wanted": 1} | identity | fields
@@ -66,7 +66,7 @@ def test_a_job_starts_once_all_its_dependencies_have_finished(box):
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "failed"), ("stopped", "was stopped"), ("lost", "was lost")])
-def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_blocks_no_other_job(box, state, word):
+def test_a_job_after_an_unfinished_job_waits_for_a_decision_and_blocks_no_other_job(box, state, word):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second, other = in_line(box, after=(first,)), in_line(box)
     box.control.transition(first, JobState(state))
@@ -202,7 +202,7 @@ def test_a_running_job_restores_its_row_and_its_leases(box):
     assert box.control.leases() == []
 
 
-def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
+def test_a_job_does_not_start_after_a_failed_job_missing_from_the_store(box):
     first = box.launch("steps=10 fail=0@3")
     assert box.wait_ended(first).state == JobState.FAILED
     second = box.launch("steps=2", place={"after": (first,)})
@@ -215,7 +215,7 @@ def test_a_job_does_not_start_after_a_failed_one_that_the_store_has_lost(box):
     box.wait_for(lambda: "which failed" in (box.job(second).waits_for or ""), "what the repair has found")
 
 
-def test_a_new_job_never_gets_the_number_of_a_job_that_the_store_has_lost(box):
+def test_a_new_job_never_gets_the_number_of_a_job_missing_from_the_store(box):
     first = box.launch("steps=1")
     box.wait_ended(first)
     delete_store(box)

@@ -1,4 +1,4 @@
-"""Tests for known causes of failure, with real messages of PyTorch, NCCL, Triton and Linux from user reports."""
+"""Tests for known causes of failure, with real messages from PyTorch, NCCL, Triton and Linux found in user reports."""
 
 from __future__ import annotations
 

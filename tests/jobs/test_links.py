@@ -90,7 +90,7 @@ for name, write in writes.items():
 def shared(place: Path) -> Path:  # noqa: F811
     """Create a data folder that belongs to Ann and is shared with a group.
 
-    The folder contains a run that has started.
+    The folder contains a started run.
     """
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
@@ -184,7 +184,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace a folder with a link to a folder of private files; return the folder of private files."""
+    """Replace a folder with a link to a folder with private files; return the folder with private files."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -211,7 +211,7 @@ def test_a_linked_subfolder_of_the_data_folder_is_rejected_in_one_sentence(box, 
 
 
 @pytest.mark.parametrize("name", ["runs/1", "saes/1", "runs/1/checkpoints", "runs/1/logs", "runs/1/attempt2"])
-def test_a_linked_folder_of_a_job_is_rejected_in_one_sentence(box, tmp_path: Path, name: str) -> None:
+def test_a_jobs_linked_folder_is_rejected_in_one_sentence(box, tmp_path: Path, name: str) -> None:
     assert box.record(state=JobState.STOPPED, name="steps=10") == 1
     box.data.run(1).create()
     elsewhere = link_to_another(box.data.root / name, tmp_path)
@@ -271,7 +271,7 @@ def test_no_command_reads_or_writes_through_a_symbolic_link(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, depth: int) -> None:
+def test_opening_a_file_under_a_data_folder_follows_no_link(tmp_path: Path, depth: int) -> None:
     data, private = DataDir(tmp_path / "data"), tmp_path / "private"
     below = ["runs", "1", "logs", "x"]
     (private / "/".join(below[depth:-1])).mkdir(parents=True)

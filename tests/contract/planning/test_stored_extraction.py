@@ -1,4 +1,4 @@
-"""Tests that the message about rows in an extraction's output folder matches what the extraction does with them."""
+"""Tests that the message about rows in an extraction's output folder matches what the extraction does with the rows."""
 
 from __future__ import annotations
 

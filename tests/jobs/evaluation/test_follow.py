@@ -38,7 +38,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# Runs the real evaluation process, in which a shell script replaces the trainer. The trainer's arguments become $0, $1
+# Runs the real evaluation process with a shell script in place of the trainer. The trainer's arguments become $0, $1
 # and so on.
 FAKE = """
 import sys
@@ -87,7 +87,7 @@ def test_the_trainer_is_started_for_the_run_and_its_result_is_recorded(box: Box,
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_the_message_names_the_best_sae_of_a_sweep_and_says_whether_rows_are_held_out(
+def test_the_message_names_the_best_sae_in_a_sweep_and_says_whether_rows_are_held_out(
     box: Box, job_id: int, monkeypatch
 ) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
@@ -171,7 +171,7 @@ def test_a_killed_evaluation_is_not_recorded_during_the_next_one_or_through_a_li
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_one(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_evaluation(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
@@ -193,7 +193,7 @@ def test_an_evaluation_ends_with_its_trainer_even_if_a_child_still_runs(box: Box
 
 @pytest.fixture
 def process_settings() -> Iterator[None]:
-    """Restore the process-wide settings that an evaluation changes."""
+    """Restore the process-wide settings changed by an evaluation."""
     mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
     os.umask(mask)
     yield
@@ -211,7 +211,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 
 
 @pytest.mark.usefixtures("process_settings")
-def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     gpu = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (gpu, "")])
     monkeypatch.setattr(follow, "_free_gpu", lambda *_: next(looks))
@@ -284,7 +284,7 @@ def test_an_evaluation_ends_with_its_data_folder_and_does_not_recreate_it(box: B
     assert moved.exists()
 
 
-def test_an_idle_gpu_is_locked_for_the_evaluation_of_a_job_that_used_one(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_idle_gpu_is_locked_to_evaluate_a_job_that_used_one(box: Box, job_id: int, monkeypatch) -> None:
     choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
     idle = request.idle_gpu(box.data, box.job(box.record(device="cuda")), choices, "nvml")
     assert idle

@@ -1,4 +1,4 @@
-"""Tests for GPUs that a job has reserved but does not use, according to the stored history."""
+"""Tests for GPUs that, according to the stored history, a job has reserved but is not using."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int | None]) -> None:
-    """Store the maximum utilisation of each of the most recent minutes, in chronological order."""
+    """Store the maximum utilisation in each of the most recent minutes, in chronological order."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [
@@ -50,7 +50,7 @@ def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
     assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
 
 
-def test_a_gpu_that_is_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
+def test_a_gpu_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
     history(box, [98] * 60 + [2] * 30)
     assert reason(box, 29 * 60) == "job 41 (run), held 29 min, idle for 29 min"
 

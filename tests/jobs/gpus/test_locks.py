@@ -61,7 +61,7 @@ def test_an_insecure_lock_folder_is_reported_and_the_data_folder_is_used_instead
     assert (lock_folder(data, "none"), lock_problem(data, "none")) == (data.locks, "")
 
 
-def test_the_lock_folder_of_the_machine_belongs_to_root_and_is_writable_for_all(
+def test_the_machines_lock_folder_belongs_to_root_and_is_writable_by_all(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
@@ -75,7 +75,7 @@ def test_the_lock_folder_of_the_machine_belongs_to_root_and_is_writable_for_all(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the owner of a folder")
-def test_a_lock_folder_of_another_user_is_not_trusted(
+def test_another_users_lock_folder_is_not_trusted(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
@@ -88,7 +88,7 @@ def test_a_lock_folder_of_another_user_is_not_trusted(
     assert lock_folder(data, "nvml") == data.locks
 
 
-def test_a_lock_file_that_is_removed_while_it_is_being_locked_reserves_no_gpu(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_file_removed_while_being_locked_reserves_no_gpu(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
 
     def remove_and_lock(descriptor: int, *, shared: bool) -> bool:
@@ -129,7 +129,7 @@ def test_a_lock_with_the_same_inode_on_another_file_system_reserves_no_gpu(tmp_p
             subprocess.run(["umount", folder], check=True)
 
 
-def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_file_replaced_while_being_opened_has_only_one_holder(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
     open_lock = subject.open_lock
 
@@ -147,7 +147,7 @@ def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp
     assert second.take()
 
 
-def test_a_lock_folder_that_hangs_does_not_block_a_reader_of_its_holders(tmp_path: Path, monkeypatch) -> None:
+def test_a_hanging_lock_folder_does_not_block_a_process_reading_the_lock_holders(tmp_path: Path, monkeypatch) -> None:
     gpu, reader = GpuLocks(tmp_path, ["GPU-0"]), HolderReader(tmp_path)
     assert gpu.take()
     assert reader.read(["GPU-0"]) == {"GPU-0": os.getpid()}

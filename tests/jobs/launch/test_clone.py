@@ -13,7 +13,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
 
 
-def test_a_clone_has_the_settings_of_the_old_job_with_the_given_changes(box):
+def test_a_clone_has_the_old_jobs_settings_with_the_given_changes(box):
     job_id = box.launch("steps=3", place={"hold": True})
     assert clone_settings(box.data, job_id) == box.config("steps=3")
     assert clone_settings(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
@@ -41,7 +41,7 @@ def test_a_clone_gets_the_current_name_of_a_renamed_job(box):
     assert clone_settings(box.data, job_id).name == "better"
 
 
-def test_a_grid_gives_one_job_with_its_own_name_for_every_combination(box):
+def test_a_grid_creates_one_job_with_its_own_name_for_every_combination(box):
     axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
     sets = grid(axes)
     assert sets == [

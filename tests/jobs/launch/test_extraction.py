@@ -1,4 +1,4 @@
-"""Tests for estimating the memory and time that an extraction job needs, before its launch."""
+"""Tests for estimating the memory and time needed by an extraction job before its launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(tmp_path: Path) -> ExtractJob:
     return parsed
 
 
-def test_the_components_of_the_memory_add_up_to_the_estimate(job: ExtractJob) -> None:
+def test_the_memory_components_add_up_to_the_estimate(job: ExtractJob) -> None:
     look = outlook_of_extraction(job, ())
     takes = LaunchExtraction().need(job, look, FreeMemory(), device="cpu")
     assert takes
@@ -55,13 +55,13 @@ def test_if_memory_is_short_the_largest_batch_that_fits_is_suggested(job: Extrac
     assert (none.remedies, none.otherwise) == ((), "a smaller model")
 
 
-def test_a_clone_after_running_out_of_memory_reads_half_as_many_tokens_at_once(job: ExtractJob) -> None:
+def test_a_clone_of_a_job_that_ran_out_of_memory_reads_half_as_many_tokens_at_once(job: ExtractJob) -> None:
     assert ExtractionProposal.half_batch(job, 1) == ["extract.batch_tokens=4096"]
     least = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=256))
     assert ExtractionProposal.half_batch(least, 1) == []
 
 
-def test_the_memory_need_of_a_model_that_is_not_on_this_machine_is_unknown(job: ExtractJob) -> None:
+def test_the_memory_need_of_a_model_not_on_this_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
     assert LaunchExtraction().need(elsewhere, look, FreeMemory(), device="cpu") is None

@@ -1,4 +1,4 @@
-"""Tests that stored activations are inspected in a separate process, and inspected again only if their files change."""
+"""Tests that stored activations are inspected in a separate process, and reinspected only if their files change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = {"n_tokens": 2, "d_in": 4, "dtype": "F32", "n_looked_at": 2, "gamma": 0
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """Write rows that contain one NaN."""
+    """Write rows containing one NaN."""
     rows = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
     rows[7, 3] = math.nan
     (folder := tmp_path / "acts").mkdir()
@@ -60,7 +60,7 @@ def test_data_is_inspected_once_until_its_files_change(shards: Path, tmp_path: P
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )
-def test_a_failed_inspection_is_reported_in_one_sentence_and_tried_again(
+def test_a_failed_inspection_is_reported_in_one_sentence_and_retried(
     shards: Path, tmp_path: Path, script: str, reason
 ) -> None:
     inspections = Inspections(in_place_of_the_trainer(tmp_path, script))

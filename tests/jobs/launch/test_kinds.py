@@ -33,7 +33,7 @@ from trainer.ranks.rank import RankWork
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> CommandJob:
-    """Register the example of a job kind, and return a job of this kind."""
+    """Register the example job kind, and return a job of this kind."""
     monkeypatch.setitem(KINDS, "command", toy_kind.ENTRY)
     return CommandJob(command=CommandSettings(line=["true"], times=3), launch=Launch(gpus="cpu"), name="make")
 
@@ -116,7 +116,7 @@ def test_a_registered_kind_is_launched_and_listed(command: CommandJob, box, tmp_
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the calls of `wanted_devices` in all modules; return the list of jobs that it is called with."""
+    """Record the calls of `wanted_devices` in all modules; return the list of jobs passed to it."""
     jobs: list[Any] = []
     original = check_job.wanted_devices
 
@@ -130,7 +130,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return jobs
 
 
-def test_a_review_determines_the_devices_of_a_job_only_once(box, tmp_path, capsys, monkeypatch) -> None:
+def test_a_review_determines_a_jobs_devices_only_once(box, tmp_path, capsys, monkeypatch) -> None:
     jobs = counted(monkeypatch)
     config = box.config(gpus="cpu:2")
     values = job_form.flatten(job_form.job_file.to_table(config))

@@ -80,7 +80,7 @@ def on_cpu(config: JobConfig, host: DeviceMemory = UNKNOWN_MEMORY) -> Outlook:
     return outlook(config.replace("launch", gpus="cpu:2"), DATA, 2, (), host=host)
 
 
-def test_the_newest_finished_job_of_the_same_shape_provides_the_measured_memory(config):
+def test_the_newest_finished_job_with_the_same_shape_provides_the_measured_memory(config):
     renamed = msgspec.structs.replace(config.replace("train", seed=7, n_steps=99), name="again")
     past = [done(renamed, id=42, peak_memory_bytes=2 * GIB), done(config)]
     assert found(config, *past) == PeakMemory(42, 2 * GIB, "cuda")
@@ -119,7 +119,7 @@ def test_a_job_with_a_different_outcome_or_environment_provides_no_measurement(c
         ("parallel", {"mode": "tensor"}),
     ],
 )
-def test_a_job_of_a_different_shape_provides_no_measurement(box, config, section, changes):
+def test_a_job_with_a_different_shape_provides_no_measurement(box, config, section, changes):
     assert found(config.replace(section, **changes), done(config)) is None
 
 
@@ -161,7 +161,7 @@ def test_the_measured_memory_of_a_process_includes_its_libraries(config):
     assert not takes.judged_lacking
 
 
-def test_processes_share_the_memory_of_the_machine_but_gpus_have_their_own(config):
+def test_processes_share_the_machines_memory_but_gpus_have_their_own(config):
     def of(look: Outlook) -> Need:
         return LaunchTraining().need(config, look, FreeMemory(), device="cpu")
 
@@ -173,7 +173,7 @@ def test_processes_share_the_memory_of_the_machine_but_gpus_have_their_own(confi
     assert not on_one.lacks(FreeMemory(None))
 
 
-def test_too_little_free_memory_gives_a_warning_and_too_little_total_memory_an_error(config):
+def test_too_little_free_memory_causes_a_warning_and_too_little_total_memory_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
     (problem,) = on_cpu(config, DeviceMemory(2 * one - 1, 2 * one)).problems(config)
@@ -203,5 +203,5 @@ def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     assert capacity_on_gpus(gpus, [3]) == capacity_on_gpus(gpus, []) == FreeMemory()
 
 
-def test_the_total_and_free_memory_of_this_machine_are_known():
+def test_this_machines_total_and_free_memory_are_known():
     assert capacity_on_cpu().free_bytes > 2**20

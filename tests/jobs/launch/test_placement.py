@@ -1,4 +1,4 @@
-"""Tests which GPUs are available or recommended, and how `launch.gpus` is resolved."""
+"""Tests for which GPUs are available or recommended, and for how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def test_gpu_use_by_unknown_processes_is_attributed_to_the_job_that_leased_the_g
         assert len(gpu.leases) == 1
 
 
-def test_a_gpu_that_several_jobs_share_lists_all_of_them() -> None:
+def test_a_gpu_shared_by_several_jobs_lists_all_of_these_jobs() -> None:
     both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
     (gpu,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
     assert (gpu.state, gpu.reason) == ("busy", "jobs 7 and 8")
 
 
-def test_memory_in_a_reading_from_before_the_end_of_a_job_is_not_attributed_to_others():
+def test_memory_in_a_reading_taken_before_a_job_ended_is_not_attributed_to_others():
     ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
     old = dataclasses.replace(sample(memory_used_bytes=20 * GIB), timestamp=99.0)
     new = dataclasses.replace(old, timestamp=101.0)
@@ -156,7 +156,7 @@ def test_memory_of_unnamed_processes_on_a_leased_gpu_is_not_free():
     assert free == [24 * GIB, 14 * GIB, 12 * GIB]
 
 
-def test_a_gpu_that_is_split_into_mig_slices_is_not_offered():
+def test_a_gpu_split_into_mig_slices_is_not_offered():
     (gpu,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
     assert (gpu.state, gpu.reason) == ("unhealthy", "it is split into MIG instances")
 
@@ -175,7 +175,7 @@ def test_a_job_for_any_gpus_does_not_use_gpus_with_unknown_free_memory(box):
     assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
 
 
-def test_the_largest_process_of_another_user_is_named():
+def test_another_users_largest_process_is_named():
     processes = (GpuProcess(1, "ann", "a", GIB), GpuProcess(2, "bob", "b", 3 * GIB), GpuProcess(3, "eve", "c", 2 * GIB))
     (gpu,) = choices([sample(processes=processes)], holders([], [], []))
     assert gpu.reason == "used by bob (pid 2, b)"
@@ -191,7 +191,7 @@ def test_a_leased_gpu_names_its_job_whose_ranks_do_not_count_as_other_users():
     assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
 
 
-def test_leases_of_ended_jobs_and_of_other_machines_are_ignored():
+def test_leases_held_by_ended_jobs_and_on_other_machines_are_ignored():
     ended = job(1, state=JobState.LOST)
     elsewhere = job(2, host="other")
     held = holders([ended, elsewhere], [lease(0, 1), lease(1, 2, host="other"), lease(2, 3)], [])
@@ -251,7 +251,7 @@ def test_recommended_gpus_are_usable_and_have_the_most_free_memory(found, needed
     assert all(recommended.reasons.values())
 
 
-def test_a_message_about_too_few_gpus_gives_the_reason_for_every_rejected_gpu():
+def test_a_message_about_too_few_gpus_states_the_reason_for_every_rejected_gpu():
     gpus = [choice(0), choice(1, GIB), choice(2, state="busy", reason="job 4 (run)")]
     recommended = recommend(gpus, 2 * GIB, 3)
     assert recommended.gpus == (0,)
@@ -289,7 +289,7 @@ def test_simulated_gpus_are_leased_but_the_job_runs_on_the_cpu(box):
 
 
 @pytest.mark.parametrize(("gpus", "device", "world_size"), [("auto:4", "cuda", 8), ("cpu", "cpu", 2), ([0], "cuda", 2)])
-def test_slurm_uses_no_gpu_of_this_machine(box, gpus, device, world_size):
+def test_slurm_uses_no_gpu_on_this_machine(box, gpus, device, world_size):
     job = box.config(gpus=gpus, backend="slurm", nodes=2)
     assert without_look(place(job, [choice(0)], source_cuda=True)) == Placement(device, (), world_size)
 
@@ -330,7 +330,7 @@ def test_an_extraction_accepts_any_mig_slices(tmp_path):
     assert (placed.world_size, placed.any_gpus) == (2, True)
 
 
-def test_the_setting_multi_gpu_enabled_can_limit_a_job_to_one_gpu(box):
+def test_the_multi_gpu_enabled_setting_can_limit_a_job_to_one_gpu(box):
     choices = [choice(0), choice(1)]
     with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
         place(box.config(gpus=[0, 1]), choices, source_cuda=True, multi_gpu_enabled=False)
@@ -382,7 +382,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     assert said(sweep, past=[past]).endswith(", estimated")
 
 
-def test_the_summary_gives_the_mode_and_the_time_for_the_measured_gpus(box):
+def test_the_summary_states_the_mode_and_the_duration_for_the_measured_gpus(box):
     config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
     wide, gpus = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
 
@@ -421,7 +421,7 @@ def test_the_summary_of_a_job_without_gpus_states_the_number_of_processes(box):
     assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")
 
 
-def test_the_summary_of_a_sweep_lists_the_saes_that_fit_on_a_line(box):
+def test_the_summary_of_a_sweep_lists_as_many_saes_as_fit_on_a_line(box):
     config = box.config()
 
     def swept(*axes):

@@ -30,7 +30,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def looked(job: SlurmJob, times: int = 1) -> Seen | None:
-    """Poll the controller `times` times, and return the last known state of the job."""
+    """Poll the controller `times` times, and return the job's last known state."""
     for _ in range(times):
         job._begun = 0.0
         job.look()
@@ -45,7 +45,7 @@ def test_the_state_and_reason_and_nodes_of_a_job_come_from_squeue(program) -> No
     assert looked(SlurmJob("7")) == Seen("PENDING", "(Resources, or so)", "")
 
 
-def test_a_controller_that_does_not_answer_leaves_the_state_of_a_job_unchanged(program) -> None:
+def test_a_controller_that_does_not_answer_leaves_a_jobs_state_unchanged(program) -> None:
     job = SlurmJob("7")
     program("squeue", "echo 'RUNNING|None|n1'")
     looked(job)
@@ -84,7 +84,7 @@ def test_an_invalid_job_number_is_never_passed_to_scancel(program, tmp_path, lef
     assert (tmp_path / "asked").exists()
 
 
-def test_sbatch_output_gives_the_job_id_and_a_refusal_is_reported(program) -> None:
+def test_the_job_id_is_read_from_sbatch_output_and_a_refusal_is_reported(program) -> None:
     program("sbatch", "echo '12;cluster'")
     assert SlurmJob.submit(["sbatch"]).id == "12"
     program("sbatch", "echo 'Welcome to the cluster'")

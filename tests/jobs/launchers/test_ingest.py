@@ -1,4 +1,4 @@
-"""Tests for copying a remote rank's progress into the store of the run."""
+"""Tests for copying a remote rank's progress into the run's store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_incomplete_line_is_read_once_it_is_complete(run: Run) -> None:
     ingest.close()
 
 
-def test_a_line_that_was_never_completed_is_skipped(run: Run) -> None:
+def test_a_line_never_completed_is_skipped(run: Run) -> None:
     run.append(line(1) + line(2)[:20] + b"\n" + line(3))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -105,7 +105,7 @@ def test_a_deleted_store_is_recreated_from_all_lines(run: Run) -> None:
     assert (run.losses, run.told) == ({1: 0.5, 2: 0.5}, ["first", "second"])
 
 
-def test_lines_that_a_locked_store_rejects_are_stored_later(run: Run, locked_store) -> None:
+def test_lines_rejected_by_a_locked_store_are_stored_later(run: Run, locked_store) -> None:
     SeriesWriter(run.db).close()
     run.append(line(1, told="once"))
     ingest = Ingest(run.file, run.db)

@@ -1,4 +1,4 @@
-"""Tests for recording the stack traces of a rank that makes no progress."""
+"""Tests for recording stack traces from a rank that makes no progress."""
 
 from __future__ import annotations
 

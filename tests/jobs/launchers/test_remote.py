@@ -1,4 +1,4 @@
-"""Tests for determining the state of a rank on another host from its files."""
+"""Tests for determining, from its files, the state of a rank on another host."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def on_driver(monkeypatch, drivers, tmp_path):
 
 
 def in_line(box, **fields) -> QueueEntry:
-    """Record a queued job that is supervised by this process, and return its queue entry."""
+    """Record a queued job supervised by this process, and return its queue entry."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
@@ -106,7 +106,7 @@ def test_an_old_reading_is_not_used_as_new_while_another_process_holds_the_lock(
         assert GpuReader(box.data, "nvml").samples(12) == ()
 
 
-def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_of_a_read(box, on_driver, monkeypatch):
+def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_for_one_read(box, on_driver, monkeypatch):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     with flock(box) as holder:
@@ -123,7 +123,7 @@ answer_of = gpu_reader._answer_of
 
 @contextlib.contextmanager
 def flock(box):
-    """Hold the lock of the GPU reader in another process."""
+    """Hold the GPU reader's lock in another process."""
     command = ["flock", GpuReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
@@ -131,9 +131,10 @@ def flock(box):
         holder.kill()  # the child process ends when the pipe is closed
 
 
-def test_a_reader_that_hangs_after_its_answer_does_not_block_the_lock_or_other_gpus(box, monkeypatch, tmp_path):
-    """A thread that hangs in the driver keeps the reader process alive. New readers are started at increasing
-    intervals.
+def test_a_reader_hanging_after_its_answer_does_not_block_the_lock_or_other_gpus(box, monkeypatch, tmp_path):
+    """A thread hanging in the driver keeps the reader process alive.
+
+    New readers are started at increasing intervals.
     """
     box.data.create()
     started = []
@@ -153,7 +154,7 @@ def test_a_reader_that_hangs_after_its_answer_does_not_block_the_lock_or_other_g
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     reader = GpuReader(box.data, "nvml")
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
-    assert reader.samples(0.0)  # the stored reading is returned, since the GPUs are not read again
+    assert reader.samples(0.0)  # the stored reading is returned because the GPUs are not read again
     assert len(started) == 1
     assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be killed"]
     reader._file.unlink()
@@ -194,7 +195,7 @@ def test_gpus_are_read_if_there_is_no_stored_reading(box, on_driver):
     assert [sample.uuid for sample in reader.samples(math.inf)] == list(UUIDS[:2])
 
 
-def test_readings_of_another_host_that_shares_the_folder_are_ignored(box, monkeypatch):
+def test_readings_from_another_host_sharing_the_folder_are_ignored(box, monkeypatch):
     box.data.create()
     for host, n_gpus in (("gpu7", 2), ("gpu8", 1)):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)

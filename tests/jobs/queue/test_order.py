@@ -130,7 +130,7 @@ def test_a_gpu_has_either_one_exclusive_job_or_only_jobs_that_share_it(case):
 
 
 @given(boards_and_lines())
-def test_jobs_that_share_a_gpu_never_need_more_memory_than_it_has(case):
+def test_jobs_sharing_a_gpu_never_need_more_memory_than_it_has(case):
     board, line = case
     given_out = takers(line, turns(line, board, NOW))
     for where in board:
@@ -237,21 +237,21 @@ def test_a_job_is_backfilled_only_if_it_ends_before_the_waiting_job_can_start():
     assert "job 1 is ahead in the queue" in decisions[3].waits_for
 
 
-def test_a_job_that_starts_in_this_plan_holds_its_gpus_for_its_expected_time():
+def test_a_job_that_starts_in_this_plan_holds_its_gpus_for_its_expected_duration():
     board = [gpu(0), gpu(1)]
     first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
     decisions = turns([first, large, endless], board, NOW)
     assert [bool(decisions[number].gpus) for number in (1, 2, 3)] == [True, False, False]
 
 
-def test_a_job_that_waits_for_a_gpu_of_another_user_does_not_block_other_gpus():
+def test_a_job_waiting_for_another_users_gpu_does_not_block_other_gpus():
     board = [gpu(0, other_user="used by mallory"), gpu(1)]
     decisions = turns([named(1, 0, 1), job(2)], board, NOW)
     assert [where.index for where in decisions[2].gpus] == [1]
     assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
-def test_a_job_that_shares_gpus_may_use_a_gpu_of_another_user_that_has_enough_memory():
+def test_a_job_that_shares_gpus_may_use_another_users_gpu_with_enough_memory():
     board = [gpu(0, other_user="used by mallory", free_bytes=8 * GIB)]
     line = [
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
@@ -364,7 +364,7 @@ def test_a_large_job_in_a_queue_of_small_jobs_waits_no_longer_than_promised(stre
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Return how long a large job waits behind jobs that are always expected to end soon but run longer."""
+    """Return how long a large job waits behind jobs always expected to end soon but running longer."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)

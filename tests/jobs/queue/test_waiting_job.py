@@ -1,4 +1,4 @@
-"""Tests for jobs that wait for the same GPU: races, order, and supervisors that do not respond."""
+"""Tests for jobs waiting for the same GPU: races, order, and supervisors that do not respond."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_exactly_one_of_racing_launchers_gets_the_gpu_in_every_round(box):
             box.control.transition(job.id, JobState.STOPPED)
 
 
-def test_jobs_that_want_the_same_gpu_start_in_launch_order(box):
+def test_jobs_waiting_for_the_same_gpu_start_in_launch_order(box):
     first, second = queued(box), queued(box)
     assert not line(box, second).try_start()
     assert box.control.events(second)[0].message == f"waits: job {first} is ahead in the queue"
     assert line(box, first).try_start()
 
 
-def test_an_older_job_that_waits_for_another_gpu_does_not_block_a_younger_one(box):
+def test_an_older_job_waiting_for_another_gpu_does_not_block_a_younger_job(box):
     running = queued(box, gpu_ids=(1,), gpu_uuids=("GPU-1",))
     entry = line(box, running)
     assert entry.try_start()
@@ -114,7 +114,7 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_reported_as_silent
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # The supervisor is halted now, so its last heartbeat is old.
+    # The supervisor is halted, so its last heartbeat is old.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]
@@ -132,7 +132,7 @@ def test_a_job_that_overtakes_a_halted_supervisor_reports_it_despite_a_recent_he
     second.locks.release()
 
 
-def test_a_started_job_reports_a_supervisor_that_hangs_once_its_last_heartbeat_is_old(box, halted):
+def test_a_started_job_reports_a_hanging_supervisor_once_its_last_heartbeat_is_old(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks)
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_reason_to_wait_is_logged_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_a_new_process_of_the_same_user_is_not_logged_as_a_new_event(box, monkeypatch):
+def test_a_new_process_by_the_same_user_is_not_logged_as_a_new_event(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     for number in range(20):
@@ -174,7 +174,7 @@ def test_a_new_process_of_the_same_user_is_not_logged_as_a_new_event(box, monkey
     ]  # fmt: skip
 
 
-def test_short_processes_of_other_users_do_not_flood_the_events_of_a_queued_job(box, monkeypatch):
+def test_other_users_short_processes_do_not_flood_the_events_of_a_queued_job(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]
@@ -205,7 +205,7 @@ def test_a_locked_store_delays_a_job_that_keeps_its_place_in_the_queue(box, lock
     assert box.job(job_id).state == JobState.STARTING
 
 
-def test_a_job_keeps_the_locks_that_it_already_holds(box):
+def test_a_job_keeps_the_locks_it_already_holds(box):
     box.data.create()
     locks = GpuLocks(box.data.locks, ["GPU-0"])
     assert locks.take()

@@ -15,7 +15,7 @@ def end(box, command: list[str]) -> None:
     run_hook(box.data, job)
 
 
-def test_the_environment_of_the_command_describes_the_ended_job(box):
+def test_the_commands_environment_describes_the_ended_job(box):
     names = ("ID", "NAME", "STATE", "STEP", "FVU", "BATCH_FVU", "ERROR")
     asked = "|".join(f"$SAE_TUI_JOB_{name}" for name in names)
     end(box, ["sh", "-c", f'echo "{asked}|$SAE_TUI_DATA_DIR" >told'])

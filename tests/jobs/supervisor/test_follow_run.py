@@ -35,7 +35,7 @@ def watching(box):
         yield begin
 
 
-def test_the_mode_of_a_job_is_updated_once_its_ranks_have_chosen_it(box, watching, monkeypatch):
+def test_a_jobs_mode_is_updated_once_its_ranks_have_chosen_it(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     followed = watching(JobState.STARTING)
     followed.poll()
@@ -52,7 +52,7 @@ def test_the_mode_of_a_job_is_updated_once_its_ranks_have_chosen_it(box, watchin
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])
-def test_a_stop_while_the_store_is_locked_is_recorded_once_the_lock_is_released(box, watching, locked_store, kind):
+def test_a_stop_requested_while_the_store_is_locked_is_recorded_after_its_release(box, watching, locked_store, kind):
     followed = watching(JobState.RUNNING)
     box.control.request(1, kind)
     with locked_store(box.data.control_db):
@@ -65,7 +65,7 @@ def test_a_stop_while_the_store_is_locked_is_recorded_once_the_lock_is_released(
     assert [event.kind for event in box.control.events(1)] == ["stopping"]
 
 
-def test_a_slow_start_of_a_job_is_reported_once(box, watching, monkeypatch):
+def test_a_jobs_slow_start_is_reported_once(box, watching, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     in_time = watching(JobState.STARTING)
     in_time.poll()
@@ -112,7 +112,7 @@ def test_overfitting_is_stored_with_the_job_until_the_run_is_resumed(box, watchi
         assert report(70, OVERFITTING) == "overfitting at step 70"
 
 
-def test_an_unfinished_save_of_an_earlier_attempt_does_not_prevent_detecting_a_hang(box, watching, monkeypatch):
+def test_an_unfinished_save_by_an_earlier_attempt_does_not_prevent_detecting_a_hang(box, watching, monkeypatch):
     paths = box.data.run(1)
     paths.create()
     with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
@@ -124,7 +124,7 @@ def test_an_unfinished_save_of_an_earlier_attempt_does_not_prevent_detecting_a_h
     assert followed.is_given_up
 
 
-def test_a_run_whose_steps_cannot_be_read_is_not_mistaken_for_a_hanging_one(box, watching, locked_store, monkeypatch):
+def test_a_run_whose_steps_cannot_be_read_is_not_mistaken_for_a_hanging_run(box, watching, locked_store, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     now = follow_run.time.monotonic()
     monkeypatch.setattr(follow_run.time, "monotonic", lambda: now)

@@ -35,7 +35,7 @@ KILLED_WITHIN_S = 10.0
 
 
 def own_mib(pid: int) -> float:
-    """Return the private memory of a process in MiB, without the library pages that all supervisors share."""
+    """Return a process's private memory in MiB, without the library pages shared by all supervisors."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"RssAnon:\s*(\d+) kB", status)[1]) / 1024
 
@@ -149,7 +149,7 @@ def test_a_stop_request_lets_the_ranks_save_and_ends_the_job_as_stopped(box):
     assert edits.stop(box.data, job_id) == f"job {job_id} was stopped already"
 
 
-def test_a_queued_job_that_is_stopped_never_starts(box):
+def test_a_stopped_queued_job_never_starts(box):
     first = box.launch("steps=1000", gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
     assert edits.stop(box.data, second) == f"job {second} is removed from the queue"
@@ -172,7 +172,7 @@ def test_a_second_request_kills_a_job_that_does_not_stop(box):
     assert box.living(job_id) == []
 
 
-def test_a_job_that_is_killed_while_its_report_card_is_made_is_finished(box):
+def test_a_job_killed_while_its_report_card_is_being_made_is_finished(box):
     job_id = box.launch("judge steps=5")
     run = LiveRun(box.data.run(job_id))
     box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the report card to be written")
@@ -214,7 +214,7 @@ def test_a_killed_rank_fails_the_job_with_its_last_log_line_and_ends_the_others(
     assert box.control.leases() == []
 
 
-def test_a_failure_is_attributed_to_the_rank_that_failed_first_and_not_that_ended_first(box):
+def test_a_failure_is_attributed_to_the_first_rank_to_fail_and_not_the_first_to_end(box):
     job = box.wait_ended(box.launch("fail=1@10 cut-off=0 steps=100000", gpus=(0, 1)))
     assert (job.state, job.error) == (JobState.FAILED, "rank 1: RuntimeError: the loss is not finite")
     assert box.control.ranks(job.id)[0].error == "rank 0: connection closed by peer"

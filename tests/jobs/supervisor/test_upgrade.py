@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a copy of the packages, which all programs that are started afterwards use."""
+    """Install a copy of the packages to be used by all programs started afterwards."""
     folder = tmp_path / "installed"
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("data"))
@@ -36,7 +36,7 @@ def rename(package: Path, name: str, new_name: str) -> None:
             file.write_text(text.replace(name, new_name))
 
 
-def test_jobs_that_wait_during_an_upgrade_start_and_stop_in_the_new_version(box, installed):
+def test_jobs_waiting_during_an_upgrade_start_and_stop_in_the_new_version(box, installed):
     runs, stops = (box.launch("steps=1", place={"hold": True}) for _ in range(2))
     before = {job_id: box.job(job_id).supervisor for job_id in (runs, stops)}
     rename(installed / "sae_tui", "is_gone", "folder_is_gone")
