@@ -39,7 +39,7 @@ OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git"
           "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that a test can run since they change at most a name, tag or note, and flags that make them run forever.
+# Commands that a test can run because they change at most a name, tag or note, and flags that make them run forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}
@@ -96,9 +96,7 @@ def objection(argv: list[str]) -> str:
 
 
 def written_files() -> set[str]:
-    """Return the names of the files that a reader of the docs writes, and the name of the placeholder for another
-    program.
-    """
+    """Return the names of the files written by a reader of the docs, and the placeholder for another program's name."""
     return {block.title for block in blocks("python")} | {"train.py"}
 
 
@@ -184,7 +182,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# Patterns that match code that depends on a job's kind.
+# Patterns matching code that depends on a job's kind.
 _CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
 BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
 BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
@@ -198,7 +196,7 @@ def test_the_architecture_guide_shows_the_tested_example() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_sensor_of_the_guide_appears_in_every_view_and_json_output(tmp_path: Path) -> None:
+def test_the_example_sensor_in_the_guide_appears_in_every_view_and_json_output(tmp_path: Path) -> None:
     for name in ("sae_tui", "trainer", "data"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (change,) = blocks("diff")
@@ -236,7 +234,7 @@ def asking(pattern: re.Pattern[str]) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in sources if pattern.search(path.read_text())}
 
 
-def test_only_the_modules_of_a_job_kind_check_the_class_of_a_job() -> None:
+def test_only_the_modules_for_a_job_kind_check_the_class_of_a_job() -> None:
     # Both modules use the parsed TOML table of a job file, not a job.
     by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
     assert asking(BY_CLASS) - OWN_FILES - by_table == set()

@@ -28,7 +28,7 @@ def test_a_sparkline_has_one_column_per_sample_on_a_fixed_axis(values: list, wid
             assert abs(say.BLOCKS.index(char) / 8 * 100 - value) <= 12.5
 
 
-def test_the_axis_of_a_sparkline_does_not_depend_on_its_data() -> None:
+def test_a_sparklines_axis_does_not_depend_on_its_data() -> None:
     assert say.sparkline([98, 99, 98], 3, 100) == "███"
     assert say.sparkline([1, 2, 1], 3, 100) == "▁▁▁"
 

@@ -1,4 +1,4 @@
-"""Tests for measuring CPU, memory, disk and network usage, and for how the values are shown."""
+"""Tests for measuring and showing CPU, memory, disk and network usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def words(load: HostLoad, capacity: int) -> str:
     return "".join(text for text, _ in load_spans(load, capacity))
 
 
-def test_the_readings_of_host_load_agree_with_the_operating_system() -> None:
+def test_host_load_readings_agree_with_the_operating_system() -> None:
     load = Host().load()
     assert load.memory_total_bytes == psutil.virtual_memory().total
     assert abs((load.memory_used_bytes or 0) - (load.memory_total_bytes - psutil.virtual_memory().available)) < 1 << 30

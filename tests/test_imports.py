@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ("textual", "rich")
 HEAVY = ("torch", "numpy")
 
-# This script imports modules one after another, and prints the forbidden modules that each import loads.
+# This script imports modules one by one, and prints the forbidden modules loaded by each import.
 WATCH = """
 import importlib, json, sys
 forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]
@@ -105,7 +105,7 @@ def test_modules_for_other_hosts_are_loaded_only_if_a_host_is_named() -> None:
     assert [name for name in loaded if name.startswith(theirs)] == []
 
 
-def test_the_command_line_of_the_app_loads_no_screen() -> None:
+def test_the_apps_command_line_loads_no_screen() -> None:
     assert loaded_by(["sae_tui.cli"], SCREEN) == {}
 
 
@@ -150,7 +150,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton", "pandas", "sqlite_ut
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_the_list_of_modules_for_these_tests_contains_every_module_of_a_package() -> None:
+def test_the_list_of_modules_for_these_tests_contains_every_module_in_a_package() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for package in ("trainer", "sae_tui")

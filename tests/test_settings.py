@@ -104,7 +104,7 @@ def test_a_settings_file_that_is_a_link_is_not_replaced_by_a_file(tmp_path) -> N
     assert path.is_symlink()
 
 
-def test_saving_does_not_keep_commands_from_a_file_that_others_can_write(tmp_path) -> None:
+def test_saving_does_not_keep_commands_from_a_file_writable_by_others(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('on_alert = ["/tmp/evil"]\n')
     path.chmod(0o666)
@@ -113,5 +113,5 @@ def test_saving_does_not_keep_commands_from_a_file_that_others_can_write(tmp_pat
     assert load_settings(path)[0].on_alert == []
 
 
-def test_every_setting_is_in_a_group_of_the_form() -> None:
+def test_every_setting_is_in_a_form_group() -> None:
     assert [setting.name for setting in settings_of(Settings) if not setting.group] == []

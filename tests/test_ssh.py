@@ -32,7 +32,7 @@ def test_arguments_reach_the_remote_program_unchanged_even_if_it_is_in_a_home_fo
     program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     program.chmod(0o755)
     command = ssh_argv("gpu1", ["rename", "7", "a 'b' $(id) \"c\"; *"])[-1]
-    # Run the command in a shell, since sshd runs it with the login shell.
+    # Run the command in a shell, because sshd runs it with the login shell.
     done = subprocess.run(
         ["sh", "-c", command], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )

@@ -155,7 +155,7 @@ def test_a_corrupt_store_is_reported_and_the_gpus_are_still_shown(start, tmp_pat
     terminal.wait_for("mallory")
 
 
-def test_a_store_of_a_newer_version_is_reported(start, tmp_path) -> None:
+def test_a_store_from_a_newer_version_is_reported(start, tmp_path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     with sqlite3.connect(folder / "control.db") as db:

@@ -54,8 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train a job in this process, write the files and rows its supervisor and rank would write, and return its id.
-    """
+    """Train a job in this process, write the files and rows its supervisor and rank would write, and return its id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()
@@ -96,8 +95,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataDir:
 
 @pytest.fixture
 def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
-    """Return a function that runs an app or trainer command, depending on `program`, and returns its output.
-    """
+    """Return a function that runs an app or trainer command, depending on `program`, and returns its output."""
 
     def run(*arguments: object, program: str = "sae-tui") -> str:
         capsys.readouterr()

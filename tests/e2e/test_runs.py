@@ -23,7 +23,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def sweep(box: Box) -> int:
-    """Record a sweep of three SAEs. The last SAE is the best, but the job's row has the values of the first."""
+    """Record a sweep with three SAEs. The last SAE is the best, but the job's row has the values of the first."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
     job_id = box.record_job(
         NAME, JobState.FINISHED, config=config, fvu=0.11, heldout_fvu=0.2184, note=note, tags=("good",)

@@ -45,9 +45,7 @@ def launches() -> dict[str, Op]:
 
 
 def _steps() -> Iterator[Step]:
-    """Yield steps of every architecture on a single GPU, and on one of two GPUs that divide the tokens or the
-    latents.
-    """
+    """Yield steps for every architecture, on one GPU and on one of two GPUs that split the tokens or the latents."""
     for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
         sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
         train = {"precision": precision, "batch_size": 4096}

@@ -96,8 +96,7 @@ ONE_THREAD = "OMP_NUM_THREADS", "1"
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use one thread. On a busy machine, threads waiting for each other spend 50 times as long spinning as working.
-    """
+    """Use one thread. On a busy machine, threads waiting for each other spend 50 times as long spinning as working."""
     monkeypatch.setenv(*ONE_THREAD)
 
 

@@ -131,7 +131,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
 
 
 class Hangs:
-    """While this context is active, accesses to files below these paths hang in all processes started with its
+    """While this context is active, accesses to files under these paths hang in all processes started with its
     `variables`.
     """
 

@@ -52,8 +52,8 @@ def power_cut(root: Path, dice: random.Random) -> float:
 
 
 def renamed_running(root: Path, dice: random.Random) -> float:
-    """Rename a host that has running and queued jobs. Commands must still work, and all jobs must still wait for its
-    GPU in a single queue.
+    """Rename a host with running and queued jobs. Commands must still work, and all jobs must still wait for its GPU in
+    a single queue.
 
     Return the seconds until the rows contain the new name.
     """

@@ -1,4 +1,4 @@
-"""Kills processes of a job without warning. Each function injects one fault, and raises an error if a guarantee is
+"""Kills a job's processes without warning. Each function injects one fault, and raises an error if a guarantee is
 violated.
 
 Each function returns the seconds until the expected event.

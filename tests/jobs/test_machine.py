@@ -33,7 +33,7 @@ def on_network(monkeypatch):
 
 
 def away(box, silent_s: float = 3600.0, **fields) -> int:
-    """Record a job of another host that was last active `silent_s` seconds ago."""
+    """Record a job on another host that was last active `silent_s` seconds ago."""
     job_id = box.record(**AWAY | fields)
     paths = box.data.run(job_id)
     paths.create()
@@ -43,7 +43,7 @@ def away(box, silent_s: float = 3600.0, **fields) -> int:
     return job_id
 
 
-def test_a_job_of_this_boot_is_on_this_machine_under_any_host_name(box):
+def test_a_job_from_this_boot_is_on_this_machine_under_any_host_name(box):
     gone = {"supervisor_pid": os.getpid(), "supervisor_start": 1, "boot_id": boot_id()}
     job_id = box.record(host="its-name-before", state=JobState.RUNNING, **gone)
     box.data.run(job_id).create()
@@ -60,7 +60,7 @@ def test_after_a_restart_the_host_name_identifies_a_machine_unless_the_machine_i
     assert machine.is_here(job) == is_ours
 
 
-def test_machines_that_were_created_from_one_image_are_distinguished(box, monkeypatch):
+def test_machines_created_from_one_image_are_distinguished(box, monkeypatch):
     monkeypatch.setattr(machine, "machine_id", lambda: "of-the-image")
     job_id = box.record(state=JobState.RUNNING, machine_id="of-the-image", **AWAY)
     assert reconcile(box.data) == []
@@ -137,7 +137,7 @@ def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
     assert (box.job(dead).state, box.job(alive).state) == (JobState.LOST, JobState.RUNNING)
 
 
-def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
+def test_a_job_is_not_resumed_on_another_hosts_gpus(box):
     job_id = box.launch("steps=1", gpus=(0,))
     box.wait_ended(job_id)
     box.control.update(job_id, host="gpu7", boot_id="another-boot", machine_id=None, gpu_source="simulated:2")

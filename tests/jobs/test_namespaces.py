@@ -61,7 +61,7 @@ def test_jobs_alive_in_another_pid_namespace_are_kept_and_dead_ones_are_lost(box
     assert box.wait_ended(waits).state == JobState.STOPPED
 
 
-def test_the_trash_of_an_open_app_is_not_emptied_from_another_pid_namespace(box):
+def test_an_open_apps_trash_is_not_emptied_from_another_pid_namespace(box):
     job_id = box.record(state=JobState.FINISHED)
     box.data.run(job_id).create()
     trash.throw_away(box.data, job_id)

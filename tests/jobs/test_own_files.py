@@ -35,7 +35,7 @@ def by_slurm(box) -> Path:
     return file
 
 
-def test_a_job_whose_job_file_other_users_may_write_to_is_not_started(box):
+def test_a_job_whose_job_file_is_writable_by_other_users_is_not_started(box):
     job_id = box.launch("steps=1", place={"hold": True})
     file = box.data.run(job_id).job_file
     file.chmod(0o660)
@@ -49,7 +49,7 @@ def test_a_job_whose_job_file_other_users_may_write_to_is_not_started(box):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_sbatch_options_that_others_may_have_written_are_not_used(box, by_slurm: Path) -> None:
+def test_sbatch_options_others_may_have_written_are_not_used(box, by_slurm: Path) -> None:
     for action in (lambda: box.resume(1), lambda: clone_settings(box.data, 1)):
         with pytest.raises(
             JobFileError,
@@ -62,7 +62,7 @@ def test_sbatch_options_that_others_may_have_written_are_not_used(box, by_slurm:
     assert clone_settings(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
 
 
-def test_sbatch_options_from_a_job_list_that_others_may_write_are_not_used(box, by_slurm: Path) -> None:
+def test_sbatch_options_from_a_job_list_writable_by_others_are_not_used(box, by_slurm: Path) -> None:
     by_slurm.unlink()
     box.data.control_db.chmod(0o660)
     for action in (lambda: clone_settings(box.data, 1), lambda: box.resume(1)):
@@ -82,14 +82,14 @@ def test_the_group_may_read_but_not_write_files_that_are_executed(box, tmp_path:
         assert stat.S_IMODE((folder / "job.toml").stat().st_mode) == {0o700: 0o600, 0o2770: 0o640}[mode]
 
 
-def test_a_rank_rejects_a_spec_to_which_others_may_write(tmp_path: Path, capsys) -> None:
+def test_a_rank_rejects_a_spec_writable_by_others(tmp_path: Path, capsys) -> None:
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
     file.chmod(0o660)
     assert main(["rank", str(file)]) == EXIT_FAILED
     assert f"ranks.json is ignored, because others may write to {file}" in capsys.readouterr().err
 
 
-def test_a_foreground_run_works_on_a_file_system_that_has_no_permissions(box, tmp_path: Path) -> None:
+def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_path: Path) -> None:
     command = rank_command(tmp_path / "attempt1" / "ranks.json", any_owner=True)
     (tmp_path / "job.toml").write_text(dump_job(box.config("steps=1").replace("launch", gpus="cpu")))
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
@@ -114,7 +114,7 @@ def test_a_slurm_job_is_not_cancelled_if_others_may_have_written_its_number(box,
     assert cancelled == ["7"]
 
 
-def test_a_link_is_not_accepted_as_a_file_of_the_user(tmp_path: Path, box) -> None:
+def test_a_link_is_not_accepted_as_the_users_own_file(tmp_path: Path, box) -> None:
     file = RunPaths(tmp_path).job_file
     (tmp_path / "mine.toml").write_text("")
     os.symlink(tmp_path / "mine.toml", file)

@@ -1,4 +1,4 @@
-"""Tests for jobs that are paused and return to the queue, and for jobs that are resumed after they have ended."""
+"""Tests for paused jobs that return to the queue, and for jobs resumed after they have ended."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_paused_job_releases_its_gpus_and_continues_after_its_release(box):
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3, 0, 0]
 
 
-def test_the_gpu_of_a_paused_job_is_available_to_others(box):
+def test_a_paused_jobs_gpu_is_available_to_others(box):
     first = box.launch(ENDLESS, gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
     box.wait_steps(first)
@@ -130,7 +130,7 @@ def test_pausing_a_queued_job_holds_it_only_until_its_release(box):
     assert (job.state, job.attempt) == (JobState.FINISHED, 1)
 
 
-def test_a_release_cancels_a_pause_that_the_supervisor_has_not_seen(box):
+def test_a_release_cancels_a_pause_not_yet_seen_by_the_supervisor(box):
     job_id = box.record(held=True)
     edits.pause(box.data, job_id)
     edit(box, edits.release, job_id)
@@ -273,7 +273,7 @@ def test_a_job_continues_on_other_gpus_with_the_same_tokens_per_step(box):
     assert [rank.rank for rank in box.control.ranks(job_id) if rank.attempt == 2] == [0, 1]
 
 
-def test_a_resumed_job_may_be_restarted_as_often_as_a_new_one(box):
+def test_a_resumed_job_may_be_restarted_as_often_as_a_new_job(box):
     job_id = box.launch("steps=20 save=4 crash=0@6#1 crash=0@10#2 crash=0@14#3", max_restarts=1)
     failed = box.wait_ended(job_id)
     assert (failed.state, failed.attempt, failed.restarts) == (JobState.FAILED, 2, 1)
@@ -329,14 +329,14 @@ Box(Path(sys.argv[1])).launch("steps=3")
 
 
 def cut_off(box, function: str) -> None:
-    """Launch a job in a process that is killed when it calls the named function."""
+    """Launch a job in a process to be killed when it calls the named function."""
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
     assert done.returncode == -signal.SIGKILL
 
 
-def test_a_launch_that_is_killed_before_it_writes_its_files_leaves_no_job(box):
+def test_a_launch_killed_before_it_writes_its_files_leaves_no_job(box):
     cut_off(box, "_write_files")
     assert box.control.jobs() == []
     assert box.wait_ended(box.launch("steps=3")).state == JobState.FINISHED
@@ -364,7 +364,7 @@ def test_a_resumed_job_keeps_its_current_priority_unless_another_is_given(box):
     assert box.wait_ended(job_id).priority == 3
 
 
-def test_a_job_of_another_host_is_resumed_on_this_host(box):
+def test_a_job_from_another_host_is_resumed_on_this_host(box):
     job_id = box.launch("steps=10 crash=0@3#1")
     box.wait_ended(job_id)
     box.control.update(job_id, host="elsewhere")
@@ -385,7 +385,7 @@ def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
     assert again.had_bytes == job.card_memory_bytes
 
 
-def test_a_refusal_to_resume_a_job_gives_the_reason(box):
+def test_a_refusal_to_resume_a_job_states_the_reason(box):
     waiting = box.launch("steps=3", place={"hold": True})
     with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings, stop it, then resume it"):
         box.resume(waiting)

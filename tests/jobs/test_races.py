@@ -1,4 +1,4 @@
-"""Tests with many launchers in separate processes that request the same GPUs at the same time."""
+"""Tests with many launchers in separate processes requesting the same GPUs at the same time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def racers(box):
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """Let the racers start their jobs simultaneously; return the GPUs that each racer has at the end."""
+    """Let the racers start their jobs simultaneously; return the GPUs held by each racer at the end."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -97,7 +97,7 @@ def test_eight_launchers_never_book_one_of_four_gpus_twice(box, racers):
 
 
 @pytest.mark.slow
-def test_launchers_of_jobs_that_accept_any_gpus_never_book_a_gpu_twice(box, racers):
+def test_launchers_for_jobs_that_accept_any_gpus_never_book_a_gpu_twice(box, racers):
     GpuReader(box.data, SOURCE).samples()
     for _ in range(ROUNDS):
         job_ids = [
@@ -106,7 +106,7 @@ def test_launchers_of_jobs_that_accept_any_gpus_never_book_a_gpu_twice(box, race
         ]
         got = race(box, racers, job_ids)
         assert_booked_once(got)
-        # A launcher that loses a race normally tries again after a second, but the racers do not.
+        # A launcher that loses a race normally retries after a second, but the racers do not.
         assert 1 <= sum(map(len, got)) <= 4
 
 
@@ -125,7 +125,7 @@ def gpus_seen(*indices: int) -> tuple[GpuSample, ...]:
 
 @pytest.fixture
 def two_users(tmp_path, monkeypatch):
-    """Create two data folders on one machine, with a common folder for the locks of real GPUs."""
+    """Create two data folders on one machine, with a shared folder for locks on real GPUs."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     # Inject samples, because this machine may have no GPU driver.
     monkeypatch.setattr(GpuReader, "samples", lambda *_: gpus_seen(0, 1))
@@ -149,7 +149,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_user_holds():
-    """Return a function that starts a process that holds GPU locks, like another user's supervisor."""
+    """Return a function that starts a process holding GPU locks, like another user's supervisor."""
     started = []
 
     def hold(folder: Path, *uuids: str) -> subprocess.Popen[str]:
@@ -181,7 +181,7 @@ def test_real_gpus_are_locked_per_machine_and_simulated_gpus_per_data_folder(two
     assert lock_folder(bob, "none") == bob.locks
 
 
-def test_a_gpu_of_another_users_job_is_shown_as_held_and_never_taken(two_users, other_user_holds, box):
+def test_a_gpu_held_by_another_users_job_is_shown_as_held_and_never_taken(two_users, other_user_holds, box):
     _, bob = two_users
     folder = lock_folder(bob, "nvml")
     holder = other_user_holds(folder, "GPU-0")
@@ -219,14 +219,14 @@ def test_a_job_notices_a_lock_that_another_user_takes_at_the_last_moment(two_use
     control, job_id = in_line(bob, box, gpu_ids=(0,), gpu_uuids=("GPU-0",), shares_gpus=True)
     holder = other_user_holds(folder, "GPU-0")
     line = QueueEntry(bob, control, control.job(job_id))
-    # A job that shares its GPU may run next to processes of other users, but not next to a job with an exclusive lock.
+    # A job that shares its GPU may run next to other users' processes, but not next to a job with an exclusive lock.
     assert not line.try_start()
     assert str(holder.pid) in control.job(job_id).waits_for
     assert line.locks.descriptors == ()
     control.close()
 
 
-def test_jobs_that_share_a_gpu_hold_its_lock_together_and_exclude_others(two_users):
+def test_jobs_sharing_a_gpu_hold_its_lock_together_and_exclude_others(two_users):
     folder = lock_folder(two_users[0], "nvml")
     shared = [GpuLocks(folder, ["GPU-0"], shared=True) for _ in range(2)]
     assert all(locks.take() for locks in shared)

@@ -49,7 +49,7 @@ def test_ranks_save_and_stop_on_request(box, wait_for):
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_rank_is_reported_as_the_cause_although_its_peer_lost_the_connection(box):
+def test_a_killed_rank_is_reported_as_the_cause_even_though_its_peer_lost_the_connection(box):
     job_id = launch(box)
     box.wait(job_id, JobState.RUNNING, timeout_s=START_S)
     killed = box.control.ranks(job_id)[1]
@@ -79,7 +79,7 @@ def test_ranks_do_not_outlive_a_killed_supervisor(box):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_one(box):
+def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_job(box):
     first = launch(box)
     job = box.config().replace("train", n_steps=3)
     second = launching.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")

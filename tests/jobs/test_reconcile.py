@@ -41,7 +41,7 @@ def gone_process() -> ProcessRef:
 
 
 def holding(paths) -> subprocess.Popen:
-    """Start a process that holds the lock of a run, as its ranks do."""
+    """Start a process holding a run's lock, as its ranks do."""
     with RunLock(paths.root) as lock:
         lock.share()
         return subprocess.Popen(["sleep", "600"], pass_fds=[lock.descriptor])
@@ -90,7 +90,7 @@ def test_killing_the_supervisor_makes_the_job_lost_without_processes_or_leases(b
     assert box.living(job_id) == []
 
 
-def test_the_queue_continues_after_a_crash_although_no_app_runs(box):
+def test_the_queue_continues_after_a_crash_although_no_app_is_running(box):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=1", gpus=(0,))
@@ -99,7 +99,7 @@ def test_the_queue_continues_after_a_crash_although_no_app_runs(box):
     assert box.job(first).state == JobState.LOST
 
 
-def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_no_process(box, other_user):
+def test_after_a_machine_restart_a_job_is_lost_and_no_process_is_signalled(box, other_user):
     before = ProcessRef(other_user.pid, other_user.start_ticks, "another-boot")
     job_id = started(box, before)
     add_rank(box, job_id, before)
@@ -108,7 +108,7 @@ def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_no_process(box, o
     assert other_user.is_alive()
 
 
-def test_another_process_with_the_pid_of_a_rank_is_never_signalled(box, other_user):
+def test_another_process_with_a_ranks_pid_is_never_signalled(box, other_user):
     reused = ProcessRef(other_user.pid, other_user.start_ticks - 1, boot_id())
     job_id = started(box, reused)
     add_rank(box, job_id, reused)
@@ -119,7 +119,7 @@ def test_another_process_with_the_pid_of_a_rank_is_never_signalled(box, other_us
     assert other_user.is_alive()
 
 
-def test_orphaned_ranks_are_ended_after_a_minute_to_save(box, orphan):
+def test_orphaned_ranks_get_a_minute_to_save_and_are_then_ended(box, orphan):
     job_id = started(box, gone_process())
     add_rank(box, job_id, orphan)
     assert reconcile(box.data) == []
@@ -133,7 +133,7 @@ def test_orphaned_ranks_are_ended_after_a_minute_to_save(box, orphan):
     assert box.control.leases() == []
 
 
-def test_a_clock_jump_ahead_does_not_shorten_the_minute_of_orphaned_ranks(box, orphan, monkeypatch):
+def test_a_clock_jump_ahead_does_not_shorten_the_minute_given_to_orphaned_ranks(box, orphan, monkeypatch):
     job_id = started(box, gone_process())
     add_rank(box, job_id, orphan)
     box.data.run(job_id).attempt(box.job(job_id).attempt).mkdir(parents=True)
@@ -153,7 +153,7 @@ def a_minute_later(box) -> None:
 
 
 def test_a_process_without_the_lock_is_never_signalled_even_if_the_store_names_its_pid(box, other_user, orphan):
-    # A user who can write to the list of jobs can put any pid there.
+    # A user who can write to the job list can put any pid there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
     for _ in range(3):
@@ -171,8 +171,8 @@ def test_a_process_without_the_lock_is_never_signalled_even_if_the_store_names_i
     assert other_user.is_alive()
 
 
-def test_without_usable_locks_only_a_rank_of_the_same_attempt_is_ended(box, tmp_path):
-    # Otherwise, another user could replace the lock file, so that an editor that has a file of the run open would be
+def test_without_usable_locks_only_a_rank_from_the_same_attempt_is_ended(box, tmp_path):
+    # Otherwise, another user could replace the lock file, and an editor with one of the run's files open would be
     # killed.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
@@ -234,7 +234,7 @@ def test_the_end_of_a_job_is_read_from_its_file_if_the_store_lacks_it(box):
     assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
 
 
-def test_a_job_without_a_supervisor_and_run_folder_gives_the_deleted_folder_as_the_reason(box):
+def test_a_job_without_a_supervisor_or_run_folder_names_the_deleted_folder_as_the_reason(box):
     job_id = started(box, gone_process())
     shutil.rmtree(box.data.run(job_id).root)
     assert reconcile(box.data) == [job_id]
@@ -248,7 +248,7 @@ def test_a_queued_job_without_a_supervisor_is_lost_after_half_a_minute(box):
     assert box.job(fresh).state == JobState.QUEUED
 
 
-def test_jobs_of_other_machines_and_live_jobs_are_left_alone(box, other_user):
+def test_jobs_on_other_machines_and_live_jobs_are_left_alone(box, other_user):
     started(box, other_user)
     box.record(host=f"not-{socket.gethostname()}", created=1.0)
     assert reconcile(box.data) == []

@@ -56,7 +56,7 @@ def test_a_job_keeps_its_gpus_from_one_attempt_to_the_next(box):
 
 
 @pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
-def test_the_gpus_of_the_language_model_are_leased_and_pinned_but_have_no_rank(box, tmp_path, model_gpus, n_ranks):
+def test_language_model_gpus_are_leased_and_pinned_but_have_no_rank(box, tmp_path, model_gpus, n_ranks):
     data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
@@ -97,7 +97,7 @@ def test_a_job_whose_failure_would_recur_is_not_restarted(box, word, error, caus
 
 
 @pytest.mark.parametrize("ended", [edits.stop, edits.kill])
-def test_a_job_that_its_user_ends_is_not_restarted(box, ended):
+def test_a_job_ended_by_its_user_is_not_restarted(box, ended):
     job_id = box.launch(ENDLESS, gpus=(0,), max_restarts=3)
     box.wait_steps(job_id)
     ended(box.data, job_id)
@@ -106,7 +106,7 @@ def test_a_job_that_its_user_ends_is_not_restarted(box, ended):
 
 
 @pytest.mark.parametrize(("ask", "state"), [(edits.stop, JobState.STOPPED), (edits.pause, JobState.QUEUED)])
-def test_a_job_that_waits_for_its_restart_can_be_stopped_or_paused(box, ask, state):
+def test_a_job_waiting_for_its_restart_can_be_stopped_or_paused(box, ask, state):
     job_id = box.launch("crash=0@2", gpus=(0,), max_restarts=9)
     box.wait_for(lambda: len(box.messages(job_id, "restarting")) == 2, "the second restart, 5 s away")
     ask(box.data, job_id)
@@ -168,7 +168,7 @@ def test_a_rank_that_never_continues_fails_the_job_with_its_name(box, impatient)
     assert box.living(job_id) == []
 
 
-def test_an_attempt_that_hangs_fails_even_if_its_ranks_save_when_they_are_ended(box, impatient):
+def test_a_hanging_attempt_fails_even_if_its_ranks_save_when_they_are_ended(box, impatient):
     job_id = box.launch("steps=12 idle=0@6#1", world_size=2, max_restarts=1, **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt) == (JobState.FINISHED, 2)

@@ -1,4 +1,4 @@
-"""Tests for queued jobs whose supervisors are gone, for example because the machine was restarted."""
+"""Tests for queued jobs whose supervisors are gone, for example after a machine restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDLESS = "steps=100000"
 
 
 def restart_of_the_machine(box) -> None:
-    """End all processes of all jobs, and set the boot ids of their rows to an earlier boot."""
+    """End all processes for all jobs, and set the boot ids in the job rows to an earlier boot."""
     jobs = box.control.active_jobs()
     ranks = [rank.process for job in jobs for rank in box.control.ranks(job.id)]
     for process in (*(job.supervisor for job in jobs), *ranks):
@@ -124,7 +124,7 @@ print(reconcile(DataDir(Path(sys.argv[1])), revive))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
+def test_a_queued_job_whose_run_is_readable_only_by_its_owner_stays_queued():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         box = Box(Path(folder))
@@ -139,7 +139,7 @@ def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_job_that_has_not_begun_stays_held_and_dependent_when_it_is_resumed(box, attempt):
+def test_a_job_that_has_not_begun_stays_held_and_dependent_when_resumed(box, attempt):
     first = box.launch(ENDLESS)
     job_id = box.launch("steps=1", place={"after": (first,), "hold": True})
     box.job(job_id).supervisor.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Tests that the trainer reads headers that the app cannot read, and reads them again only if the files change."""
+"""Tests that the trainer reads headers the app cannot read, and rereads them only if the files change."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_trainer_reads_the_headers_of_every_format_as_it_does_when_training(
         assert read(headers, folder) == expected
 
 
-def test_an_error_of_the_trainer_names_the_setting_and_the_file_and_the_remedy(tmp_path: Path, shards: Path) -> None:
+def test_an_error_from_the_trainer_names_the_setting_and_the_file_and_the_remedy(tmp_path: Path, shards: Path) -> None:
     torch.save({"x": range(3)}, shards / "b.pt")
     message = refusal(ShardHeaders(DataDir(tmp_path / "data")), shards)
     assert message.startswith(f"data.target_path: {shards / 'b.pt'} is not an array of rows [n_tokens, d_in]: it can ")
@@ -108,7 +108,7 @@ def test_a_damaged_record_of_headers_is_replaced(content: bytes, tmp_path: Path,
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )
-def test_a_failed_read_of_headers_gives_one_sentence_that_is_kept_for_a_moment(
+def test_a_failed_header_read_produces_one_sentence_that_is_kept_for_a_moment(
     script: str, reason: str, tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = ShardHeaders(DataDir(tmp_path / "data"), failing(tmp_path, script))
@@ -120,13 +120,13 @@ def test_a_failed_read_of_headers_gives_one_sentence_that_is_kept_for_a_moment(
     assert n_asked(tmp_path) == 2
 
 
-def test_a_header_reader_that_hangs_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_header_reader_is_ended(tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.shard_headers.LIMIT_S", 0.1)
     headers = ShardHeaders(DataDir(tmp_path / "data"), [sys.executable, "-c", "import time; time.sleep(600)"])
     assert "the trainer has not read the data within 0.1 s; try again" in refusal(headers, shards)
 
 
-def test_the_python_that_a_job_names_reads_the_headers(tmp_path: Path, shards: Path) -> None:
+def test_the_python_named_by_a_job_reads_the_headers(tmp_path: Path, shards: Path) -> None:
     answering(tmp_path, shards)
     python = stand_in(tmp_path / "bin", f'echo "$@" >> {tmp_path}/asked; cat {tmp_path}/answer')
     with judged_by(OtherInterpreter(str(python))):

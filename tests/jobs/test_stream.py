@@ -33,7 +33,7 @@ def review(data: DataDir, **changes: Any) -> job_form.Review:
     return job_form.review(job_form.Draft(values, {}, "cpu"), [], data, [], cuda=False)
 
 
-def test_the_form_shows_the_settings_of_one_stream_source_and_those_of_all_streams() -> None:
+def test_the_form_shows_one_stream_sources_settings_and_those_of_all_streams() -> None:
     fields = {path: choices for path, _, choices in job_form.form_fields({"data.source": "toy"})}
     assert "toy" in fields["data.source"]
     assert {"data.shuffle_tokens", "data.ends_after", "data.held_out_tokens"} <= fields.keys()
@@ -50,12 +50,12 @@ def test_the_forecast_for_a_stream_uses_the_number_of_training_tokens(tmp_path: 
     assert job_rows(reviewed.job, reviewed.job.data_shape(), [], MeasuredHardware(), cuda=False)
 
 
-def test_a_stream_without_a_length_is_reported_in_the_field_for_the_length(tmp_path: Path) -> None:
+def test_a_stream_without_a_length_is_reported_in_the_length_field(tmp_path: Path) -> None:
     assert review(DataDir(tmp_path), **{"train.n_tokens": None}).by_field.keys() == {"train.n_tokens"}
     assert review(DataDir(tmp_path), **{"data.shuffle_tokens": 0}).by_field.keys() == {"data.shuffle_tokens"}
 
 
-def test_commands_accept_a_job_that_trains_on_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_job_training_on_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, _ = parse_job({"data": {"source": "toy"}, "train": {"n_steps": 100}, "launch": {"gpus": "cpu"}})
     assert job is not None
     (tmp_path / "job.toml").write_text(dump_job(job))

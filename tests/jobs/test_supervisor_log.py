@@ -1,4 +1,4 @@
-"""Tests that a supervisor logs an error of its store only once and retries."""
+"""Tests that a supervisor logs a store error only once and retries."""
 
 from __future__ import annotations
 

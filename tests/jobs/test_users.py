@@ -1,4 +1,4 @@
-"""Tests with two real users of a machine who share a data folder or use separate ones."""
+"""Tests with two real users on one machine who share a data folder or use separate folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ n_steps = {steps}
 
 
 class User:
-    """A member of the group who runs `sae-tui`."""
+    """A group member running `sae-tui`."""
 
     def __init__(self, uid: int, data: Path, home: Path) -> None:
         self.uid, self.data, self.home = uid, data, home
@@ -52,7 +52,7 @@ class User:
             "SAE_TUI_DATA_DIR": str(self.data),
             "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
         }
-        # These users can read all files, since Python may be in root's home folder, but can write only to their own
+        # These users can read all files, because Python may be in root's home folder, but can write only to their own
         # files.
         may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
@@ -76,7 +76,7 @@ class User:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Create a folder that both users can access. pytest's folders cannot be used, since pytest makes them private."""
+    """Create a folder that both users can access; pytest's own folders are private."""
     with tempfile.TemporaryDirectory(prefix="users-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         write_shard(Path(folder) / "acts")
@@ -89,7 +89,7 @@ def job_file(place: Path, name: str, steps: int = 100_000_000) -> Path:
     return path
 
 
-def test_users_of_a_shared_folder_see_each_others_jobs_and_wait_for_their_gpus(place):
+def test_users_sharing_a_folder_see_each_others_jobs_and_wait_for_their_gpus(place):
     shared = place / "shared"
     shared.mkdir()
     os.chown(shared, ANN, GROUP)
@@ -116,7 +116,7 @@ def test_users_of_a_shared_folder_see_each_others_jobs_and_wait_for_their_gpus(p
     assert ((shared / "runs" / str(second)).stat().st_uid, (shared / "control.db").stat().st_gid) == (BOB, GROUP)
 
 
-def test_a_queued_job_that_another_member_has_changed_is_not_started(place):
+def test_a_queued_job_changed_by_another_member_is_not_started(place):
     shared = place / "shared"
     shared.mkdir()
     os.chown(shared, ANN, GROUP)
@@ -148,14 +148,14 @@ file.write_text(text)
     assert stat.S_IMODE((file.parent / "run.lock").stat().st_mode) == 0o660
 
 
-def test_a_folder_that_is_not_shared_is_private(place):
+def test_an_unshared_folder_is_private(place):
     ann = User(ANN, place / "ann" / "data", place / "ann")
     ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (ann.data, *ann.data.rglob("*"))}
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_a_data_folder_that_another_user_prepared_is_rejected_and_its_command_is_not_run(place):
+def test_a_data_folder_prepared_by_another_user_is_rejected_and_its_command_is_not_run(place):
     trap, proof = place / "trap", place / "proof"
     trap.mkdir()
     (trap / "settings.toml").write_text(f'on_job_end = ["touch", "{proof}"]\n')
@@ -172,7 +172,7 @@ def test_a_data_folder_that_another_user_prepared_is_rejected_and_its_command_is
     assert sorted(path.name for path in trap.iterdir()) == ["settings.toml"]
 
 
-def test_a_gpu_of_a_user_with_another_data_folder_is_not_taken(place):
+def test_a_gpu_used_from_another_users_data_folder_is_not_taken(place):
     ann, bob = User(ANN, place / "ann" / "data", place / "ann"), User(BOB, place / "bob" / "data", place / "bob")
     locks = place / "locks"
     locks.mkdir()

@@ -1,4 +1,4 @@
-"""Fixtures with the built packages, and with a virtual environment where pip has installed the sdist offline."""
+"""Fixtures for the built packages, and for a virtual environment where pip has installed the sdist offline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Make:
 
 @pytest.fixture(scope="session")
 def dist(once: Make) -> Path:
-    """Return a folder with the sdist and the wheel that was built from the sdist."""
+    """Return a folder with the sdist and the wheel built from it."""
     return once("dist", lambda folder: build(ROOT, folder))
 
 

@@ -1,4 +1,4 @@
-"""Tests for the packages that `python -m build` writes, and for their metadata."""
+"""Tests for the packages written by `python -m build`, and for their metadata."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_wheel_contains_only_packages_sample_presets_manual_pages_and_licence(
     assert set(names_in(the_only(dist, "*.whl"))) == sources() | data | shared | described
 
 
-def test_an_sdist_has_the_sources_of_the_wheel_and_no_tests(dist: Path) -> None:
+def test_an_sdist_has_the_sources_for_the_wheel_and_no_tests(dist: Path) -> None:
     with tarfile.open(the_only(dist, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     top = {name for name in names if "/" not in name}
@@ -76,7 +76,7 @@ def test_the_version_is_written_in_one_place(dist: Path) -> None:
     assert written == []
 
 
-def test_without_extras_no_package_that_only_the_trainer_needs_is_required(dist: Path) -> None:
+def test_without_extras_no_package_needed_only_by_the_trainer_is_required(dist: Path) -> None:
     with zipfile.ZipFile(the_only(dist, "*.whl")) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         told = Parser().parsestr(archive.read(name).decode())

@@ -1,4 +1,4 @@
-"""Tests for the sdist, installed offline, with and without the packages that the trainer needs."""
+"""Tests for the sdist, installed offline, with and without the packages needed by the trainer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Installed:
         self.job_file.write_text(JOB.format(sample=package / "data" / "sample"))
 
     def with_torch(self, *argv: str) -> subprocess.CompletedProcess[str]:
-        """Run a program that can also import packages of the test environment; installed packages take precedence."""
+        """Run a program that can also import packages from the test environment; installed packages take precedence."""
         own, here = str(self.package.parent), sysconfig.get_path("purelib")
         return self.run(*argv, PYTHONPATH=f"{own}:{here}")
 

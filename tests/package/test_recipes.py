@@ -1,4 +1,4 @@
-"""Tests that the Dockerfile and the conda-forge recipe agree with pyproject.toml, since tests cannot build them."""
+"""Tests that the Dockerfile and the conda-forge recipe agree with pyproject.toml, because tests cannot build them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE = yaml.safe_load((ROOT / "packaging" / "conda" / "recipe.yaml").read_text
 
 
 def copied() -> list[str]:
-    """Return the files and folders that the Dockerfile's first stage copies."""
+    """Return the files and folders copied in the Dockerfile's first stage."""
     lines = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     return [source for line in lines for source in line.split()]
 
@@ -39,7 +39,7 @@ def test_the_image_is_built_from_the_files_of_an_sdist() -> None:
 
 
 @pytest.mark.slow
-def test_the_files_that_the_image_copies_build_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+def test_the_files_copied_into_the_image_build_the_same_wheel(dist: Path, tmp_path: Path) -> None:
     for name in copied():
         source, target = ROOT / name, tmp_path / "source" / name
         target.parent.mkdir(parents=True, exist_ok=True)

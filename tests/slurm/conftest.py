@@ -1,4 +1,4 @@
-"""Fixtures for job attempts on a real two-node SLURM cluster, which all tests of a process share."""
+"""Fixtures for job attempts on a real two-node SLURM cluster shared by all tests in a process."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Submission:
             self.attempt.wait(0.1)
 
     def until_ended(self) -> list[int | None]:
-        """Poll the attempt until it has ended; return the exit codes of the ranks."""
+        """Poll the attempt until it has ended; return the ranks' exit codes."""
         self.until(lambda: not self.attempt.alive)
         return [rank.code for rank in self.attempt.ranks]
 
@@ -110,7 +110,7 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # Short delays suffice, since both nodes share a file system and the controller has nothing else to do.
+    # Short delays suffice because both nodes share a file system and the controller has nothing else to do.
     monkeypatch.setattr(slurm, "WORDS_S", 1.0)
     monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')

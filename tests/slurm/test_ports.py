@@ -1,4 +1,4 @@
-"""Tests for the network addresses that a job on a real SLURM cluster listens on while it runs."""
+"""Tests for the network addresses on which a job on a real SLURM cluster listens while it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = pytest.mark.parametrize(
 
 
 class Reachable:
-    """Records the programs and threads of a job, and the addresses where they listened for TCP connections."""
+    """Records a job's programs and threads, and the addresses on which they listened for TCP connections."""
 
     def __init__(self, slurm_id: str) -> None:
         self.slurm_id = slurm_id
@@ -73,7 +73,7 @@ def test_an_open_port_and_a_tcp_store_are_detected() -> None:
 @pytest.mark.slow
 @NODES
 def test_ranks_meet_through_a_private_file_and_listen_only_on_loopback(submission, monkeypatch, launch) -> None:
-    # The fixture sets GLOO_SOCKET_IFNAME, since both nodes are on one host.
+    # The fixture sets GLOO_SOCKET_IFNAME because both nodes are on one host.
     if launch["nodes"] == 1:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     one = submission(**launch)

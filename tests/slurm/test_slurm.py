@@ -76,7 +76,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, "cpu:2"), (2, "cpu:1")])
-def test_a_killed_rank_is_named_as_the_cause_although_its_peer_lost_the_connection(submission, nodes, gpus) -> None:
+def test_a_killed_rank_is_named_as_the_cause_even_though_its_peer_lost_the_connection(submission, nodes, gpus) -> None:
     one = submission(nodes=nodes, gpus=gpus)
     one.start()
     one.until_training()
@@ -119,7 +119,7 @@ def test_a_killed_job_ends_at_once(submission) -> None:
     assert one.attempt.cause() == "its ranks had to be killed"
 
 
-def test_the_gpus_that_slurm_assigns_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
+def test_the_gpus_assigned_by_slurm_are_used_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
     hostile = "a'b\"; touch /pwned; $(touch /pwned) #SBATCH --nodes=7"
     one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
     reports = tmp_path / "it's $(seen)"
@@ -159,7 +159,7 @@ def test_a_launched_job_shows_its_progress_and_can_be_stopped(submission) -> Non
     assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
 
 
-def test_the_slurm_job_of_a_killed_supervisor_is_cancelled_before_the_job_is_lost(submission, cluster) -> None:
+def test_a_killed_supervisors_slurm_job_is_cancelled_before_the_job_is_lost(submission, cluster) -> None:
     one = submission()
     job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     id_file = one.data.run(job_id).attempt(1) / "slurm_job"
@@ -173,7 +173,7 @@ def test_the_slurm_job_of_a_killed_supervisor_is_cancelled_before_the_job_is_los
     )
 
 
-def test_the_reason_why_slurm_rejects_a_job_is_reported_in_the_words_of_slurm(submission) -> None:
+def test_the_reason_why_slurm_rejects_a_job_is_reported_in_slurms_own_words(submission) -> None:
     one = submission(partition="nowhere")
     with pytest.raises(OSError, match=r"SLURM refused the job: .*Invalid partition"):
         one.start()

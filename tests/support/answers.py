@@ -15,7 +15,7 @@ from sae_tui.cli_commands.schema import ERROR, schemas
 
 @functools.cache
 def validator(command: str) -> Draft202012Validator:
-    """Return a validator for the JSON output of a command, such as `gpus` or `trainer run`."""
+    """Return a validator for a command's JSON output, such as `gpus` or `trainer run`."""
     schema = schemas()[command]
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
@@ -28,7 +28,7 @@ def check_answer(command: str, answer: Any) -> None:
 
 
 def check_trainers_answer(answer: Any) -> None:
-    """Check that JSON output matches the schema of one of the trainer's commands."""
+    """Check that JSON output matches the schema for one of the trainer's commands."""
     commands = [name for name in schemas() if name.startswith("trainer ")]
     faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
     likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}

@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Train each combination of architecture, mode and optimizer; yield the hashes of its exported files and its
+    """Train each combination of architecture, mode and optimizer; yield the hashes of the exported files and the
     output.
     """
     (folder / "job.toml").write_text(JOB)
@@ -96,7 +96,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON output of commands for a fixed store. For the commands in `LIVE`, yield only keys and types."""
+    """Yield the JSON output from commands for a fixed store. For the commands in `LIVE`, yield only keys and types."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)
@@ -125,7 +125,7 @@ def _answer(folder: Path, *command: str) -> Any:
 
 
 def _form(answer: Any) -> Any:
-    """Return the keys of JSON output and the types of its values."""
+    """Return the keys in JSON output and the types of their values."""
     if isinstance(answer, dict):
         return {key: _form(value) for key, value in answer.items()}
     if isinstance(answer, list):

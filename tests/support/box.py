@@ -99,7 +99,7 @@ class Box:
             terminal.send("y")
 
     def close(self) -> None:
-        """Close every terminal and kill all remaining processes of this box."""
+        """Close every terminal and kill all of this box's remaining processes."""
         for terminal in self.terminals:
             terminal.close()
         for pid in processes_of(self.folder):
@@ -112,8 +112,9 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Wait until a condition on the store is true. Read the store directly, since polling with commands would use a
-    core.
+    """Wait until a condition on the store is true.
+
+    Read the store directly, because polling with commands would use a full core.
     """
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):

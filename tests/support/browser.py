@@ -104,7 +104,7 @@ class Served:
 
     @property
     def below(self) -> list[psutil.Process]:
-        """The root process of each session, excluding its descendants."""
+        """The root process in each session, excluding its descendants."""
         found: list[psutil.Process] = psutil.Process(self.process.pid).children()
         self._processes.update(found)
         return found

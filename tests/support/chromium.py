@@ -54,7 +54,7 @@ class Chromium:
         self._process.wait()
 
     async def do(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Run a command of the debugging protocol and return its result."""
+        """Run a debugging protocol command and return its result."""
         number = next(self._ids)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         async with asyncio.timeout(60):

@@ -29,7 +29,7 @@ _XYZ = ((0.4124 / 0.9505, 0.3576 / 0.9505, 0.1805 / 0.9505), (0.2126, 0.7152, 0.
 
 
 def linear(color: Color, of_256: bool = False) -> Rgb:
-    """Return a colour in linear light; with `of_256`, the colour that a 256-colour terminal would show."""
+    """Return a colour in linear light; with `of_256`, the colour a 256-colour terminal would show."""
     shown = color.downgrade(ColorSystem.EIGHT_BIT) if of_256 else color
     red, green, blue = (share / 255 for share in shown.get_truecolor())
     return _unbend(red), _unbend(green), _unbend(blue)

@@ -1,4 +1,4 @@
-"""Chooses parameters of tests: combinations for Triton's interpreter, and the cases that every change runs.
+"""Chooses test parameters: combinations for Triton's interpreter, and the cases run for every change.
 
 All combinations would take minutes in the interpreter. The tests run all of them only on a GPU or with
 EXAMPLES=explore.
@@ -30,7 +30,7 @@ def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _with_each_pair(numbers: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Repeatedly yield the combination with the most pairs that have not been yielded yet, until there are none."""
+    """Repeatedly yield the combination with the most pairs not yet yielded, until no such pairs are left."""
     pairs = {places: {*itertools.combinations(enumerate(places), 2)} for places in numbers}
     missing = set().union(*pairs.values())
     while missing:

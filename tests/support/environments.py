@@ -1,6 +1,4 @@
-"""Python environments other than that of the tests: real ones that are quick to create, and scripts that
-replace them.
-"""
+"""Python environments other than the tests' own: real ones that are quick to create, and scripts replacing Python."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ with open({file!r}, "a") as stream:
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
     """Create a virtual environment and return its Python. With `trains`, the environment can import all
-    packages of the tests.
+    packages available to the tests.
 
     The arguments of each Python process are recorded in the file `starts` next to it.
     """

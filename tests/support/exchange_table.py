@@ -1,4 +1,4 @@
-"""A table of what GPU ranks read and exchange in a step. The table is tracked in git, so that changes are reviewed.
+"""A table of the data GPU ranks read and exchange in a step. The table is tracked in git, so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
@@ -36,20 +36,18 @@ from trainer.parallel import group as groups
 from trainer.parallel.group import DistributedGroup, Group, Processes
 from trainer.parallel.waiting import HostWaiting
 
-# Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens per rank.
+# Shapes A and B from `tests/benchmarks/gpu_step.py`, with 4,096 tokens per rank.
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
 TOKENS = 4096
 CASES = ("no dead", "auxk")
 COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends (or reads)"
-# The bytes/s that a GPU sends over NVLink, and the minimum seconds per collective.
+# The bytes/s sent by a GPU over NVLink, and the minimum seconds per collective.
 LINK, LATENCY = 360e9, 15e-6
 _TRAINER = f"{Path(groups.__file__).parents[1]}/"
 
 
 class Mode(NamedTuple):
-    """A parallel mode: the number of ranks that divide the tokens, the number of ranks that divide the latents, and
-    settings.
-    """
+    """A parallel mode: the numbers of ranks splitting the tokens and splitting the latents, and settings."""
 
     name: str
     n_data: int
@@ -126,9 +124,7 @@ def _asker() -> str:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[None]:
-    """Within the context, make the collectives of `torch.distributed` only log the amount of data that they
-    would send.
-    """
+    """Within the context, make the collectives of `torch.distributed` only log the amount of data they would send."""
 
     def rest(group: CountedRanks) -> float:
         return (group.size - 1) / group.size
@@ -161,7 +157,7 @@ def counted_collectives() -> Iterator[None]:
 
 
 def step_of(mode: Mode, shape: str, case: str) -> Step:
-    """Return the operations and collectives of one rank in a TopK step in bf16."""
+    """Return one rank's operations and collectives in a bf16 TopK step."""
     log = OpLog()
     ranks, settings = one_of_ranks(mode.n_data, mode.n_latents, lambda name, size: CountedRanks(name, size, log))
     ranks.sends_bf16 = mode.settings.get("gradients") == "bf16"
@@ -189,7 +185,7 @@ def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
 
 
 def _rows_read(mode: Mode, shape: str) -> int:
-    """Return the number of stored rows that each rank reads for a step."""
+    """Return the number of stored rows read by each rank for a step."""
     return len(own_rows(np.arange(TOKENS * mode.n_latents), _readers(mode, shape, OpLog())))
 
 
@@ -199,13 +195,13 @@ def rows(shapes: Iterable[str] = SHAPES) -> Iterator[str]:
     for mode in MODES:
         for shape in shapes:
             for case in CASES:
-                # The numbers for all other combinations can be derived from the rows of these.
+                # The numbers for all other combinations can be derived from the rows for these.
                 if mode.ranks == 8 or shape == "A":
                     yield from rows_of(mode, shape, case)
 
 
 def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
-    """Yield the lines of one mode: one line per set of identical collectives, in order of first use.
+    """Yield the lines for one mode: one line per set of identical collectives, in order of first use.
 
     The first line describes what the rank reads from host memory.
     """
@@ -225,9 +221,7 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """The seconds of a step, of its computation and of its transfers, and how many bytes and collectives a rank
-    sends.
-    """
+    """The seconds for a step, its computation and its transfers, and the bytes and collectives sent by a rank."""
 
     step_s: float
     computing_s: float
@@ -239,7 +233,7 @@ class Times(NamedTuple):
 def times_of(step: Step, sharing: int) -> Times:
     """Simulate the times of a step: transfers run one at a time, and operations wait for transfers as in the trainer.
 
-    The step is simulated twice, and the second result is used, since a step may wait for transfers of the previous
+    The step is simulated twice, and the second result is used, because a step may wait for transfers from the previous
     step.
     """
     line, began = _TimeLine(), 0.0
@@ -255,9 +249,9 @@ def times_of(step: Step, sharing: int) -> Times:
 
 
 class _TimeLine:
-    """The times in seconds when a GPU finishes the operations and transfers that were added.
+    """The times in seconds when a GPU finishes the added operations and transfers.
 
-    `later` maps the index of each transfer of the previous step to its end time, since an operation of this step may
+    `later` maps the index of each transfer in the previous step to its end time, because an operation in this step may
     wait for that transfer.
     """
 
@@ -291,7 +285,7 @@ def _as_filled(op: Op, sharing: int) -> Op:
 
 
 def print_times() -> None:
-    """Print a table of the modelled times of all modes on 8 GPUs and of a single GPU."""
+    """Print a table of modelled times for all modes on 8 GPUs and for a single GPU."""
     print(
         "| mode | shape | case | step ms | computing | transfers | exposed | MB | collectives |",
         "|" + "---|" * 9,

@@ -1,4 +1,4 @@
-"""Small extraction jobs in this process."""
+"""Small extraction jobs run in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> ExtractJob:
-    """Return a small extraction job; the keyword arguments may be settings of any section."""
+    """Return a small extraction job; the keyword arguments may be settings from any section."""
     table: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "hooks": ["resid_post.1", "mlp_out.0"]},
         "text": {"path": str(text), "context": 32},
@@ -47,7 +47,7 @@ def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | 
     The ranks find each other through files in `folder`, which must be new.
     """
     stop = stop or threading.Event()
-    # Load the models sequentially, since transformers changes its own classes while it loads one.
+    # Load the models sequentially because transformers changes its own classes while loading a model.
     parts = [Extraction(job, CPU, Peers(folder, rank, size, stop)) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(Extraction.run, parts))

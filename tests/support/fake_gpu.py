@@ -1,8 +1,8 @@
 """Runs the GPU path of a step on fake tensors (without memory), to test shapes, types and operations without a driver.
 
-With a CPU build of torch, the tensors report the device "cpu" and only `is_cuda` is true, since autograd needs a driver
-for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, the tensors report "cuda:0", so that a tensor
-left on the CPU is detected. Code that reads a tensor's values gets arbitrary numbers.
+With a CPU build of torch, the tensors report the device "cpu" and only `is_cuda` is true, because autograd needs a
+driver for "cuda" tensors. With a CUDA build and the stubs of `tests/fake_cuda`, the tensors report "cuda:0", so that a
+tensor left on the CPU is detected. Code that reads a tensor's values gets arbitrary numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OtherInterpreter(Group):
 class Unread:
     """Replaces the reader of stop requests and reports no requests.
 
-    The real reader returns the requests of the previous step.
+    The real reader returns the requests from the previous step.
     """
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
@@ -63,7 +63,7 @@ class Unread:
 def one_of_ranks(
     n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: OtherInterpreter(size)
 ) -> tuple[Parallel, dict[str, Any]]:
-    """Return one rank of a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
+    """Return one rank in a data-parallel, tensor-parallel or hybrid run, and its job's `parallel` settings.
 
     `group` is a function that creates a group, given its name and size.
     """
@@ -97,10 +97,10 @@ class ToldNumber:
 
 @contextlib.contextmanager
 def fake_gpu(above: int | None = None) -> Iterator[None]:
-    """Within the context, make all tensors that are created on `DEVICE` behave like GPU tensors.
+    """Within the context, make all tensors created on `DEVICE` behave like GPU tensors.
 
     `above` is the number of pre-activations per batch that exceed the threshold of an SAE with a sparsity penalty. The
-    default exceeds every limit, so that only dense products are used.
+    default exceeds every limit, so only dense matmuls are used.
     """
     with contextlib.ExitStack() as stack:
         if above is not None:
@@ -121,13 +121,13 @@ def _anywhere(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def _half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """Select half of the candidates, since the real selection depends on values, which fake tensors do not have."""
+    """Select half of the candidates, because the real selection depends on values, which fake tensors do not have."""
     places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64, device=mask.device)
     return places.unbind(1) if as_tuple else places
 
 
 def _moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """Recreate a module's tensors on the target device, since fake parameters cannot be moved to another device."""
+    """Recreate a module's tensors on the target device, because fake parameters cannot be moved to another device."""
     for part in module.modules():
         for name, one in part._parameters.items():
             part._parameters[name] = one if one is None else nn.Parameter(_like(one, device))
@@ -148,8 +148,9 @@ def _state_dtype_on_gpus(settings: AdamSettings, _device: str) -> str:
 
 
 def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
-    """Create a tensor from numbers on the host. The device tensor is filled with ones, since a copy would need a
-    driver.
+    """Create a tensor from numbers on the host.
+
+    The device tensor is filled with ones, because a copy would need a driver.
     """
     made = _TENSOR(*args, **others)
     return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
@@ -191,7 +192,7 @@ _WITH_CUDA = (
 
 
 def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any] | None = None) -> JobConfig:
-    """Return a job with these settings and the defaults of all others."""
+    """Return a job with these settings and defaults for all others."""
     table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel or {}}
     job, problems = parse_job(table)
     assert job is not None, problems

@@ -1,8 +1,8 @@
-"""The real app, but it never imports torch, which would take two core-seconds per start.
+"""The real app without importing torch, which would take two core-seconds per start.
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 
-Jobs that the app launches run fake training under real supervisors. The doctor reports a CPU build of torch. On SIGUSR1
+Jobs launched by the app run fake training under real supervisors. The doctor reports a CPU build of torch. On SIGUSR1
 and after a crash, the app writes the stack traces of its threads to `stacks.txt` in its initial working directory.
 """
 

@@ -33,7 +33,7 @@ def far_side(folder: Path, *programs: str) -> list[str]:
 
 
 def runs_of(folder: Path) -> list[list[str]]:
-    """Return the remote commands that were run, each as the words after `sae-tui`."""
+    """Return the remote commands run so far, each as the words after `sae-tui`."""
     file = folder / "runs"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

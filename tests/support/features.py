@@ -11,7 +11,7 @@ from typing import Any
 IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
 ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
-# The same two latents on text of a byte-level tokenizer: 天 is split into two tokens, and one token includes a space.
+# The same two latents on text from a byte-level tokenizer: 天 is split into two tokens, and one token includes a space.
 SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
 # Tensors that exist only if the language model was available, with one token for each of the two latents.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {

@@ -45,11 +45,11 @@ class Styles:
 
 
 def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> str:
-    """Return the animated SVG; `still` is the index of the picture that is shown without animation."""
+    """Return the animated SVG; `still` is the index of the picture shown without animation."""
     styles = Styles()
     columns, rows = _size(pictures[0].svg)
     width, height = columns * _CELL + 2 * _LEFT, rows * _LINE + _TOP + _LEFT
-    # Maps each SVG element to the indices of the pictures that contain it.
+    # Maps each SVG element to the indices of the pictures containing it.
     seen: dict[str, set[int]] = {}
     for number, picture in enumerate(pictures):
         for part in [*_lines(picture.svg, styles), _caption(picture.caption, width, styles)]:
@@ -71,13 +71,13 @@ def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> s
 
 
 def _size(svg: str) -> tuple[int, int]:
-    """Return the number of columns and rows of a screenshot."""
+    """Return the number of columns and rows in a screenshot."""
     _, _, width, height = (float(word) for word in re.findall(r'viewBox="([^"]+)"', svg)[0].split())
     return round((width - 19) / _CELL), round((height - 50) / _LINE)
 
 
 def _lines(svg: str, styles: Styles) -> list[str]:
-    """Return the SVG elements in each row of a screenshot: rectangles, then texts."""
+    """Return the SVG elements in each screenshot row: rectangles, then texts."""
     rules = dict(_RULE.findall(svg))
     by_row: dict[int, list[str]] = {}
     cells = [group for group in ET.fromstring(svg).iter(f"{_SVG}g") if (group.get("class") or "").endswith("matrix")]
@@ -114,7 +114,7 @@ def _text(text: ET.Element, rules: dict[str, str], styles: Styles) -> str:
 
 
 def _bars(x: float, words: str, kind: str) -> Iterator[str]:
-    """Return block characters as rectangles, since a font leaves seams between them."""
+    """Return block characters as rectangles, because a font leaves seams between them."""
     for block, run in groupby(enumerate(words), lambda one: one[1]):
         places = [place for place, _ in run]
         if block != " ":

@@ -1,4 +1,4 @@
-"""Forks real processes from a process that has torch loaded, which saves two core-seconds per start."""
+"""Forks real processes from a process with torch loaded, saving two core-seconds per start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class ForkedRank:
-    """A forked rank with the subset of the `subprocess.Popen` interface that the tests use."""
+    """A forked rank with the subset of the `subprocess.Popen` interface used by the tests."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
         context = loaded_context()
@@ -44,7 +44,7 @@ class ForkedRank:
 
     @property
     def stderr(self) -> StringIO:
-        """All output that the rank has written."""
+        """All output written by the rank."""
         self._said.seek(0)
         return StringIO(self._said.read())
 
@@ -67,7 +67,7 @@ class ForkedRank:
 
 
 def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
-    """Do the same as `python -m trainer rank` in a process that has torch loaded."""
+    """Do the same as `python -m trainer rank` in a process with torch loaded."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir("/")

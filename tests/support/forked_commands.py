@@ -1,4 +1,4 @@
-"""Runs `sae-tui` commands in forks of a process that has imported all modules, so that each command starts in 5 ms.
+"""Runs `sae-tui` commands in forks of a process with all modules imported; each command starts in 5 ms.
 
 Starting Python and importing the modules would take 0.15 core-seconds per command.
 """
@@ -59,7 +59,7 @@ def _loading(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_both(outputs: Sequence[BinaryIO]) -> list[str]:
-    """Read both pipes concurrently to their ends, since a full pipe would block the command."""
+    """Read both pipes concurrently to their ends, because a full pipe would block the command."""
     texts = ["", ""]
 
     def read(number: int) -> None:
@@ -145,7 +145,7 @@ def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], c
 
 
 def serve(path: str) -> None:
-    """Import the modules that commands use, and fork a process for every request until this process is killed."""
+    """Import the modules used by commands, and fork a process for every request until this process is killed."""
     import sae_tui.__main__
     import sae_tui.cli_commands
 

@@ -1,8 +1,8 @@
 """One rank of a deterministic job, with or without CUDA graphs; `tests/benchmarks/gpu_job.py` runs it.
 
 Usage: `graph_rank.py SPEC.json graphs|plain`. The number of replayed steps is written to a file next to the job. By
-default, deterministic jobs do not use CUDA graphs, since a run that is resumed on another device would differ. Here,
-all runs use the same device.
+default, deterministic jobs do not use CUDA graphs, because a run resumed on another device would differ. Here, all runs
+use the same device.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({})
 
     def _is_refused(self) -> bool:
-        """Reject a request without the token, or one that should fail; return whether the request was rejected."""
+        """Reject requests without the token and requests that should fail; return whether the request was rejected."""
         self.of.asked.append(f"{self.command} {self.path}")
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             self._answer({"error": "Invalid credentials"}, 401)

@@ -1,4 +1,4 @@
-"""A file system that never responds. As with a hung GPU, a process that reads a file on it cannot be killed."""
+"""A file system that never responds. As with a hung GPU, a process reading a file on it cannot be killed."""
 
 from __future__ import annotations
 

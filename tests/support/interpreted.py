@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels in a separate process, since TRITON_INTERPRET must be set before Triton is imported."""
+"""Runs Triton kernel tests in a separate process, because TRITON_INTERPRET must be set before Triton is imported."""
 
 from __future__ import annotations
 

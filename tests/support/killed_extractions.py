@@ -1,4 +1,4 @@
-"""Extraction jobs that are killed and restarted, in processes forked from this one, which has imported transformers.
+"""Extraction jobs that are killed and restarted, in forks of this process, which has imported transformers.
 
 `killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
 folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is then
@@ -66,7 +66,7 @@ def kill_after(seconds: float) -> Callable[[], object]:
 
 
 def events_of(job: str, output: Path) -> int:
-    """Run the job undisturbed, and return the number of interpreter events that involve the folder."""
+    """Run the job undisturbed, and return the number of interpreter events involving the folder."""
     counted = output.parent / "events"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     # nohup makes processes ignore SIGINT, and children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # Import the modules of this model here, since each forked process would need two seconds to do so.
+    # Import this model's modules here, because each forked process would need two seconds to do so.
     LanguageModel(load_as(ExtractJob, job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")

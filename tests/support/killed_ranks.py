@@ -90,7 +90,7 @@ if __name__ == "__main__":
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
     asked = load_as(ExtractJob, file)
-    # Import the modules of this model here, since each forked process would need two seconds to do so.
+    # Import this model's modules here, because each forked process would need two seconds to do so.
     LanguageModel(asked, torch.device("cpu"))
 
     def to(output: Path) -> ExtractJob:

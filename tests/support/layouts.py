@@ -1,6 +1,6 @@
-"""File formats in which other tools have stored SAEs, each with a reference implementation of the SAE.
+"""File formats used by other tools to store SAEs, each with a reference implementation of the SAE.
 
-Every builder writes files with random weights, in the format that the tool's documentation or code describes.
+Every builder writes files with random weights, in the format described in the tool's documentation or code.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE. `write` writes the files to a folder and returns the reference.
 
-    `origin` is the metadata in the files, `place` is the path of the SAE below the folder, and `flags` are the options
-    that a user adds. `oracle` names the loader of the other tool for these files.
+    `origin` is the metadata in the files, `place` is the SAE's path under the folder, and `flags` are the options added
+    by a user. `oracle` names the loader of the other tool for these files.
     """
 
     form: str
@@ -295,9 +295,7 @@ SAELENS = {
 def sparsify(
     config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False
 ) -> Any:
-    """Return a function that writes a sparsify SAE to `folder_name`, and the settings of its run to the parent
-    folder.
-    """
+    """Return a function that writes a sparsify SAE to `folder_name`, and its run's settings to the parent folder."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("topk", skip=bool(config.get("skip_connection")))
@@ -343,7 +341,7 @@ SPARSIFY = {
         "sparsify",
         "layers.3.mlp",
     ),
-    # In versions of sparsify that did not mark transcoders, the encoder of a transcoder also read x − b_dec.
+    # In sparsify versions that did not mark transcoders, a transcoder's encoder also read x − b_dec.
     "2024: skip transcoder without a mark": Layout(
         "sparsify",
         sparsify({"num_latents": D_SAE, "skip_connection": True}, "layers.3.mlp"),
@@ -398,7 +396,7 @@ LM = {"model_name": "EleutherAI/pythia-70m-deduped", "hook_layer": 3, "context_s
 AT_3 = LM | {"hook_name": "blocks.3.hook_resid_post"}
 POST = {"submodule_name": "resid_post_layer_3"}
 DICTIONARIES = {
-    # dictionary_learning scales decoder rows to norm 1 when it loads them.
+    # dictionary_learning scales decoder rows to unit norm when it loads them.
     "2024: StandardTrainer": Layout(
         "dictionary_learning",
         dictionary("standard", LINEAR | {"bias": "b_dec"}, {"trainer_class": "StandardTrainer"} | POST, by_norm=True),
@@ -575,7 +573,7 @@ SCOPE = {
 
 
 def traced(kind: str, *, skip: bool = False) -> Any:
-    """Return a function that writes a circuit-tracer transcoder set of two layers."""
+    """Return a function that writes a circuit-tracer transcoder set for two layers."""
 
     def write(folder: Path) -> Reference:
         for layer in (2, 3):

@@ -1,4 +1,4 @@
-"""Collects the errors that a matrix product raises if there is not enough memory, each in a separate process."""
+"""Collects the errors raised by a matmul if there is not enough memory, each in a separate process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _error(n_bytes: int) -> Iterator[tuple[str, bool]]:
 def _multiply(n_bytes: int) -> None:
     """Multiply bf16 matrices while the process may allocate only `n_bytes` more memory.
 
-    oneDNN compiles code for this product.
+    oneDNN compiles code for this matmul.
     """
     x, W, bias = torch.ones(512, 32).bfloat16(), torch.ones(32, 1024).bfloat16(), torch.ones(1024).bfloat16()
     into = torch.empty(512, 1024, dtype=torch.bfloat16)

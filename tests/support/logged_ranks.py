@@ -33,7 +33,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import cut_of, take_step
 
 D_IN, N_STEPS = 12, 2
-# The seconds after which a rank gives up if its peers make a different call or none.
+# The seconds after which a rank gives up if its peers make a different call or no call.
 PATIENCE_S = 60
 # Functions of `torch.distributed` that `trainer.parallel.group` imports by name.
 BOUND = ("_reduce_scatter", "_all_gather")

@@ -1,4 +1,4 @@
-"""The manual pages, generated from the parsers of the commands; `make man` writes them."""
+"""The manual pages, generated from the command parsers; `make man` writes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _page(parser: SafeParser, name: str, summary: str) -> str:
     page.add_section("examples", "=", _as_written(examples.removeprefix("examples:\n")))
     page.add_section("exit status", "=", "\n".join(f".TP\n.B {one:d}\n{_roff(one.meaning)}" for one in Exit))
     header, rest = str(page).split("\n", 1)
-    # Left-align the text, since justification would stretch the spaces between long words.
+    # Left-align the text, because justification would stretch the spaces between long words.
     return f"{header}\n.ad l\n{rest}"
 
 

@@ -1,4 +1,4 @@
-"""Reads the store of a run whose metrics are mirrored, and resumes the run."""
+"""Reads the store of a run with mirrored metrics, and resumes the run."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable
 
-# The functions of Python that write, rename or delete files and folders.
+# Python functions that write, rename or delete files and folders.
 CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": shutil}
 
 
@@ -16,7 +16,7 @@ def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], o
     """Call `before`, then `act` in a child that is killed at its nth disk call, for n = 1, 2, ...
 
     `before` and `act` get n as a string. Return the number of killed children; the last child runs to completion. This
-    process must have only one thread, since it forks.
+    process must have only one thread, because it forks.
     """
     for moment in range(1, 100):
         before(str(moment))

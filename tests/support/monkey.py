@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
-The same seed sends the same keys in the same packets, but the timing of the app depends on the machine.
+The same seed sends the same keys in the same packets, but the app's timing depends on the machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """The result of the run with one seed.
+    """The result from running one seed.
 
     `faults` are sentences. `answers_s` contains the time in seconds from each press of `?` until the help is shown.
     """
@@ -111,7 +111,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # Keys that quit the app are left out, since restarting it takes a second. `_choose_key` occasionally presses `q`.
+    # Keys that quit the app are left out, because restarting it takes a second. `_choose_key` occasionally presses `q`.
     return sorted(codes - {b"q", b"\x11"})
 
 
@@ -122,7 +122,7 @@ def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def _bytes_of(key: str) -> bytes | None:
-    """Return the bytes that a terminal sends for a key, given Textual's name of the key, or None if there are none."""
+    """Return the bytes that a terminal sends for a key, given Textual's name for the key, or None if there are none."""
     sequences = [s for s, keys in ANSI_SEQUENCES_KEYS.items() if isinstance(keys, tuple) and keys[0] == key]
     if sequences:
         return min(sequences, key=len).encode("latin-1")
@@ -284,7 +284,7 @@ class Monkey:
             at = self.terminal.raw.find(DELETION_ASKED, at + 1)
 
     def _note_question(self, drawn: bytes) -> None:
-        """Record the ids of the jobs that a deletion question names, or the number of jobs.
+        """Record the ids of the jobs named in a deletion question, or the number of jobs.
 
         `drawn` is the output up to the end of the question.
         """
@@ -298,10 +298,10 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail if there was a traceback, an exit that no key requested, or a deletion that was not confirmed."""
+        """Fail if there was a traceback, an exit not requested by a key, or an unconfirmed deletion."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        # A traceback from the log of a job, shown on the screen, does not have these line breaks.
+        # A traceback from a job's log, shown on the screen, does not have these line breaks.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the remaining output
@@ -341,8 +341,9 @@ class Monkey:
         self.terminal.close()
 
     def _leave_all(self) -> None:
-        """Close every open screen. Wait after each Escape, since Escape followed by another byte would be read as one
-        key.
+        """Close every open screen.
+
+        Wait after each Escape, because Escape followed by another byte would be read as one key.
         """
         for _ in range(6):
             with suppress(OSError):  # the app has just ended
@@ -352,7 +353,7 @@ class Monkey:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        """Wait until all keys have been processed, that is, until the app neither uses a core nor waits for one."""
+        """Wait until all keys have been processed, i.e. until the app is neither using nor waiting for a core."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
             spent, state = busy_seconds(self.terminal.process.pid)
@@ -438,16 +439,16 @@ class Monkey:
         return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
-        """Return the text that has been drawn on the screen at the current window size."""
+        """Return the text drawn on the screen at the current window size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)
 
 
 def busy_seconds(pid: int) -> tuple[float, str]:
-    """Return the core-seconds that a process has used, and its state, which is R while it runs or waits for a core.
+    """Return the core-seconds used by a process, and its state, which is R while it is running or waiting for a core.
 
-    The seconds that its main thread waited for a core are included, since it gets little CPU time on a busy machine.
+    The seconds its main thread waited for a core are included, because it gets little CPU time on a busy machine.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

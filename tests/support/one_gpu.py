@@ -1,6 +1,4 @@
-"""Ranks that share one GPU and exchange tensors through host memory, since NCCL does not support two ranks on
-one GPU.
-"""
+"""Ranks sharing one GPU and exchanging tensors through host memory; NCCL does not support two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class QuietWaiting(HostWaiting):
-    """Suppresses PyTorch's warnings about synchronisation with the GPU for the copies of an exchange."""
+    """Suppresses PyTorch's warnings about GPU synchronisation for the copies in an exchange."""
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
@@ -41,7 +39,7 @@ class QuietWaiting(HostWaiting):
 class ByHost(SharedRanks):
     """Exchanges GPU tensors through shared memory.
 
-    The tensors are copied to the host, since PyTorch cannot add tensors on different devices.
+    The tensors are copied to the host, because PyTorch cannot add tensors on different devices.
     """
 
     def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
@@ -72,7 +70,7 @@ class OneGpu(Connected):
 
 
 def connected(store: dist.Store, size: int, index: int) -> ByHost:
-    """Return the group of `size` processes on this machine, which connect through the store."""
+    """Return the group of `size` processes on this machine, connected through the store."""
     meeting = rendezvous.join(store, size, index, 2 * size * SLOT_BYTES, TIMEOUT.total_seconds())
     assert meeting is not None
     return ByHost(size, index, QuietWaiting(), *meeting)

@@ -19,7 +19,7 @@ PIECES = (
 BYTES = ("\udc9b", "\udcff")
 MARKUP = "[b]"
 _LETTERS = string.digits + string.ascii_lowercase
-# Sequences that the app itself sends: styles, cursor positions, modes and queries of the terminal.
+# Sequences that the app itself sends: styles, cursor positions, terminal modes and terminal queries.
 _OWN = re.compile(
     r"\x1b\[\d{0,3}(?:;\d{0,3})*m|\x1b\[\d{1,3};\d{1,3}H|\x1b\[H|\x1b\[\?\d{1,4}(?:[hl]|\$p)|\x1b\[[<>=]\d*u|\x1b\[\?u"
     r"|\x1b\[>\d*[cq]|\x1b\]22;[a-z-]+\x07|\x1b\[2J(?=\x1b\[H)|\r\n"
@@ -41,7 +41,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Return the three characters that identify the string of a label, since they occur nowhere else."""
+        """Return the three characters that identify a label's string and occur nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -71,13 +71,13 @@ class Texts:
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Return the strings whose markup was interpreted, so that it is not shown although there was enough space."""
+    """Return the strings whose markup was interpreted and is therefore not shown despite enough space."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
-    """Return the control sequences that the app does not send itself, with the surrounding text."""
-    # Output that was not read completely may end in the middle of a character or a sequence.
+    """Return the control sequences not sent by the app itself, with the surrounding text."""
+    # Incompletely read output may end in the middle of a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

@@ -31,7 +31,7 @@ from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
-# The width of a cell in pixels on the page. Text is readable at this size, and three screenshots fit into a row.
+# The cell width on the page, in pixels. Text is readable at this size, and three screenshots fit into a row.
 _CELL = 4
 _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
 
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     flags.folder.mkdir(parents=True, exist_ok=True)
     scenes = [scene for scene in SCENES if flags.only in scene.name]
     sizes, themes = flags.size or SIZES, flags.theme or list(THEMES)
-    # Use a new process per scene, since an app leaves threads behind.
+    # Use a new process per scene, because an app leaves threads behind.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
         asked = [pool.submit(draw, SCENES.index(scene), flags.folder, sizes, themes) for scene in scenes]
         for one in asked:
@@ -62,7 +62,7 @@ def draw(number: int, folder: Path, sizes: Sequence[str], themes: Sequence[Theme
     """Render a scene in every size and theme, each to an SVG."""
     with pytest.MonkeyPatch.context() as patch:
         same_everywhere(patch)
-        # Fix the clock, so that the times on the screen never change.
+        # Fix the clock so that the times on the screen never change.
         patch.setattr(time, "time", lambda: NOW + 100)
         asyncio.run(_draw(SCENES[number], folder, sizes, themes))
 

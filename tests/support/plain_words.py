@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# One regular expression per habit. A hit is not always a mistake, so the limit of `make check` is above 0.
+# One regular expression per habit. A hit is not always a mistake, so the limit in `make check` is above 0.
 MARKERS = (
     r"told|tells?|telling",
     r"nobody|everybody|somebody|anybody|whoever|whomever",
@@ -102,9 +102,7 @@ def files(path: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Print the rate and the common markers of each path; with --lines, also every hit; with --limit, only higher
-    rates.
-    """
+    """Print each path's rate and common markers; with --lines, also every hit; with --limit, only higher rates."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--lines", action="store_true", help="print every hit with its line")

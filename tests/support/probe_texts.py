@@ -13,7 +13,7 @@ from trainer.evaluation.probe_sets import PACKAGE
 
 
 def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Path:
-    """Write (text, label) pairs as a data set of the package in a folder; return its file."""
+    """Write (text, label) pairs as a data set in a folder, as in the package; return the file."""
     package = folder / PACKAGE
     (tables := package / "data" / "cleaned_data").mkdir(parents=True, exist_ok=True)
     # The real package imports modules that may not be installed.

@@ -1,4 +1,4 @@
-"""Chooses which programs of a kernel launch Triton's interpreter runs, and in which order.
+"""Chooses which programs in a kernel launch are run by Triton's interpreter, and in which order.
 
 By default, the interpreter runs all programs in order. A GPU runs the programs in any order.
 `support.interpreted` makes pytest load this module.
@@ -21,14 +21,14 @@ from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
-# Triton's language modules that the interpreter has replaced in this process, which compiles no kernels.
+# Triton's language modules replaced by the interpreter in this process, which compiles no kernels.
 _PREPARED: set[frozenset[str]] = set()
 
 
 class Programs:
-    """Runs the programs of each launch in random order; with `only_last`, only the last programs along the first axis.
+    """Runs the programs in each launch in random order; with `only_last`, only the last programs along the first axis.
 
-    Grids of the same size get the same order until `seed` changes. A repeated computation is therefore bit-identical
+    Grids with the same size get the same order until `seed` changes. A repeated computation is therefore bit-identical
     even if several programs add to the same element.
     """
 
@@ -37,7 +37,7 @@ class Programs:
         self.only_last = False
 
     def of(self, grid: Program) -> list[Program]:
-        """Return the indices of the selected programs of a launch, in the order in which they run."""
+        """Return the indices of the selected programs in a launch, in execution order."""
         size, *others = map(range, grid)
         chosen = list(itertools.product(size[-1:] if self.only_last else size, *others))
         random.Random(f"{self.seed} {grid}").shuffle(chosen)
@@ -75,7 +75,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 super().__call__(*args, **named)
 
         def prepare(self, function: Any) -> Any:
-            """Replace the language modules of a kernel only once, not for each launch and each called function."""
+            """Replace a kernel's language modules only once, not for each launch and each called function."""
             known = _known_of_language(function)
             if known not in _PREPARED:
                 _PREPARED.add(known)
@@ -105,7 +105,7 @@ class _Mask(language.tensor):  # type: ignore[misc]
 
 
 def _mend_triton_3_2() -> None:
-    """Correct three bugs of the interpreter in Triton 3.2.
+    """Correct three bugs in Triton 3.2's interpreter.
 
     The interpreter has no boolean type, ignores a mask whose only element is false, and stores sums in int32 memory
     although NumPy computes them in int64.

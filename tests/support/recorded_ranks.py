@@ -17,7 +17,7 @@ from trainer.training.learner import Learner
 from trainer.training.step import take_step
 
 CPU = torch.device("cpu")
-# The seconds after which a rank gives up if its peers make a different exchange or none.
+# The seconds after which a rank gives up if its peers make a different exchange or no exchange.
 TIMEOUT_S = 20.0
 
 
@@ -71,14 +71,14 @@ class Recorded(Threads):
 
 
 class Trained(NamedTuple):
-    """The learner and the recorded exchanges of a rank after its steps."""
+    """A rank's learner and recorded exchanges after its steps."""
 
     learner: Learner
     calls: list[Call]
 
 
 def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
-    """Take `n_steps` steps on the raw batch x [n_tokens, d_in]. Groups of `sharing` ranks divide the latents."""
+    """Take `n_steps` steps on the raw batch x [n_tokens, d_in]. Groups of `sharing` ranks split the latents."""
 
     def work(learner: Learner, parallel: Parallel) -> None:
         own = local_shard(x, parallel.data)
@@ -91,7 +91,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
 def on_grid(
     job: JobConfig, x: Tensor, n_ranks: int, sharing: int, work: Callable[[Learner, Parallel], object]
 ) -> list[Trained]:
-    """Call `work` on each rank with a learner initialised from x. Groups of `sharing` ranks divide the latents."""
+    """Call `work` on each rank with a learner initialised from x. Groups of `sharing` ranks split the latents."""
     calls: list[list[Call]] = [[] for _ in range(n_ranks)]
     world = Meeting(n_ranks, TIMEOUT_S)
     rows = [Meeting(sharing, TIMEOUT_S) for _ in range(n_ranks // sharing)]
@@ -128,7 +128,7 @@ def in_step(one: list[Call], other: list[Call]) -> bool:
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs (number of ranks, number of ranks that divide the latents) for ddp, tensor and every hybrid mode."""
+    """Yield pairs (number of ranks, number of ranks splitting the latents) for ddp, tensor and every hybrid mode."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

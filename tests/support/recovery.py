@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# The number of cosines that are in memory at a time. 65,536 features and 65,536 latents have 4 billion cosines.
+# The number of cosines in memory at a time. 65,536 features and 65,536 latents have 4 billion cosines.
 _AT_A_TIME = 2**24
 
 

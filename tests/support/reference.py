@@ -53,7 +53,7 @@ _TITLES = {
     "Form": "Forms",
     "Card": "Report card",
 }
-# The subjects that come first in the list of keys.
+# The subjects listed first in the list of keys.
 _FIRST_KEYS = ("Everywhere", "Jobs", "Job", "Launch", "GPUs")
 # Matches a string like `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
 _BOUNDED = re.compile(
@@ -172,7 +172,7 @@ def _section(name: str, heading: str) -> Iterator[str]:
         return
     field, registry = CHOSEN[name]
     own = {word: settings_of(entry.settings) for word, entry in registry.items()}
-    # The settings of a catalog entry are documented with that entry.
+    # A catalog entry's settings are documented with that entry.
     of_entries = {setting.name for settings in own.values() for setting in settings}
     yield _setting_table(name, (setting for setting in section_settings(name) if setting.name not in of_entries))
     for word, settings in own.items():
@@ -216,7 +216,7 @@ def _yes(value: bool) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str, Sequence[str]]) -> str:
-    """Return the page of a program: the global options, then each command with its arguments, options and examples."""
+    """Return the page for a program: the global options, then each command with its arguments, options and examples."""
     program = parser.prog
     parts = [f"# {title}", _plain(parser.description or ""), _arguments(parser)]
     if not examples:
@@ -282,7 +282,7 @@ def _keys() -> str:
 
 
 def bindings() -> list[Binding]:
-    """Return every key binding with a tooltip in the app, its screens, panels and widgets, each once."""
+    """Return every key binding with a tooltip in the app, its screens, panels and widgets, without duplicates."""
     found: dict[tuple[str | None, str], Binding] = {}
     for node in _nodes():
         for binding in vars(node).get("BINDINGS", []):
@@ -334,7 +334,7 @@ def _answers() -> str:
 
 
 def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
-    """Yield the fields of each object that JSON output can be, or can contain as an element of a list."""
+    """Yield the fields of each object that JSON output can be, or can contain as a list element."""
     shown = _resolved(shown, schema)
     if "properties" in shown:
         fields = shown["properties"].items()
@@ -345,7 +345,7 @@ def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[li
 
 
 def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definition that a schema reference points to."""
+    """Return the definition referred to by a schema reference."""
     while "$ref" in shown:
         shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
     return shown

@@ -1,9 +1,9 @@
-"""Models the time of a GPU step from its operations, with constants fitted to an H200.
+"""Models the duration of a GPU step from its operations, with constants fitted to an H200.
 
-The time of an operation is the maximum of three times: its bytes divided by the memory bandwidth, its FLOPs divided by
-the peak rate, and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than
-modelled. Steps of smaller SAEs took up to 30 % longer, since each of hundreds of small operations takes slightly longer
-than a launch.
+The duration of an operation is the maximum of three times: its bytes divided by the memory bandwidth, its FLOPs divided
+by the peak rate, and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than
+modelled. Steps for smaller SAEs took up to 30 % longer, because each of hundreds of small operations takes slightly
+longer than a launch.
 """
 
 from __future__ import annotations
@@ -17,42 +17,41 @@ from support.step_ops import Op, Operand, Step
 
 # The memory bandwidth of an H200 in bytes/s, and the fraction of the bandwidth that a pass over a matrix achieves.
 BANDWIDTH, REACHED = 4.3e12, 0.9
-# The bytes/s of kernels that gather rows from the L2 cache. The key True is for kernels that also multiply these rows
+# The bytes/s for kernels that gather rows from the L2 cache. The key True is for kernels that also multiply these rows
 # by other rows.
 L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# The seconds between the starts of two kernels on the GPU, and the seconds in which the host launches a kernel, on an
+# The seconds between the starts of two kernels on the GPU, and the seconds the host takes to launch a kernel, on an
 # H200 in a virtual machine with slow cores. A fast host takes a fifth of this time.
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
-# The seconds in which the host replays a step that was captured as a CUDA graph.
+# The seconds the host takes to replay a step captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
-# How many times slower torch is for operands of different shapes or types, since it reads them element by element.
+# How many times slower torch is for operands with different shapes or types, because it reads them element by element.
 _UNEVEN = 2
-# The seconds per instruction of a thread in kernels that search rows, which are limited by instructions, not by bytes.
-# Measured with 128 threads per row: 11,550 instructions per thread took 0.327 ms, and 5,280 instructions took 0.145 ms.
-# The other constants are numbers of instructions in the code for sm_90: per value read, per candidate, and per
-# candidate in each iteration of the search for a threshold.
+# The seconds per thread instruction in kernels that search rows, limited by instructions rather than bytes. Measured
+# with 128 threads per row: 11,550 instructions per thread took 0.327 ms, and 5,280 instructions took 0.145 ms. The
+# other constants are instruction counts in the code for sm_90: per value read, per candidate, and per candidate in each
+# iteration of the search for a threshold.
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
 # The number of iterations of the search for a threshold: over the maxima of the groups, over the values in the selected
 # groups, and over AuxK's rows with more than k positive values. For an SAE trained in bf16 on data/sample, the first
 # two searches took 8.4 and 2.6 iterations on average, and at most 10 and 8. For normal noise, each took 10 on average,
 # and at most 15.
 _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
-# The seconds per wave of programs that split one search, and the seconds of Adam per weight of a small tensor.
+# The seconds per wave of programs that split one search, and Adam's seconds per weight in a small tensor.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
-# The seconds that torch.topk takes per value, by the size of a value in bytes. torch.topk passes over the matrix two to
-# eight times.
+# The seconds torch.topk takes per value, by value size in bytes. torch.topk passes over the matrix two to eight times.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# The bytes/s that one program reads, and the seconds that its threads take to add up counts and write the result. A
+# The bytes/s read by one program, and the seconds its threads take to add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
-# since each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are 6 *
-# 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
+# because each tile waits for the previous tile. In the code for sm_90, 6 tiles with 24,576 latents' counts are 6 * 136
+# instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
 # bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses,
 # a search of up to 31 iterations of about 1 us follows, which is not included here.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs that a gather kernel needs to saturate a GPU, and the bytes/s that fewer programs achieve.
+# The number of programs needed by a gather kernel to saturate a GPU, and the bytes/s achieved by fewer programs.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -81,7 +80,7 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step: the maximum of the GPU's and the host's time."""
+        """The seconds taken by a step: the maximum of the GPU's and the host's time."""
         return max(self.gpu_s, self.host_s)
 
 
@@ -94,9 +93,9 @@ def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
 
 
 def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
-    """Return the minimum seconds of a step of a TopK SAE with 16-bit products and Adam in fp32.
+    """Return the minimum seconds for a TopK SAE step with 16-bit matmuls and Adam in fp32.
 
-    The minimum consists of one dense product and moving 36 bytes per weight: 24 to read and write the weight and two
+    The minimum consists of one dense matmul and moving 36 bytes per weight: 24 to read and write the weight and two
     moments, 8 to write and read the gradient, and 4 to write and read the 16-bit copy. Gathering the rows of active
     latents is not included.
     """
@@ -143,7 +142,7 @@ def _product(op: Op) -> Cost:
     flops = 2 * out.numel * left.shape[-1]
     is_dense = min(out.shape[-2:]) > 1 if len(out.shape) > 1 else False
     peak = PEAK[out.dtype] if is_dense else FP32_UNITS
-    # Dot products of rows that are computed as a batched product achieve four fifths of the bandwidth.
+    # Dot products of rows computed as a batched matmul achieve four fifths of the bandwidth.
     reached = 1.0 if is_dense else 0.8
     return Cost(1, max(op.bytes / BANDWIDTH / reached, flops / peak, LAUNCH), "product")
 
@@ -167,7 +166,7 @@ def _sort(op: Op) -> Cost:
 
 
 def _gathered(op: Op) -> Cost:
-    """Return the cost of indexing a matrix. Indexing reads sectors of 32 bytes but uses only a part of each sector."""
+    """Return the cost of indexing a matrix. Indexing reads 32-byte sectors but uses only part of each sector."""
     out = _bytes(op.writes)
     return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
 
@@ -198,7 +197,7 @@ def _fused_adam(op: Op) -> Cost:
 
 
 def _gather_kernel(op: Op) -> Cost:
-    """Return the cost of a kernel that gathers rows, from the bytes that it reads from memory and from the cache."""
+    """Return the cost of a kernel that gathers rows, from the bytes it reads from memory and from the cache."""
     # The kernel gathers rows from its last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
@@ -264,7 +263,7 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The fraction of rows in which kernels that process complete rows must search. With noise around 0, half of the rows
+# The fraction of rows that must be searched by kernels processing complete rows. With noise around 0, half of the rows
 # have more than k positive values. Kernels that mark or gather values also search rows with fewer positive values.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
 # torch computes these element-wise operations with a slow kernel if their operands differ in shape or type.

@@ -73,7 +73,7 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter, or zeros if the parameter does not affect the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
-    # Detach the gradients: PyTorch 2.6 returns zeros that require a gradient and so cannot be changed in place.
+    # Detach the gradients: PyTorch 2.6 returns zeros that require a gradient and therefore cannot be changed in place.
     of_each = {name: grad.detach() for name, grad in zip(names, grads, strict=True)}
     for one in sae.row_gradients.take() if isinstance(sae, Sae) else []:
         wholes = Weights(of_each["W_enc"], of_each["b_enc"], of_each["W_dec"])
@@ -144,11 +144,11 @@ def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
 
 
 def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
-    """Import a module of another tool, which `make model` installs; skip the test if it is missing.
+    """Import a module from another tool installed by `make model`; skip the test if it is missing.
 
-    The module also imports the packages in `unused`, which may be missing since this test does not need them.
+    The module also imports the packages in `unused`, which may be missing because this test does not need them.
     """
-    # Append the folder, so that packages of the virtual environment take precedence.
+    # Append the folder so that packages in the virtual environment take precedence.
     monkeypatch.setattr(sys, "path", [*sys.path, str(PEERS)])
     for name in unused:
         try:

@@ -1,4 +1,4 @@
-"""Checkpoints and exports whose writing is interrupted by SIGKILL, a file size limit or missing permissions."""
+"""Checkpoint and export writes interrupted by SIGKILL, a file size limit or missing permissions."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def kill_exports(folder: Path) -> int:
 def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
     """Save a small and then a large checkpoint, with a file size limit or as another user if `limit` or `uid` is not 0.
 
-    Return why the second save failed, and the content of the folder afterwards.
+    Return why the second save failed, and the folder's content afterwards.
     """
     if uid:
-        # Use relative paths, since the other user may not have access to the parent folders.
+        # Use relative paths, because the other user may not have access to the parent folders.
         os.chdir(folder)
         os.setuid(uid)
         folder = Path("c")

@@ -1,6 +1,6 @@
-"""Every screen of the app with fixed data, for snapshots, pictures and tests of screens.
+"""Every app screen with fixed data, for snapshots, pictures and screen tests.
 
-A scene records its jobs, sets up its GPUs, and opens its screen by pressing the keys that a user would press.
+A scene records its jobs, sets up its GPUs, and opens its screen by pressing the keys a user would press.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def lively_monitor(
 
 
 def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[int] = (0, 1)) -> int:
-    """Record a job that is half finished."""
+    """Record a half-finished job."""
     running = record_job(data, name, JobState.RUNNING, world_size=len(gpus), mode="ddp", total_steps=400,
                          gpu_ids=tuple(gpus), gpu_uuids=tuple(map(uuid_of, gpus)), distributed=len(gpus) > 1,
                          estimated_memory_bytes=310 << 20)  # fmt: skip
@@ -130,7 +130,7 @@ class Scene:
     busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
-        """Record the scene's data in an empty folder, and return an app whose values do not change over time."""
+        """Record the scene's data in an empty folder, and return an app with values that do not change over time."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
@@ -147,7 +147,7 @@ def still_app(
     hosts: Hosts | None = None,
     **settings: Any,
 ) -> SaeApp:
-    """Return an app whose GPUs and host have values that do not change."""
+    """Return an app with constant values for GPUs and host."""
     chosen = Settings(sampling_interval_s=60.0, **settings)
     app = SaeApp(
         data,

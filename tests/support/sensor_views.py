@@ -35,9 +35,7 @@ class _Metrics(Collector):
 
 
 def views(name: str) -> dict[str, str]:
-    """Return the text of each view of an idle simulated GPU, and the lines of each JSON output that are about the
-    sensor.
-    """
+    """Return the text of each view of an idle simulated GPU, and the lines about the sensor in each JSON output."""
     source = Simulated(1, clock=lambda: 0.0)
     sample = source.sample(0, processes=True)
     sent = decode(msgspec.json.encode(RemoteGpus((remote_gpu(sample, "free", "dim"),))))

@@ -42,7 +42,7 @@ def memory(world: World, steps: RepeatedStep, used: Callable[[], int]) -> dict[s
 
 
 def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
-    """Return the time of a step with dead latents, and the timeline of its kernels if it ran on a GPU."""
+    """Return the duration of a step with dead latents, and its kernel timeline if it ran on a GPU."""
     device = world.device
     for learner in steps.learners:
         since_fired(learner.sae)
@@ -80,7 +80,7 @@ def since_fired(sae: Any) -> None:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return the bytes used on a GPU that PyTorch has not reserved: CUDA's context, NCCL, other processes."""
+    """Return the bytes used on a GPU but not reserved by PyTorch: CUDA's context, NCCL, other processes."""
     if device.type != "cuda":
         return 0
     torch.zeros(1, device=device)

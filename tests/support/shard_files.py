@@ -1,6 +1,4 @@
-"""Helpers for tests of shards: random rows, tables with a column of rows, and the error that a folder of shards
-causes.
-"""
+"""Helpers for shard tests: random rows, tables with a column of rows, and the error caused by a folder of shards."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
 def rows(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
-    """Return normally distributed numbers, which depend only on the shape."""
+    """Return normally distributed numbers that depend only on the shape."""
     return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 

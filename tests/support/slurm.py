@@ -1,4 +1,4 @@
-"""A real SLURM cluster of two nodes on this host, with fake GPUs and a separate folder and ports."""
+"""A real two-node SLURM cluster on this host, with fake GPUs and a separate folder and ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def obstacle() -> str:
 
 
 class Cluster:
-    """Runs munged, slurmctld and a slurmd for each node, as children of this process."""
+    """Runs munged, slurmctld and one slurmd per node, as children of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ class Cluster:
         (self.folder / name).write_bytes(content)
 
     def _fake_gpu(self, index: int) -> Path:
-        """Create a null device in place of a GPU, since SLURM requires the device file to exist."""
+        """Create a null device in place of a GPU, because SLURM requires the device file to exist."""
         path = self.folder / f"nvidia{index}"
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         return path

@@ -1,4 +1,4 @@
-"""An example of a new metric, which is not in the registry."""
+"""An example of a new metric that is not in the registry."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Sshd:
         file.chmod(0o755)
 
     def halt(self) -> None:
-        """Stop the server but leave all connections open, like a host that has lost power."""
+        """Stop the server but leave all connections open, like a host after a power cut."""
         for pid in _children(self._process.pid):
             os.kill(pid, signal.SIGSTOP)
 

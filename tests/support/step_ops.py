@@ -1,4 +1,4 @@
-"""Records every operation of a GPU step: the tensors that it reads and writes, and the line of code that calls it."""
+"""Records every operation in a GPU step: the tensors it reads and writes, and the line of code calling it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _FREE = {
 # The host waits for the results of these operations.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
 _QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
-# The host also waits for these operations, since they copy numbers from unpinned host memory.
+# The host also waits for these operations, because they copy numbers from unpinned host memory.
 _FROM_HOST = ("tensor", "as_tensor", "asarray")
 WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
 
 
 class Operand(NamedTuple):
-    """A tensor that an operation reads or writes."""
+    """A tensor read or written by an operation."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The number of bytes that the tensor occupies in memory. Expanded dimensions are not counted."""
+        """The number of bytes the tensor occupies in memory. Expanded dimensions are not counted."""
         n = 1
         for size, stride in zip(self.shape, self.stride, strict=True):
             n *= size if stride or size == 0 else 1
@@ -65,7 +65,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """A torch operation or a launch of a Triton kernel; `at` is the line of the trainer's code that calls it."""
+    """A torch operation or a launch of a Triton kernel; `at` is the line in the trainer's code calling it."""
 
     name: str
     reads: tuple[Operand, ...]
@@ -101,10 +101,10 @@ class Op:
 
 @dataclass
 class Exchange:
-    """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the function that calls it.
+    """A collective of `kind` over `group`: the bytes sent by a rank, by type, and the calling function.
 
     The collective starts before the operation with index `begins` of its step. Operations from index `ends` on wait for
-    the collective; if `ends_later` is set, these are operations of the next step.
+    the collective; if `ends_later` is set, these are operations in the next step.
     """
 
     group: str
@@ -118,7 +118,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Step:
-    """The operations of a step: `passes` are the forward and backward passes and metrics, `update` the weight update.
+    """The operations in a step: `passes` are the forward and backward passes and metrics, `update` the weight update.
 
     `exchanges` contains the collectives of groups that write to the step's log, in order.
     """
@@ -138,7 +138,7 @@ class Step:
 
 
 class OpLog(TorchDispatchMode):
-    """Records the torch operations that are run, and the kernels that would be launched."""
+    """Records the torch operations run and the kernels that would be launched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,11 +214,11 @@ def recorded_step(
     parallel: Parallel | None = None,
     log: OpLog | None = None,
 ) -> Step:
-    """Return the operations of a late step of a job on one GPU or, with `parallel`, on one of several ranks.
+    """Return the operations in a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
     The groups of `parallel` may write to `log`. With `dead`, the SAE may have dead latents. For an SAE with a sparsity
     penalty, k latents per token exceed the threshold. With `dense`, more latents exceed the threshold, so only dense
-    products are used.
+    matmuls are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
@@ -277,8 +277,7 @@ def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
     reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
     writes = _operands(result)
     if func._schema.is_mutable:
-        # An operation returns the tensors that it changes in place. An operation that returns nothing changes its
-        # arguments.
+        # An operation returns the tensors it changes in place. An operation that returns nothing changes its arguments.
         writes = writes or _mutated(func, arguments)
     return Op(name, reads, writes, _place())
 
@@ -305,7 +304,7 @@ def _operand(tensor: Tensor) -> Operand:
 
 
 def _place() -> str:
-    """Return the innermost line of the trainer on the call stack, like "saes/topk.py:43"."""
+    """Return the innermost trainer line on the call stack, like "saes/topk.py:43"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

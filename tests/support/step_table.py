@@ -1,4 +1,4 @@
-"""A table of the GPU operations in a step of each architecture.
+"""A table of the GPU operations in a step for each architecture.
 
 The table is tracked in git, so that changes are reviewed.
 
@@ -16,13 +16,13 @@ from support.step_ops import recorded_step
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 
-# Shape B of `tests/benchmarks/gpu_step.py`: two matrices of 75 MB.
+# Shape B from `tests/benchmarks/gpu_step.py`: two matrices of 75 MB.
 SAE, D_IN = {"d_sae": 24576, "k": 32}, 768
 COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launched,MB of the passes,MB of the update"
 
 
 class Way(NamedTuple):
-    """A variant of a step: its training settings, and the number of ranks that divide the latents."""
+    """A variant of a step: its training settings, and the number of ranks splitting the latents."""
 
     train: dict[str, Any]
     n_ranks: int = 1
@@ -49,12 +49,12 @@ def rows() -> Iterator[str]:
 
 
 def cases(architecture: str) -> tuple[str, str]:
-    """Return the two cases of an architecture: without and with AuxK, or few and many active latents."""
+    """Return the two cases for an architecture: without and with AuxK, or few and many active latents."""
     return ("no dead", "auxk") if "top" in architecture else ("sparse", "dense")
 
 
 def row(architecture: str, case: str, way: Way = PLAIN) -> str:
-    """Return the line of one architecture in one case."""
+    """Return the line for one architecture in one case."""
     ranks, mode = one_of_ranks(1, way.n_ranks)
     job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, mode)
     step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=ranks)

@@ -40,9 +40,9 @@ class Terminal:
         """Start the command in a pty.
 
         `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
-        Without `emulated`, only the output `raw` is kept and the screen is not emulated, since emulation takes more CPU
-        time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send signals
-        unless the program disables this, and closing the pty sends SIGHUP.
+        Without `emulated`, only the output `raw` is kept and the screen is not emulated, because emulation takes more
+        CPU time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send
+        signals unless the program disables this, and closing the pty sends SIGHUP.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -96,10 +96,10 @@ class Terminal:
             self.read(gap_s)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size of the terminal and send SIGWINCH to its program."""
+        """Change the terminal size and send SIGWINCH to the program."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel sends SIGWINCH only to processes that have this terminal as their controlling terminal.
+        # The kernel sends SIGWINCH only to processes with this terminal as their controlling terminal.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
@@ -130,8 +130,9 @@ class Terminal:
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
-        """Wait until the program exits, and return its exit code. Keep reading, since unread output can block the
-        program.
+        """Wait until the program exits, and return its exit code.
+
+        Keep reading, because unread output can block the program.
         """
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
@@ -158,7 +159,7 @@ class Terminal:
             self.process.wait()
 
     def usage(self) -> tuple[float, int]:
-        """Return the CPU seconds that the program has used, and its peak memory in bytes."""
+        """Return the CPU seconds used by the program, and its peak memory in bytes."""
         with open(f"/proc/{self.process.pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
         ticks = int(fields[11]) + int(fields[12])

@@ -1,4 +1,4 @@
-"""Language models with three blocks and random weights, and their tokenizers, as folders that transformers can load.
+"""Language models with three blocks and random weights, and their tokenizers, as folders loadable by transformers.
 
 The variance of the weights is chosen so that a block changes the residual stream by about the same amount as a
 trained block.
@@ -21,7 +21,7 @@ DECODERS = ("gpt2", "llama", "gemma3", "qwen3")
 ENCODERS = ("bert", "roberta")
 FAMILIES = (*DECODERS, *ENCODERS)
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-# The template that each family's tokenizer adds around a text.
+# The template added around a text by each family's tokenizer.
 AROUND = {"gpt2": "$A", "llama": f"{BOS} $A", "gemma3": f"{BOS} $A", "qwen3": "$A"}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}" + EOS + "{% endfor %}"
 VOCABULARY = "the a cat dog sat ran on over under red blue small mat hill and then it saw was not here"
@@ -52,7 +52,7 @@ def make_model(folder: Path, family: str) -> Path:
 
 
 def make_config(family: str, n_tokens: int) -> Any:
-    """Return the configuration of a tiny model of this family."""
+    """Return the configuration for a tiny model of this family."""
     import transformers
 
     if family == "gpt2":

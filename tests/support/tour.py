@@ -1,5 +1,5 @@
 """Records an animation of the app: selects GPUs, launches and watches a training job, and compares it with a second
-one.
+job.
 
 `make pictures` runs `PYTHONPATH=tests python -m support.tour FILE.svg [--keep FOLDER]`. The GPUs are simulated, but the
 two training jobs are real: each takes about half a minute on two cores.
@@ -54,7 +54,7 @@ class Camera:
         self.pictures.append(Picture(self.app.export_screenshot(), seconds, caption))
 
     async def press(self, *keys: str, caption: str, seconds: float = 0.6, ready: Callable[[], object] = bool) -> None:
-        """Press keys one after another and take a picture after each; before the last picture, wait for `ready`."""
+        """Press keys in sequence and take a picture after each; before the last picture, wait for `ready`."""
         for key in keys:
             await self.pilot.press(key)
             if key == keys[-1] and ready is not bool:
@@ -102,7 +102,7 @@ class Camera:
 
 
 async def tour(camera: Camera) -> int:
-    """Run the tour; return the index of the picture that is shown without animation."""
+    """Run the tour; return the index of the picture shown without animation."""
     await camera.pilot.pause(_WARM_UP_S)
     await camera.take("see what every GPU does", 2.5)
     await choose(camera)
@@ -189,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:
         same_everywhere(patch)
         patch.setenv("LOGNAME", "ada")
-        # Copy the data, so that no picture shows a path of this machine.
+        # Copy the data so that no picture shows a path on this machine.
         shutil.copytree(ROOT / "data/sample", Path(folder, "data/sample"))
         patch.chdir(folder)
         pictures, still = asyncio.run(film(Path(folder)))

@@ -1,5 +1,4 @@
-"""An example of a new kind of job, which runs a command: its settings, its plan, the work of a rank and the form's
-texts.
+"""An example of a new kind of job, which runs a command: its settings, its plan, a rank's work and the form's texts.
 
 python -P toy_kind.py DATA_DIR JOB_ID        a job's supervisor with this kind registered
 python -P toy_kind.py rank SPEC              a rank with this kind registered
@@ -50,7 +49,7 @@ class CommandJob(AnyJob, frozen=True, kw_only=True):
 
 
 class CommandProposal(Proposal[CommandJob]):
-    """The proposal of a job that runs a command."""
+    """The proposal for a job that runs a command."""
 
     def problems(self) -> list[Problem]:
         often = [Problem("command.times", "is large", "warning")] if self.job.command.times > 100 else []
@@ -72,7 +71,7 @@ class CommandWork(RankWork[CommandJob]):
 
 
 class LaunchCommand(LaunchKind[CommandJob, UnknownNeeds]):
-    """The launch form and messages of a job that runs a command."""
+    """The launch form and messages for a job that runs a command."""
 
     heading = "Command"
 

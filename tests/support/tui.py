@@ -53,7 +53,7 @@ class StillMonitor:
             self.step()
 
     def step(self) -> None:
-        """Take one more sample of every GPU, one second later."""
+        """Take one more sample from every GPU, one second later."""
         self.now += 1
         self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
         for ring, sample in zip(self._rings, self._latest, strict=True):
@@ -130,7 +130,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Write the curves of a successful run as rank 0 would."""
+    """Write the curves for a successful run as rank 0 would."""
     paths = data.run(job_id)
     paths.create()
     put_store(paths.metrics_db, "metrics")

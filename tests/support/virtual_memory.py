@@ -1,4 +1,4 @@
-"""Matrices larger than the memory, for tests that read and write only small parts of them."""
+"""Matrices larger than physical memory, for tests that read and write only small parts of each matrix."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAP_NORESERVE = 0x4000
 
 
 class VirtualMemory(TorchDispatchMode):
-    """Fills empty tensors with 0. Large tensors use memory only for the pages that are written.
+    """Fills empty tensors with 0. Large tensors use memory only for written pages.
 
-    Each tensor is preceded by unused memory of the same size, so that an index that is negative because of an overflow
-    does not crash the process.
+    Each tensor is preceded by unused memory of the same size, so that an index made negative by an overflow does not
+    crash the process.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

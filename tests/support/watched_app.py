@@ -1,4 +1,4 @@
-"""The real app with a given user name and host name. Writes the classes of the shown screens to `screens.txt`.
+"""The real app with a given user name and host name. Writes the classes of the displayed screens to `screens.txt`.
 
 python watched_app.py USER HOST [ARGUMENTS OF sae-tui]
 """
@@ -26,7 +26,7 @@ def name_other_users(user: str, host: str) -> None:
 
 
 def ask_no_torch() -> None:
-    """Prevent the doctor from importing torch, which saves two core-seconds."""
+    """Prevent the doctor from importing torch, saving two core-seconds."""
     torch_build._ask = lambda box: (None, "no torch")
 
 

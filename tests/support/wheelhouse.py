@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-# Files that an installer adds to the installed package.
+# Files added to the installed package by an installer.
 _BY_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
 
 def fill(folder: Path, names: Iterable[str]) -> None:
     """Write a wheel for each of these packages and for pip, which is not in the lock files.
 
-    Packages that are not installed are skipped, since they are for other systems.
+    Packages that are not installed are skipped, because they are for other systems.
     """
     for name in (*names, "pip"):
         try:
@@ -34,7 +34,7 @@ def _write_wheel(folder: Path, package: Distribution) -> None:
     tag = "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*(tag.split("-") for tag in tags), strict=True))
     record = io.StringIO()
     writer = csv.writer(record, lineterminator="\n")
-    # The files are not compressed, since compression would take five times as long.
+    # The files are not compressed, because compression would take five times as long.
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as wheel:
         for name, file in _files(package, stem):
             wheel.write(file, name)
@@ -45,7 +45,7 @@ def _write_wheel(folder: Path, package: Distribution) -> None:
 
 
 def _files(package: Distribution, stem: str) -> Iterator[tuple[str, Path]]:
-    """Yield the name and path of each file in a package's wheel, except scripts, which an installer creates again."""
+    """Yield the name and path of each file in a package's wheel, except scripts, which an installer recreates."""
     made = set(_scripts(package))
     for entry in package.files or ():
         file = Path(str(entry.locate())).resolve()

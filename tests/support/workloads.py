@@ -1,4 +1,4 @@
-"""Creates workloads for tests of estimates, from a job and the width of its data."""
+"""Creates workloads for estimate tests from a job and its data width."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ from trainer.contract.store.rows import Job
 def workload(
     job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda", n_tokens: int = 10**9
 ) -> Workload:
-    """Return the workload of a job on `ranks` GPUs or CPU processes. By default, there is more than enough data."""
+    """Return the workload for a job on `ranks` GPUs or CPU processes. By default, there is more than enough data."""
     return Workload(job, ranks, DataShape(d_in, d_out, n_tokens), CPU if device == "cpu" else "")
 
 
 def look_of(job: JobConfig, data: DataShape, machine: Machine, past: Sequence[Job] = ()) -> Outlook:
-    """Return the outlook of a job on data of this shape; `past` contains earlier jobs, whose measured memory is
-    used.
-    """
+    """Return the outlook for a job on data with this shape, using the measured memory of the earlier jobs in `past`."""
     proposal = TrainingProposal(job, machine, used_before(past))
     proposal.work = proposal.layout.on_data(data)
     return proposal.outlook
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section of a training job that reads a nonexistent language model, with a text file in
-    `folder`.
-    """
+    """Return the data section for a training job reading a nonexistent language model, with a text file in `folder`."""
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

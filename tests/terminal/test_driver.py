@@ -61,7 +61,7 @@ print("resumed", app.n_resumed)
 @pytest.mark.parametrize(("stops_in", "n_stops"), [("pause", 1), ("resume", 2)])
 def test_a_second_ctrl_z_is_ignored_during_a_pause_and_stops_an_app_that_resumes(stops_in: str, n_stops: int) -> None:
     command = [sys.executable, "-c", STOPPED_AGAIN, stops_in]
-    # Use a new process group, since the kernel would discard the signal in a new session.
+    # Use a new process group, because the kernel would discard the signal in a new session.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         for _ in range(n_stops):
             deadline = time.monotonic() + 20

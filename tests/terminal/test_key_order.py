@@ -52,7 +52,7 @@ class Small(KeysInOrder):
 
 
 def send(app: Small, data: str) -> None:
-    """Post the messages for input that arrives in one packet, as the driver does."""
+    """Post the messages for input arriving in one packet, as the driver does."""
     for message in PacketParser().feed(data):
         message.set_sender(app)
         app.post_message(message)
@@ -65,7 +65,7 @@ async def test_a_packet_contains_the_keys_that_arrived_together() -> None:
     assert list(packet.keys) == keys
 
 
-async def test_keys_after_a_key_that_opens_a_field_are_text() -> None:
+async def test_keys_after_a_key_that_opens_a_field_are_text_input() -> None:
     app = Small()
     async with app.run_test() as pilot:
         send(app, "a/abc\x7f\x7fd")
@@ -74,7 +74,7 @@ async def test_keys_after_a_key_that_opens_a_field_are_text() -> None:
 
 
 @pytest.mark.parametrize("turns", [3, 6, 9])
-async def test_keys_that_arrive_while_the_app_exits_are_dropped(turns: int) -> None:
+async def test_keys_arriving_while_the_app_is_exiting_are_dropped(turns: int) -> None:
     app = Small()
     async with app.run_test():
         send(app, "abc" * 60)
@@ -96,7 +96,7 @@ async def test_repeated_keys_are_commands_and_pasted_text_is_ignored() -> None:
         assert app.counted == 6
 
 
-async def test_a_key_handler_that_hangs_does_not_prevent_quitting() -> None:
+async def test_a_hanging_key_handler_does_not_prevent_quitting() -> None:
     app = Small()
     async with app.run_test() as pilot:
         app.query_one(Stuck).focus()

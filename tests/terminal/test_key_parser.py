@@ -18,7 +18,7 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 class Clock:
-    """A clock that the test advances."""
+    """A clock advanced by the test."""
 
     now = 1000.0
 

@@ -60,7 +60,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple]]:
 
 @settings(max_examples=200)
 @given(st.lists(updates(), min_size=1, max_size=5))
-def test_partial_updates_show_the_same_as_a_full_repaint(frames) -> None:
+def test_partial_updates_show_the_same_cells_as_a_full_repaint(frames) -> None:
     painter = Painter()
     lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
     lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)

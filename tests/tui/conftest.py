@@ -1,4 +1,4 @@
-"""Fixtures for the app with simulated GPUs, a clock that the test controls, and a store in a temporary folder."""
+"""Fixtures for the app with simulated GPUs, a clock controlled by the test, and a store in a temporary folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_objects() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, since pytest keeps objects for every test."""
+    """Exclude existing objects from garbage collection, because pytest keeps objects for every test."""
     gc.collect()
     gc.freeze()
     yield

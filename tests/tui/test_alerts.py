@@ -1,4 +1,4 @@
-"""Tests for how alerts are shown: the message, the number of active alerts, and the alerts of the last day."""
+"""Tests for how alerts are shown: the message, the number of active alerts, and the alerts from the last day."""
 
 from __future__ import annotations
 

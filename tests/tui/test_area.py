@@ -1,4 +1,4 @@
-"""Tests for histories that are drawn as area charts with an axis."""
+"""Tests for histories drawn as area charts with an axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the screen that shows a job's report card."""
+"""Tests for the screen showing a job's report card."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def opened(pilot: Pilot[None], app: SaeApp) -> CardScreen:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_all_figures_of_a_report_card_fit_on_one_screen(
+async def test_all_figures_on_a_report_card_fit_on_one_screen(
     make_app: MakeApp, data: DataDir, job_id: int, size: tuple[int, int]
 ) -> None:
     put_card(data.sae(job_id))
@@ -67,7 +67,7 @@ async def test_all_figures_of_a_report_card_fit_on_one_screen(
         assert isinstance(app.screen, FeaturesScreen)
 
 
-async def test_the_report_card_of_each_sae_of_a_sweep_is_shown(make_app: MakeApp, data: DataDir, job_id: int) -> None:
+async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeApp, data: DataDir, job_id: int) -> None:
     for label, fvu in (("k=16", 0.5), ("k=8", 0.75)):
         table = {"n_tokens": 9, "d_in": 2, "d_sae": 4, "fvu": fvu, "l0_quantiles": [1.0] * 5, "dead": 0.0,
                  "dense_1": 0.0, "dense_10": 0.0, "density_histogram": [1]}  # fmt: skip

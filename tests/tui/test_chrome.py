@@ -139,7 +139,7 @@ async def test_a_message_replaces_the_previous_one_and_takes_one_line(make_app) 
         assert (toast.region.y, toast.region.height, toast.region.width) == (22, 1, 80)
 
 
-async def test_a_message_that_expires_while_it_is_mounted_does_not_freeze_the_app(make_app) -> None:
+async def test_a_message_that_expires_while_being_mounted_does_not_freeze_the_app(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         app.notify("said long ago")
@@ -186,7 +186,7 @@ async def test_a_key_pressed_before_an_error_could_be_read_does_not_close_it(mak
 # Help.
 
 
-def test_help_indents_the_text_of_each_key_at_every_width() -> None:
+def test_help_indents_the_text_for_each_key_at_every_width() -> None:
     listed = [Topic("Jobs", (("D", "Delete", "a long text " * 12),)), Topic("Find", (("/", "Filter", "find"),))]
     for width in (40, 74, 120):
         lines = ["".join(text for text, _ in line) for line in help_lines("", listed, width)]
@@ -197,7 +197,7 @@ def test_help_indents_the_text_of_each_key_at_every_width() -> None:
     assert "Find" in lines[0]
 
 
-async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
+async def test_help_lists_the_screens_keys_by_topic(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
@@ -216,7 +216,7 @@ async def test_help_lists_the_keys_of_its_screen_by_topic(make_app) -> None:
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """Return the titles that the command palette lists for a query, in order."""
+    """Return the titles listed by the command palette for a query, in order."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")
@@ -258,7 +258,7 @@ async def test_the_palette_opens_the_settings_and_their_key_does_not_open_them_t
         await wait_until(pilot, lambda: app.screen.id == "dashboard")
 
 
-async def test_the_palette_shows_the_cpu_cost_of_the_app(make_app) -> None:
+async def test_the_palette_shows_the_apps_cpu_cost(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("ctrl+p", *"own cost", "enter")
@@ -352,7 +352,7 @@ async def test_the_export_names_the_folder_to_which_it_writes(make_app, data) ->
         assert app.screen.query_one(Label).region.width <= 60
 
 
-def test_a_desktop_notification_of_an_ended_job_is_one_terminal_sequence() -> None:
+def test_a_desktop_notification_about_an_ended_job_is_one_terminal_sequence() -> None:
     written: list[str] = []
     job = JobView(
         id=7, name="a\x07\x1b]2;owned", state=JobState.FAILED, config="", user="ada", host="box", device="cpu",

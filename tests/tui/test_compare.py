@@ -59,7 +59,7 @@ async def drawn_pareto(make_app, ids) -> str:
         return text(app, ParetoPanel)
 
 
-async def test_marked_jobs_are_compared_and_a_single_one_needs_a_second_mark(make_app, jobs) -> None:
+async def test_marked_jobs_are_compared_and_a_single_marked_job_needs_a_second_mark(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: len(app.session.jobs) == 2)
@@ -179,7 +179,7 @@ async def test_different_settings_and_results_are_shown_as_tables(make_app, data
         await wait_until(pilot, lambda: leading in [line.split() for line in text(app, ResultsPanel).splitlines()])
 
 
-async def test_tables_with_more_saes_than_fit_can_be_scrolled_sideways(make_app, data) -> None:
+async def test_tables_with_too_many_saes_to_fit_can_be_scrolled_sideways(make_app, data) -> None:
     job = record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16, 32, 64, 128, 256, 300, 400]))
     app = make_app(2)
     async with app.run_test(size=(60, 24)) as pilot:
@@ -237,7 +237,7 @@ async def test_the_pareto_front_is_marked(make_app, data) -> None:
     assert "0.4 ★" not in drawn
 
 
-async def test_values_of_training_batches_form_no_pareto_front(make_app, data) -> None:
+async def test_training_batch_values_form_no_pareto_front(make_app, data) -> None:
     ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=k) for name, k in (("one", 8.0), ("two", 9.0))]
     drawn = await drawn_pareto(make_app, ids)
     assert "batch FVU against batch L0 no Pareto front before an evaluation" in drawn
@@ -289,7 +289,7 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
 
 
 @given(st.lists(st.tuples(few, few), max_size=25))
-def test_the_pareto_front_agrees_with_a_comparison_of_every_pair(points) -> None:
+def test_the_pareto_front_matches_a_comparison_of_every_pair(points) -> None:
     beaten = {
         place for place, (x, y) in enumerate(points) if any(a <= x and b <= y and (a, b) != (x, y) for a, b in points)
     }

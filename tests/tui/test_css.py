@@ -1,4 +1,4 @@
-"""Tests that the widget classes in the app's CSS exist, since Textual ignores selectors with unknown classes."""
+"""Tests that the widget classes in the app's CSS exist, because Textual ignores selectors with unknown classes."""
 
 import re
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def sheets() -> Iterator[tuple[str, str]]:
 
 
 def types_in(sheet: str) -> set[str]:
-    """Return the widget classes that occur in the selectors of a style sheet."""
+    """Return the widget classes in a style sheet's selectors."""
     selectors = re.sub(r"/\*.*?\*/|\{[^}]*\}", " ", sheet, flags=re.DOTALL)
     return set(re.findall(r"(?<![\w.#:$-])[A-Z]\w*", selectors))
 

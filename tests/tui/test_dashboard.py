@@ -46,7 +46,7 @@ def text(app, panel) -> str:
 
 
 def gpus(app) -> list[str]:
-    """Return the text of each GPU, with its two lines joined into one."""
+    """Return the text for each GPU, with its two lines joined into one."""
     lines = text(app, GpuPanel).splitlines()
     return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
 
@@ -126,7 +126,7 @@ async def test_eight_gpus_with_their_users_and_the_totals_fit_80_by_24(make_app)
         assert app.screen.query_one(JobsPanel).region.height >= 4
 
 
-async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_is_a_dash(make_app) -> None:
+async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_is_shown_as_a_dash(make_app) -> None:
     source = Simulated(4, clock=lambda: 0.0, faults={1: "lost", 2: "no_power"})
     app = make_app(monitor=StillMonitor(source=source))
     async with app.run_test(size=(120, 40)) as pilot:
@@ -168,7 +168,7 @@ async def test_held_and_queued_jobs_are_shown_as_waiting_and_a_silent_gpu_is_not
     ("width", "shown"),
     [(80, "used by mallory (…"), (99, "used by mallory (pid 3…")],
 )
-async def test_the_user_of_a_gpu_is_named_as_far_as_there_is_space(make_app, width, shown) -> None:
+async def test_a_gpus_user_is_named_as_far_as_there_is_space(make_app, width, shown) -> None:
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.pause()
@@ -289,7 +289,7 @@ async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_confirmat
         await wait_until(pilot, shows("gpt2-activations"))
 
 
-async def test_f_opens_the_features_of_a_job_that_has_features(make_app, data) -> None:
+async def test_f_opens_the_features_of_a_job_with_features(make_app, data) -> None:
     with_some = record_job(data, "some", JobState.FINISHED)
     record_job(data, "none", JobState.FINISHED)
     data.sae(with_some).mkdir(parents=True)
@@ -324,7 +324,7 @@ async def test_the_dashboard_is_updated_behind_help_and_dialogs(make_app, data) 
         assert app.screen is app.router.dashboard
 
 
-async def test_a_gpu_shows_the_job_or_the_user_that_holds_it(make_app, data) -> None:
+async def test_a_gpu_shows_the_job_or_user_holding_it(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING, gpu_ids=(1,), gpu_uuids=("GPU-51a0-sim-1",))
     app = make_app(4)
     async with app.run_test(size=(140, 40)) as pilot:
@@ -344,7 +344,7 @@ async def test_an_invalid_setting_is_reported_and_the_app_still_starts(make_app)
         assert any("monitor_view_default" in note.message for note in app._notifications)
 
 
-async def test_a_store_of_a_newer_version_is_reported_and_the_gpus_are_still_shown(make_app, data) -> None:
+async def test_a_store_from_a_newer_version_is_reported_and_the_gpus_are_still_shown(make_app, data) -> None:
     import sqlite3
 
     with sqlite3.connect(data.control_db) as db:
@@ -387,7 +387,7 @@ async def test_the_jobs_table_shows_live_progress_and_enter_opens_the_job(make_a
         assert app.screen.id == "dashboard"
 
 
-async def test_the_cursor_stays_on_its_job_when_a_new_one_appears_above(make_app, data) -> None:
+async def test_the_cursor_stays_on_its_job_when_a_new_job_appears_above(make_app, data) -> None:
     first = record_job(data, "first", JobState.FINISHED)
     record_job(data, "second", JobState.FINISHED)
     app = make_app(4)
@@ -456,7 +456,7 @@ async def test_ctrl_c_shows_which_key_quits(make_app) -> None:
         assert messages[1:] == ["Press ctrl+q to quit; jobs keep running."]
 
 
-async def test_help_lists_every_key_of_the_screen(make_app) -> None:
+async def test_help_lists_every_key_on_the_screen(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")

@@ -60,7 +60,7 @@ def told(app) -> list[str]:
 
 
 def shown(app) -> None:
-    """Draw the latest samples, as the app does in every interval."""
+    """Draw the latest samples, as the app does at every interval."""
     app.redraw.show_gpus()
 
 
@@ -134,7 +134,7 @@ async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app,
         assert ["resume", "7"] not in runs_of(folder)
 
 
-async def test_only_a_training_on_another_host_can_finish_early(make_app, folder) -> None:
+async def test_only_a_training_job_on_another_host_can_finish_early(make_app, folder) -> None:
     trains = {"name": "a training", "loss": 0.2, "step": 200, "total_steps": 2000}
     jobs = [{"id": 8, "name": "rows"}, trains | {"id": 7}, trains | {"id": 6, "phase": "cooling down"}]
     jobs_line = f'say({{"type": "jobs", "jobs": [JOB | one for one in {jobs!r}]}}); say({{"type": "gpus"}}); stay()'
@@ -218,7 +218,7 @@ async def test_a_read_only_app_changes_nothing_on_other_hosts_but_reads_their_lo
         assert all(words[0] == "stream" for words in runs_of(folder))
 
 
-async def test_a_disconnected_host_shows_since_when_and_keeps_its_jobs(make_app, folder) -> None:
+async def test_a_disconnected_host_shows_the_time_of_disconnection_and_keeps_its_jobs(make_app, folder) -> None:
     hosts = Hosts(["gpu1"], far_side(folder, THEIRS + "import time; time.sleep(1)", "sys.exit(255)"))
     app = make_app(4, hosts=hosts)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -231,7 +231,7 @@ async def test_a_disconnected_host_shows_since_when_and_keeps_its_jobs(make_app,
         assert any("gpu1 is not connected." in note for note in told(app))
 
 
-async def test_the_status_line_counts_gpus_of_other_hosts_if_there_are_none_here(make_app, folder) -> None:
+async def test_the_status_line_counts_gpus_on_other_hosts_if_this_host_has_none(make_app, folder) -> None:
     monitor = StillMonitor(1)
     monitor._latest, monitor._rings, monitor.problem = (), [], "the NVIDIA driver is not loaded"
     app = make_app(monitor=monitor, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))

@@ -1,4 +1,4 @@
-"""Tests for the screen that shows an SAE's latents and their max-activating examples."""
+"""Tests for the screen showing an SAE's latents and their max-activating examples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_latents_are_listed_and_the_selected_one_is_shown_with_its_context
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
-        # The most strongly activating token of each context is in the same column.
+        # The most strongly activating token in each context is in the same column.
         first, second = [line for line in detail.plain.splitlines() if "Lämb" in line]
         assert first.index(" Lämb") == second.index(" Lämb")
         assert " the Lämbs" in first
@@ -137,7 +137,7 @@ async def ask(pilot: Pilot[None], app: SaeApp, key: str, text: str) -> None:
     await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
 
 
-async def test_a_key_shows_the_next_sae_of_a_sweep(make_app: MakeApp, data: DataDir) -> None:
+async def test_a_key_shows_the_next_sae_in_a_sweep(make_app: MakeApp, data: DataDir) -> None:
     job_id = record_job(data, "a", JobState.FINISHED)
     put(data.sae(job_id) / "k=16")
     put(data.sae(job_id) / "k=8", features_file({5: "other", 7: "words", 9: "s"}))
@@ -242,7 +242,7 @@ async def test_only_visible_latents_are_read_from_a_large_file(
         assert len(set(read)) < 200
 
 
-def test_the_tokens_that_a_latent_promotes_are_shown_above_its_contexts(tmp_path: Path) -> None:
+def test_the_tokens_promoted_by_a_latent_are_shown_above_its_contexts(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file(**MOVED))
     features = Features(tmp_path / "sae" / FEATURES)
     for width in (20, 40, 80):
@@ -276,7 +276,7 @@ def test_a_truncated_wide_character_hides_the_text_after_it(tmp_path: Path) -> N
     ]  # fmt: skip
 
 
-def test_a_character_split_over_tokens_has_the_shade_of_the_strongest_token(tmp_path: Path) -> None:
+def test_a_character_split_across_tokens_has_the_shade_of_the_strongest_token(tmp_path: Path) -> None:
     put(tmp_path / "sae", features_file(SPREAD))
     features = Features(tmp_path / "sae" / FEATURES)
     lines = feature_lines(features.feature(0), features, 80)

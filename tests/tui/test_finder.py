@@ -1,4 +1,4 @@
-"""Tests for filtering, sorting and marking in the jobs table, and for keys that change name, tags and note of a job."""
+"""Tests for filtering, sorting and marking in the jobs table, and for keys that change a job's name, tags and note."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_action_keys_are_letters_while_a_filter_is_typed(make_app, three) 
         assert app.screen.query_one(Filter).value == "ash x#+"
 
 
-async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three) -> None:
+async def test_the_sort_order_cycles_and_the_cursor_stays_on_its_job(make_app, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -89,7 +89,7 @@ async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three)
         assert (said(app), shown(app)) == ("by name", ["alpha", "beta", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o")
-        # An unfinished job comes after finished ones, even if its FVU is lower.
+        # An unfinished job comes after finished jobs, even if its FVU is lower.
         assert (said(app), shown(app)) == ("by fvu", ["beta", "alpha", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o", "o", "o")

@@ -25,7 +25,7 @@ def job_id(data) -> int:
 
 
 def rows(app) -> list[str]:
-    """Return the rows that the terminal shows."""
+    """Return the rows shown by the terminal."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 
@@ -38,7 +38,7 @@ def test_the_window_size_determines_the_kind_of_frame(size, frame) -> None:
 
 
 @pytest.mark.parametrize("frame", SIZES)
-async def test_each_panel_of_a_job_has_its_title_with_and_without_a_frame(make_app, job_id, frame) -> None:
+async def test_each_job_panel_has_its_title_with_and_without_a_frame(make_app, job_id, frame) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES[frame]) as pilot:
         await shown(pilot, job_id)
@@ -56,7 +56,7 @@ async def test_each_panel_of_a_job_has_its_title_with_and_without_a_frame(make_a
         assert ("╭" in text, "─ Events ─" in text) == (frame == "framed", frame != "bare")
 
 
-async def test_titles_are_kept_when_the_window_is_resized_and_back(make_app, job_id) -> None:
+async def test_titles_are_kept_when_the_window_is_resized_and_restored(make_app, job_id) -> None:
     app = make_app(2)
     async with app.run_test(size=SIZES["framed"]) as pilot:
         await shown(pilot, job_id)

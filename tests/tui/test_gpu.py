@@ -1,4 +1,4 @@
-"""Tests for the screen of one GPU and the keys and clicks that open it."""
+"""Tests for a GPU's screen and for the keys and clicks that open it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_enter_on_a_gpu_opens_it(make_app) -> None:
         await shown(pilot, 3)
 
 
-async def test_a_click_selects_a_gpu_and_a_second_one_opens_it(make_app) -> None:
+async def test_a_click_selects_a_gpu_and_a_second_click_opens_it(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -148,7 +148,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(
         await wait_until(pilot, lambda: "last 7 d" in text(app, GpuHistory))
 
 
-async def test_the_dashboard_shows_longer_spans_of_all_gpus_in_full(make_app, data) -> None:
+async def test_the_dashboard_shows_longer_spans_for_all_gpus_in_full(make_app, data) -> None:
     begin = time.time() - 3000
     store_samples(data, uuid_of(0), [begin + 10 * step for step in range(50)], job=12)
     app = make_app(1)
@@ -166,7 +166,7 @@ async def test_the_dashboard_shows_longer_spans_of_all_gpus_in_full(make_app, da
         await wait_until(pilot, lambda: "███" not in text(app, GpuPanel))
 
 
-async def test_a_span_that_is_read_late_does_not_replace_the_one_on_screen(make_app, data, monkeypatch) -> None:
+async def test_a_span_read_late_does_not_replace_the_span_on_screen(make_app, data, monkeypatch) -> None:
     store_samples(data, uuid_of(0), [time.time() - 100], job=12)
     go_on, real = threading.Event(), dashboard.stored_past
 

@@ -1,4 +1,4 @@
-"""Tests for GPUs that are shown as lines, whose layout is computed from the table of columns."""
+"""Tests for GPUs shown as lines, with a layout computed from the table of columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for GPUs that are shown as a map of tiles."""
+"""Tests for GPUs shown as a map of tiles."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ async def test_an_extraction_shows_its_speed_and_no_training_values(make_app, da
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 
 
-async def test_new_output_of_the_trainer_is_on_the_screen_within_seconds(make_app, data) -> None:
+async def test_new_trainer_output_is_on_the_screen_within_seconds(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)
     app = make_app(4)
@@ -121,7 +121,7 @@ async def test_new_output_of_the_trainer_is_on_the_screen_within_seconds(make_ap
         await wait_until(pilot, lambda: "a new line" in screen.query_one(LogPanel).plain, seconds=5)
 
 
-async def test_a_registered_launch_backend_is_among_the_settings_of_a_job(make_app, data, monkeypatch) -> None:
+async def test_a_registered_launch_backend_is_among_a_jobs_settings(make_app, data, monkeypatch) -> None:
     monkeypatch.setitem(LAUNCH_BACKENDS, "nice", toy_backend.ENTRY)
     launch = {"backend": "nice", "niceness": 7}
     job, _ = parse_job({"name": "x", "data": {"path": "data/sample"}, "launch": launch})
@@ -292,7 +292,7 @@ async def test_the_log_follows_its_end_through_a_resize_until_it_is_scrolled_up(
         await wait_until(pilot, lambda: panel.scroll_y == panel.max_scroll_y)
 
 
-async def test_m_shows_the_next_sae_of_a_sweep_and_is_hidden_for_a_single_sae(make_app, data) -> None:
+async def test_m_shows_the_next_sae_in_a_sweep_and_is_hidden_for_a_single_sae(make_app, data) -> None:
     single = record_job(data, "one", JobState.RUNNING, total_steps=400)
     sweep = record_job(data, "three", JobState.RUNNING, total_steps=400, config=job_file(k=[8, 16, 32]))
     for job_id in (single, sweep):
@@ -478,7 +478,7 @@ ERROR = (
 
 
 def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
-    """Write the files that the rank and the supervisor of a failed job write."""
+    """Write the files that a failed job's rank and supervisor would write."""
     paths = data.run(job_id)
     paths.create()
     paths.job_file.write_text(job_file())
@@ -551,7 +551,7 @@ async def test_the_log_title_shows_its_source_and_an_empty_log_has_a_message(mak
         await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
 
 
-async def test_a_key_shows_every_metric_of_a_job_and_escape_returns(make_app, data) -> None:
+async def test_a_key_shows_all_of_a_jobs_metrics_and_escape_returns(make_app, data) -> None:
     job_id = record_job(data, "one", JobState.RUNNING, total_steps=400)
     record_metrics(data, job_id)
     app = make_app(4)

@@ -65,7 +65,7 @@ def test_a_sweep_shows_the_range_of_its_settings() -> None:
     assert k_words("not [ toml") == k_words("[sae]\nk = \n") == d_sae_words("", 8) == ""
 
 
-def test_the_dead_share_is_explained_once_the_number_of_tokens_is_known() -> None:
+def test_the_fraction_of_dead_latents_is_explained_once_the_token_count_is_known() -> None:
     steps = {"step": 100, "total_steps": 400, "tokens": 51_200}
     assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "in 20,000 tokens"
     assert dead_after_words(job(config=config(), **steps)) == "in 20,480 tokens"

@@ -43,7 +43,7 @@ WIDE = (130, 45)
 
 
 def job_of(screen: LaunchScreen):
-    """Return the job of the latest review, or None if the form has errors."""
+    """Return the job from the latest review, or None if the form has errors."""
     return screen.form.review.job
 
 
@@ -311,7 +311,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
         await wait_until(pilot, lambda: not left.exists())
 
 
-async def test_a_gpu_that_another_job_has_taken_in_the_meantime_is_shown_as_busy(make_app, data) -> None:
+async def test_a_gpu_taken_by_another_job_in_the_meantime_is_shown_as_busy(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -439,7 +439,7 @@ async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch)
         assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
 
 
-async def test_a_review_may_arrive_while_the_form_is_removed(make_app) -> None:
+async def test_a_review_may_arrive_while_the_form_is_being_removed(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -451,7 +451,7 @@ async def test_a_review_may_arrive_while_the_form_is_removed(make_app) -> None:
 
 
 def model_of(folder: Path, n_parameters: int) -> Path:
-    """Write the files that a review reads to estimate the size of a language model."""
+    """Write the files read by a review to estimate the size of a language model."""
     folder.mkdir()
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -468,7 +468,7 @@ async def pick_extraction(pilot, screen: LaunchScreen) -> None:
     await wait_until(pilot, lambda: screen.query("#row-model-path"))
 
 
-async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data, tmp_path) -> None:
+async def test_the_extraction_preset_shows_its_own_settings(make_app, data, tmp_path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("the cat sat")
     app = make_app(4)
@@ -505,7 +505,7 @@ async def test_an_output_folder_that_contains_rows_is_reported_at_its_field(make
         await wait_until(pilot, lambda: not row.has_class("-wrong"))
 
 
-async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
+async def test_a_training_job_on_rows_still_being_written_by_a_job_is_launched_after_that_job(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
@@ -586,7 +586,7 @@ deterministic = true
 """
 
 
-async def test_a_sweep_in_a_job_file_shows_the_settings_of_all_its_architectures(make_app, tmp_path) -> None:
+async def test_a_sweep_in_a_job_file_shows_settings_for_all_its_architectures(make_app, tmp_path) -> None:
     path, again = tmp_path / "sweep.toml", tmp_path / "again.toml"
     path.write_text(SWEEP)
     app = make_app(4)
@@ -606,7 +606,7 @@ async def test_a_sweep_in_a_job_file_shows_the_settings_of_all_its_architectures
 
 
 @pytest.mark.slow
-async def test_architecture_settings_of_a_job_file_are_kept(make_app, tmp_path) -> None:
+async def test_architecture_settings_in_a_job_file_are_kept(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text('[data]\npath = "data/sample"\n[sae]\narchitecture = "batch_topk"\nthreshold_rate = 0.125\n')
     app = make_app(4)
@@ -663,7 +663,7 @@ async def test_a_boolean_setting_offers_both_values(make_app) -> None:
         await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).train.deterministic)
 
 
-async def test_the_help_of_the_focused_field_is_shown_in_full(make_app) -> None:
+async def test_the_help_for_the_focused_field_is_shown_in_full(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app)
@@ -674,7 +674,7 @@ async def test_the_help_of_the_focused_field_is_shown_in_full(make_app) -> None:
         assert row.query_one(".hint").size.width * row.size.height >= len(row.help)
 
 
-async def test_the_launched_job_has_the_current_values_not_those_of_an_older_review(
+async def test_the_launched_job_has_the_current_values_and_not_those_from_an_older_review(
     make_app, data, monkeypatch
 ) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
@@ -767,7 +767,7 @@ async def test_keys_focus_gpus_settings_and_review_and_arrows_move_between_field
         assert row.has_focus_within
 
 
-async def test_a_setting_is_found_by_part_of_its_name_even_if_it_is_hidden(make_app) -> None:
+async def test_a_setting_is_found_by_part_of_its_name_even_if_the_setting_is_hidden(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -886,7 +886,7 @@ async def test_a_registered_architecture_and_optimizer_show_their_settings(make_
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.optimizer == "heavy_ball")
 
 
-async def test_a_key_reports_problems_of_the_stored_activations(make_app, monkeypatch) -> None:
+async def test_a_key_reports_problems_with_the_stored_activations(make_app, monkeypatch) -> None:
     answers: list[Inspected | UserError] = [
         INSPECTED, msgspec.structs.replace(INSPECTED, findings=()), UserError("data.path: it cannot be read")
     ]  # fmt: skip
@@ -945,7 +945,7 @@ async def test_the_form_asks_before_it_loads_a_job_file_that_runs_code(make_app,
 
 
 @pytest.mark.slow
-async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(make_app, tmp_path) -> None:
+async def test_the_review_waits_for_headers_read_by_the_trainer(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     (file := tmp_path / "acts.pt").write_bytes(b"not read here")
     found = ShardSet((Shard(0, 5000, 8, "F32", file=file),))
@@ -964,7 +964,7 @@ async def test_headers_that_the_trainer_reads_are_waited_for_and_then_reviewed(m
 
 
 @pytest.mark.slow
-async def test_another_python_is_read_in_the_background_and_then_reviewed(make_app, tmp_path) -> None:
+async def test_another_python_environment_is_read_in_the_background_and_then_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
     (tmp_path / "answer.json").write_text(json.dumps(answer_of_python()))

@@ -84,7 +84,7 @@ def test_much_free_memory_is_drawn_as_an_arrow_and_unknown_free_memory_is_left_o
     assert not set("│→✓✗") & set(bar)
 
 
-def test_the_memory_of_processes_is_added_up() -> None:
+def test_process_memory_is_added_up() -> None:
     assert (
         "✗ 4 × 16.5 GiB of 60.0 GiB free on this machine"
         in drawn(Need(PARTS, 4), FreeMemory(60 * GIB, "this machine"), 80)[0]
@@ -143,7 +143,7 @@ async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_sta
         assert panel.region.height == before.height
 
 
-async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_app, monkeypatch) -> None:
+async def test_cpu_processes_are_compared_with_the_machines_memory(make_app, monkeypatch) -> None:
     free = [FreeMemory(2 * GIB, "this machine")]
     monkeypatch.setattr(job_form, "capacity_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
@@ -165,7 +165,7 @@ async def test_cpu_processes_are_compared_with_the_memory_of_the_machine(make_ap
         assert "fits with a smaller batch_size or d_sae" in panel.plain
 
 
-async def test_the_peak_memory_of_a_past_job_of_the_same_shape_is_used(make_app, data) -> None:
+async def test_the_peak_memory_of_a_past_job_with_the_same_shape_is_used(make_app, data) -> None:
     app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0)))
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)

@@ -1,4 +1,4 @@
-"""Tests for the screen that shows all of a job's metrics in a grid of plots."""
+"""Tests for the screen showing all of a job's metrics in a grid of plots."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_job_without_values_shows_a_message(make_app, data) -> None:
         await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and said(app) == "no values yet")
 
 
-async def test_metrics_that_arrive_while_the_screen_closes_are_not_drawn(make_app, trained) -> None:
+async def test_metrics_arriving_while_the_screen_is_closing_are_not_drawn(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)

@@ -52,7 +52,7 @@ async def test_the_preview_follows_the_cursor_once_it_rests_on_a_job(make_app, d
 
 
 def report(data, job_id: int, kind: str, message: str) -> None:
-    """Write an event of a run, as rank 0 does."""
+    """Write a run event as rank 0 does."""
     with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
         heartbeat = Heartbeat("training", 400, 400, 400 * 8192, NOW)
         writer.write([], heartbeat, [Event(timestamp=NOW, level="warning", kind=kind, message=message)])
@@ -79,7 +79,7 @@ async def test_preview_and_job_screen_report_overfitting_until_the_run_is_resume
         await wait_until(pilot, lambda: "overfits" not in head.plain)
 
 
-async def test_the_preview_of_an_extraction_shows_its_speed(make_app, data) -> None:
+async def test_the_preview_for_an_extraction_shows_its_speed(make_app, data) -> None:
     job, problems = parse_any(
         {"kind": "extract", "model": {"path": "m.gguf", "hooks": ["resid_post.3"]}, "text": {"path": "t.txt"},
          "extract": {"n_tokens": 1000, "output": "acts"}}
@@ -108,7 +108,7 @@ async def test_the_preview_is_shown_if_there_is_space(make_app, data, size, show
             assert app.session.detail is None
 
 
-async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follows(make_app, data) -> None:
+async def test_a_job_opened_at_once_keeps_the_log_followed_by_its_screen(make_app, data) -> None:
     record_job(data, "one", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -116,6 +116,6 @@ async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follow
         app.screen._selected()
         app.session.go.open_job(1)
         app.session.watcher.follow(1, 1)
-        # Wait longer than the cursor must stay on a job before the preview shows the job.
+        # Wait longer than the cursor must stay on a job for the preview to show the job.
         await pilot.pause(0.5)
         assert app.session.watcher._followed == (1, 1)

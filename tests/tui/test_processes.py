@@ -1,4 +1,4 @@
-"""Tests for the screen that lists processes, and for the same list on a GPU's screen."""
+"""Tests for the screen listing processes, and for the same list on a GPU's screen."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RESTS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def two() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start two processes that stand in for ranks on the first two GPUs."""
+    """Start two processes standing in for ranks on the first two GPUs."""
     argv, environment = [sys.executable, "-c", RESTS, "--token=a\x1b[2J"], {"PATH": "/bin", SECRET: VALUE}
     processes = [subprocess.Popen(argv, env=environment) for _ in range(2)]
     yield processes
@@ -123,7 +123,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         await pilot.pause()
         assert (VALUE in page.plain) is not readonly
         assert app.screen.shows_all is not readonly
-        # Since users share screenshots, screenshots hide the values, even behind a dialog.
+        # Users share screenshots, so screenshots hide the values, even behind a dialog.
         await app.push_screen(Confirm("?"))
         assert VALUE not in app.export_screenshot()
         assert VALUE not in page.plain

@@ -1,4 +1,4 @@
-"""Tests that a panel of the job screen needs only one file and one registry entry."""
+"""Tests that a panel on the job screen needs only one file and one registry entry."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ async def test_a_draft_is_kept_and_saved_without_losing_other_changes_to_the_fil
         assert app.screen._draft == {}
 
 
-async def test_an_invalid_line_of_the_file_is_shown_and_kept_when_others_are_saved(make_app, file) -> None:
+async def test_an_invalid_line_in_the_file_is_shown_and_kept_when_other_settings_are_saved(make_app, file) -> None:
     file.write_text('theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\n')
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:

@@ -1,4 +1,4 @@
-"""Compares screens with snapshots, which `pytest tests/tui/test_snapshots.py --snapshot-update` updates."""
+"""Compares screens with snapshots; `pytest tests/tui/test_snapshots.py --snapshot-update` updates them."""
 
 from __future__ import annotations
 

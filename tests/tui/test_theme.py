@@ -23,7 +23,7 @@ MakeApp = Callable[..., SaeApp]
 TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
-# The minimum contrast of text, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
+# The minimum text contrast, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
 # bright teal instead of blue, so the contrast of dim text on this line is less than 4.5 in the dark theme.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
@@ -38,7 +38,7 @@ def test_page_surface_and_panel_differ_even_in_256_colours(theme: Theme) -> None
     assert numbers[3] != numbers[0]
 
 
-def test_a_terminal_with_16_colours_gets_a_16_colour_theme_for_any_choice() -> None:
+def test_a_terminal_with_16_colours_gets_a_16_colour_theme_whatever_theme_is_chosen() -> None:
     assert shown_theme("dark", "standard") == shown_theme("light", "standard") == "ansi-dark"
     assert shown_theme("colour-blind", "standard") == "sae-colour-blind-16"
     assert shown_theme("dark", "256") == "sae-dark"

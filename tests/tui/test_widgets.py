@@ -20,7 +20,7 @@ from sae_tui.widgets.table import Column, KeyedTable, Row
     st.integers(2, 40),
     st.integers(1, 10),
 )
-def test_every_point_of_a_curve_is_a_dot_in_its_cell(points: list, width: int, height: int) -> None:
+def test_every_point_on_a_curve_is_a_dot_in_its_cell(points: list, width: int, height: int) -> None:
     points.sort()
     low, high = y_range([y for _, y in points], from_zero=False)
     rows = braille(points, width, height, low, high)

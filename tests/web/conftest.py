@@ -47,7 +47,7 @@ READY = 'os.write(1, b"__GANGLION__\\n")\ndef packet(kind, body): return kind + 
 
 @pytest.fixture
 def serve_fake() -> Iterator[Callable[[str], Served]]:
-    """Return a function that starts the server with a test program that replaces the app."""
+    """Return a function that starts the server with a test program in place of the app."""
     started: list[Served] = []
 
     def start(script: str) -> Served:

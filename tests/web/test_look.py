@@ -47,7 +47,7 @@ async def test_a_job_outlives_its_browser_session_and_only_write_mode_can_stop_i
         await look.wait_for("▶ running")
         for key in ("s", "p", "D", "y", "n", "R", "#"):
             await look.press(key)
-        # Open the list of messages. A question that an earlier key opened would cover this list.
+        # Open the list of messages. A question opened by an earlier key would cover this list.
         await look.press("!")
         await look.wait_for("This view is read-only")
         assert "Stop job" not in look.text

@@ -25,7 +25,7 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, in the kernel's format, that a process listens on at this port."""
+    """Return the addresses, in the kernel's format, on which a process is listening at this port."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
@@ -83,7 +83,7 @@ def test_the_page_loads_nothing_from_other_sites(serve_fake: ServeFake) -> None:
     assert "Set-Cookie" not in headers
 
 
-async def test_a_page_of_another_origin_gets_no_session(serve_fake: ServeFake) -> None:
+async def test_a_page_from_another_origin_gets_no_session(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     here = f"http://127.0.0.1:{served.port}"
     for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"origin": f"http://localhost:{served.port}"},
@@ -96,7 +96,9 @@ async def test_a_page_of_another_origin_gets_no_session(serve_fake: ServeFake) -
         await look.wait_for("here")
 
 
-async def test_only_a_few_sessions_are_open_at_a_time_and_one_more_gets_a_message(serve_fake: ServeFake) -> None:
+async def test_only_a_few_sessions_are_open_at_a_time_and_any_other_gets_a_message(
+    serve_fake: ServeFake,
+) -> None:
     served = serve_fake(STAYS)
     async with AsyncExitStack() as stack:
         looks = [await stack.enter_async_context(served.look()) for _ in range(MOST_LOOKS)]
@@ -185,7 +187,7 @@ def test_window_sizes_are_bounded_and_a_non_ascii_character_is_sent_as_utf_8() -
     assert packet_of('["deliver_chunk_request", {}]') is None
 
 
-async def test_the_output_of_an_app_that_floods_is_rate_limited(serve_fake: ServeFake) -> None:
+async def test_the_output_from_a_flooding_app_is_rate_limited(serve_fake: ServeFake) -> None:
     served = serve_fake("while True: os.write(1, packet(b'D', bytes(1 << 20)))")
     async with served.look() as look:
         before = asyncio.get_running_loop().time()

@@ -74,7 +74,9 @@ def test_more_tokens_per_batch_and_a_longer_context_take_more_memory(model: Path
     assert needs(batch_tokens=4096, context=4096) > needs(batch_tokens=4096, context=32)
 
 
-def test_a_full_gpu_causes_a_warning_and_a_gpu_that_is_too_small_causes_an_error(job: ExtractJob, tmp_path: Path) -> None:
+def test_a_full_gpu_causes_a_warning_and_a_gpu_that_is_too_small_causes_an_error(
+    job: ExtractJob, tmp_path: Path
+) -> None:
     named = on(job, [0])
     needs = (ExtractionProposal(named, machine(tmp_path, 70)).outlook.needs_bytes or 0) / GIB
     assert check(named, machine(tmp_path, 70)) == []

@@ -171,7 +171,9 @@ def test_a_killed_evaluation_is_not_recorded_during_the_next_one_or_through_a_li
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_evaluation(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_evaluation(
+    box: Box, job_id: int, monkeypatch
+) -> None:
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]

@@ -17,7 +17,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def two_jobs(box) -> tuple[int, int]:
-    """Run a job that finishes and one that fails."""
+    """Run one job that finishes and one that fails."""
     ids = box.launch("steps=10", gpus=(0,)), box.launch("steps=10 fail=0@7", gpus=(1,))
     for job_id in ids:
         box.wait_ended(job_id)
@@ -53,7 +53,7 @@ def no_database(box) -> None:
 
 
 @pytest.mark.parametrize("damage", [lost, corrupt, no_database])
-def test_the_list_of_jobs_is_restored_completely(box, two_jobs, damage):
+def test_the_job_list_is_restored_completely(box, two_jobs, damage):
     before = [box.job(job_id) for job_id in two_jobs]
     damage(box)
     messages = list(repair(box.data))
@@ -156,7 +156,7 @@ def test_a_new_folder_needs_no_repair(box):
     assert box.control.jobs() == []
 
 
-def test_files_of_a_run_that_are_not_text_are_skipped(box, two_jobs):
+def test_run_files_that_are_not_text_are_skipped(box, two_jobs):
     first, second = map(box.data.run, two_jobs)
     first.record_file.write_bytes(b'{"name": "\xa5"}')
     second.exit_file.write_bytes(b'{"state": "\xa5"}')

@@ -1,4 +1,4 @@
-"""Tests for deleting and restoring jobs, including when the process is killed during a deletion."""
+"""Tests for deleting and restoring jobs, including with the process killed during a deletion."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_a_failed_deletion_that_cannot_be_undone_reports_both_in_one_sentence(box, monkeypatch):
+def test_a_failed_deletion_that_cannot_be_undone_reports_both_failures_in_one_sentence(box, monkeypatch):
     other, job_id = ended(box), ended(box)
     # Put a folder in place of the file that marks a complete deletion, so that the file cannot be written.
     (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_a_repair_continues_if_files_cannot_be_moved_back(box):
     assert is_listed(box, blocked)
 
 
-def test_a_job_that_is_resumed_during_its_deletion_is_kept(box, monkeypatch):
+def test_a_job_resumed_during_its_deletion_is_kept(box, monkeypatch):
     job_id = ended(box)
     original = trash.write_whole
 
@@ -206,7 +206,7 @@ def test_a_job_that_is_being_deleted_cannot_be_resumed(box, monkeypatch):
     assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
 
 
-def test_the_number_of_a_deleted_job_is_never_used_again(box):
+def test_a_deleted_jobs_number_is_never_reused(box):
     alive, deleted = ended(box), ended(box)
     trash.throw_away(box.data, deleted)
     assert box.control.create_job(box.job(alive), above=box.data.last_id()) == deleted + 1

@@ -95,7 +95,7 @@ def test_sorting_by_fvu_ignores_batch_fvus() -> None:
     assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
 
 
-def test_the_error_for_an_unknown_order_lists_the_known_ones() -> None:
+def test_the_error_for_an_unknown_order_lists_the_known_orders() -> None:
     with pytest.raises(UserError, match="newest, name, state, fvu"):
         find(JOBS, by="speed")
 
@@ -135,7 +135,7 @@ def test_a_thousand_jobs_are_filtered_and_sorted_in_twenty_milliseconds() -> Non
     assert min(taken) < 0.020
 
 
-def test_the_architectures_of_a_job_file_are_found_without_parsing_it() -> None:
+def test_the_architectures_in_a_job_file_are_found_without_parsing_the_file() -> None:
     assert architectures(job()) == "topk"
     assert architectures(job(config=SWEEP)) == "gated batch_topk"
     assert architectures(job(config="")) == ""

@@ -1,4 +1,4 @@
-"""Tests for the report about a failed job, which is based on the files that its ranks wrote."""
+"""Tests for the report about a failed job, based on the files written by its ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write the exit file of a rank that this error has ended."""
+    """Write the exit file for a rank ended by this error."""
     try:
         raise error
     except Exception:
@@ -45,7 +45,7 @@ def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
     assert any("left_by" in line for line in shown)
 
 
-def test_a_killed_extraction_resumes_after_its_stored_rows_not_after_its_reported_rows(tmp_path: Path) -> None:
+def test_a_killed_extraction_resumes_after_its_stored_rows_and_not_its_reported_rows(tmp_path: Path) -> None:
     extraction = extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows")
     (data := DataDir(tmp_path / "data")).create()
     row = Job(name="x", config=dump_job(extraction), user="me", host="here", device="cpu", gpu_source="none")
@@ -57,7 +57,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_not_after_its_reporte
     write_own(data.run(job_id).job_file, job.config)
 
     def promised(n_told: int) -> tuple[str, str]:
-        """Return the messages of the failure report and of the resumed extraction job."""
+        """Return the messages from the failure report and from the resumed extraction job."""
         one = msgspec.structs.replace(job, step=n_told)
         told = examine(data, one)
         assert told

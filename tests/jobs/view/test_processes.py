@@ -29,7 +29,7 @@ def keys(entries: list[ProcessRow]) -> list[str]:
     return [entry.key for entry in entries]
 
 
-def test_ranks_are_folded_under_their_job_which_shows_their_totals() -> None:
+def test_ranks_are_folded_under_a_job_row_showing_their_totals() -> None:
     entries = arrange(ALL, HELD)
     assert keys(entries) == ["job:7", "pid:20", "pid:21"]
     head = entries[0]
@@ -49,7 +49,7 @@ def test_a_job_with_one_rank_is_shown_as_one_row() -> None:
     ("order", "first", "last"),
     [("memory", "job:7", "pid:21"), ("SM", "pid:20", "pid:21"), ("GPU", "job:7", "pid:21"), ("pid", "job:7", "pid:21")],
 )
-def test_rows_of_processes_can_be_sorted(order, first, last) -> None:
+def test_process_rows_can_be_sorted(order, first, last) -> None:
     found = keys(arrange(ALL, HELD, order=order))
     assert (found[0], found[-1]) == (first, last)
 
@@ -79,7 +79,7 @@ def test_a_filter_finds_the_processes_that_match_all_of_its_words(words, found) 
     assert keys(arrange(ALL, HELD, words=words)) == found
 
 
-def test_a_tree_shows_processes_below_their_nearest_relevant_parents() -> None:
+def test_a_tree_shows_processes_under_their_nearest_relevant_parents() -> None:
     twin = ProcessDetails(22, "bob", "python other.py", (2,), GIB, ancestors=(SHELL, SSH))
     child = ProcessDetails(23, "bob", "worker", (2,), GIB, ancestors=(Ancestor(22, "bob", "python"), SHELL, SSH))
     entries = arrange((BOB, child, twin, EVE), Holders(), as_tree=True)

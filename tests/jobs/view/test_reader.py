@@ -1,4 +1,4 @@
-"""Tests for the job data that screens and commands read, including when files are missing or invalid."""
+"""Tests for the job data read by screens and commands, including when files are missing or invalid."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_evaluations_that_end_after_the_first_poll_are_reported_as_news(box):
     assert [(one.job_id, one.event.kind) for one in reader.news] == [(job_id, DONE), (job_id, FAILED)]
 
 
-def test_values_of_a_run_are_shown_before_its_supervisor_copies_them(box, running):
+def test_a_runs_values_are_shown_before_its_supervisor_copies_them(box, running):
     job_id, writer = running
     reader = JobsReader(box.data)
     reader.poll()
@@ -87,7 +87,7 @@ def test_values_of_a_run_are_shown_before_its_supervisor_copies_them(box, runnin
 
 
 @pytest.mark.parametrize("state", [JobState.STALLED, JobState.STOPPING, JobState.FAILED])
-def test_only_a_job_that_makes_steps_has_a_remaining_time(box, running, state):
+def test_only_a_job_making_steps_has_a_remaining_time(box, running, state):
     job_id, writer = running
     write(writer, 1, 1000)
     reader = JobsReader(box.data)
@@ -99,7 +99,7 @@ def test_only_a_job_that_makes_steps_has_a_remaining_time(box, running, state):
 
 
 def sweep(box, **fields):
-    """Record a sweep of three SAEs. The last SAE is the best, but the job's row has the values of the first SAE."""
+    """Record a sweep with three SAEs. The last SAE is the best, but the job's row has the values of the first SAE."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
@@ -114,7 +114,7 @@ def sweep(box, **fields):
     return job_id
 
 
-def test_the_best_sae_represents_a_sweep_even_if_the_row_stores_the_values_of_another(box):
+def test_the_best_sae_represents_a_sweep_even_if_the_row_stores_another_saes_values(box):
     job_id = sweep(box, fvu=0.2184, loss=3.0, l0=8.0)
     reader, detail = JobsReader(box.data), JobReader(box.data, job_id)
     reader.poll()
@@ -129,7 +129,7 @@ def test_the_best_sae_represents_a_sweep_even_if_the_row_stores_the_values_of_an
     assert (again.jobs[0].fvu, again.jobs[0].best_sae) == (0.2184, "")
 
 
-def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
+def test_jobs_are_sorted_by_the_best_sae_in_a_sweep(box):
     swept = sweep(box, fvu=0.2184)
     other = box.record(fvu=0.01, heldout_fvu=0.2)
     reader = JobsReader(box.data)
@@ -137,7 +137,7 @@ def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
     assert [job.id for job in find(reader.jobs, by="fvu")] == [swept, other]
 
 
-def test_a_job_of_an_older_version_shows_the_held_out_values_of_its_run(box):
+def test_a_job_from_an_older_version_shows_the_held_out_values_from_its_run(box):
     old = box.record(fvu=0.08, l0=32.0, step=500, state=JobState.FINISHED)
     box.data.run(old).create()
     with contextlib.closing(SeriesWriter(box.data.run(old).metrics_db)) as writer:
@@ -152,7 +152,7 @@ def test_a_job_of_an_older_version_shows_the_held_out_values_of_its_run(box):
     assert [judged_value(views[job_id], "l0") for job_id in (old, without)] == [(36.4, False), (None, True)]
 
 
-def test_the_saes_of_a_sweep_are_ordered_as_in_the_job_file_or_by_size(box):
+def test_the_saes_in_a_sweep_are_ordered_as_in_the_job_file_or_by_size(box):
     order = ["k=16", "k=32", "k=8"]
     job_id = sweep(box)
     assert in_order(order, box.job(job_id).config) == ["k=8", "k=16", "k=32"]
@@ -215,7 +215,7 @@ def test_a_replaced_store_is_read_again_and_a_deleted_store_has_no_jobs(box):
     assert [job.name for job in reader.jobs] == ["new"]
 
 
-def test_curves_are_extended_by_new_points_up_to_a_limited_length(box, running):
+def test_curves_are_extended_with_new_points_up_to_a_limited_length(box, running):
     job_id, writer = running
     reader = JobReader(box.data, job_id)
     write(writer, 1, 100)
@@ -236,7 +236,7 @@ def test_curves_are_extended_by_new_points_up_to_a_limited_length(box, running):
     assert [point.step for point in reader.series["loss", 0]][-10:] == list(range(9001, 9011))
 
 
-def test_events_of_supervisor_and_trainer_are_merged_by_time(box, running):
+def test_events_from_the_supervisor_and_the_trainer_are_merged_by_time(box, running):
     job_id, writer = running
     box.control.add_event(job_id, "running", "first")
     writer.write(
@@ -342,7 +342,7 @@ def test_a_slow_run_stalls_after_ten_times_its_usual_step_time():
     assert watch.is_stalled(("training", 9), 270.0 + 301.0)
 
 
-def test_simulated_gpus_show_the_process_and_memory_of_a_rank(box, running):
+def test_simulated_gpus_show_a_ranks_process_and_memory(box, running):
     job_id, _ = running
     occupancy = Occupancy(box.data)
     assert occupancy.jobs_by_uuid() == {"GPU-0": job_id}

@@ -1,4 +1,4 @@
-"""A module for PYTHONPATH that records which modules of a program unpickle data, in the file $WRITTEN_DOWN."""
+"""A module for PYTHONPATH that records, in the file $WRITTEN_DOWN, which modules in a program unpickle data."""
 
 import os
 import pickle
@@ -31,6 +31,6 @@ def told(real: Any) -> Any:
 
 
 # Replace the functions before any module can import them. The audit event also detects classes and functions in pickled
-# data that is loaded in other ways.
+# data loaded in other ways.
 pickle.Unpickler, pickle.load, pickle.loads = Unpickler, told(pickle.load), told(pickle.loads)  # type: ignore[misc]
 sys.addaudithook(lambda event, _: write_down() if event == "pickle.find_class" else None)
