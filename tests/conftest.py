@@ -29,8 +29,8 @@ settings.register_profile("same", deadline=None, max_examples=60, derandomize=Tr
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# The tests that each of three processes runs first: the app with keys and a real model; jobs that are killed; training
-# runs. In file order, the first two groups would run back to back, and the cores would be idle during the second group.
+# The tests that each of three processes runs first: the app with keys and a real model; killed jobs; training runs. In
+# file order, the first two groups would run back to back, and the cores would be idle during the second group.
 FIRST = (
     ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
     ("tests/faults/", "tests/slurm/", "tests/jobs/"),

@@ -177,9 +177,7 @@ def test_an_edit_reports_its_effect(box: Box, state: State, actions: Actions, pe
     assert state.jobs[0].name == "b"
 
 
-def test_only_jobs_that_were_seen_running_are_reported_as_ended_and_only_once(
-    box: Box, state: State, actions: Actions
-) -> None:
+def test_only_jobs_seen_running_are_reported_as_ended_and_only_once(box: Box, state: State, actions: Actions) -> None:
     box.record_job("old", JobState.FINISHED)
     job_id = box.record_job("new", JobState.RUNNING)
     assert actions.newly_ended() == []

@@ -184,7 +184,7 @@ def lost(*indices: int, of: int = 64) -> AlertReadings:
     return gpus(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
 
-def test_gpus_that_are_lost_together_share_one_alert():
+def test_gpus_lost_together_share_one_alert():
     days = Days()
     said = days.last(5, lost()) + days.last(60, lost(*range(64)))
     assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
@@ -229,7 +229,7 @@ def test_a_flapping_gpu_raises_one_alert_and_displaces_no_active_alert(monkeypat
     assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable (cleared)"]
 
 
-def test_an_alert_shows_since_when_its_sensor_has_not_answered():
+def test_an_alert_shows_when_its_sensor_stopped_answering():
     days = Days()
     days.last(20, gpus(replace(FINE, temperature_c=95)))
     assert days.last(1000, gpus(replace(FINE, temperature_c=None))) == []
@@ -240,7 +240,7 @@ def test_an_alert_shows_since_when_its_sensor_has_not_answered():
     assert days.last(61, gpus(FINE)) == ["GPU 3: heat (cleared)"]
 
 
-def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
+def test_a_clock_temporarily_far_ahead_deletes_no_alert():
     kept = [alert(cleared=BEGIN - 100), alert(kind="lost", cleared=BEGIN - 50)]
     days = Days(stored=(*kept,))
     days.now = 400 * DAY_S
@@ -296,7 +296,7 @@ def test_a_damaged_file_is_read_as_no_alerts(data, content):
     assert read_alerts(data) == []
 
 
-def test_hosts_that_share_a_folder_store_their_alerts_separately(data):
+def test_hosts_sharing_a_folder_store_their_alerts_separately(data):
     mine, theirs = alert(cleared=BEGIN - 1), alert(host="elsewhere", raised=BEGIN - 200)
     write_alerts(data, "elsewhere", [theirs])
     write_alerts(data, mine.host, [mine])
@@ -308,7 +308,7 @@ def test_no_alert_ends_before_its_gpu_has_answered_or_while_there_is_no_driver()
     waiting = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
     assert days.last(100, waiting) == []
     assert days.last(100, gpus()) == []
-    # A GPU that was lost before the app started has no known UUID, but its stored alerts stay active.
+    # A GPU lost before the app started has no known UUID, but its stored alerts stay active.
     unknown = gpus(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
     assert days.last(59, unknown) == []
     assert {one.kind for one in days.alerts.active} == {"lost", "idle"}

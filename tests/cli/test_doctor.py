@@ -54,7 +54,7 @@ def test_a_finding_shows_a_sign_and_its_level_and_is_followed_by_its_remedy(quic
     assert lines[-1].endswith(" ok")
 
 
-def test_an_error_finding_gives_exit_code_1(quick_torch) -> None:
+def test_an_error_finding_results_in_exit_code_1(quick_torch) -> None:
     report = quick_torch.json("doctor", code=1, SAE_TUI_SIMULATED_FAULTS="1:lost")
     assert report["ok"] is False
     (error,) = [finding for finding in report["findings"] if finding["level"] == "error"]

@@ -214,7 +214,7 @@ def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None
-    # Halt the process, so that it does not notice that the job has stopped before the job is deleted.
+    # Halt the process so that it does not notice that the job has stopped before the job is deleted.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
     wait_for_state(shell, 1, "stopped")

@@ -72,7 +72,7 @@ def test_tables_are_aligned_text(shell):
     assert [row[heading.index("STATE") :] for row in rows[:3]] == ["available"] * 3
 
 
-def test_recommend_selects_the_gpus_with_the_most_free_memory_and_gives_reasons(shell):
+def test_recommend_selects_the_gpus_with_the_most_free_memory_and_explains_why(shell):
     answer = shell.json("recommend", shell.job_file, "--count", 2)
     assert answer["gpus"] == [0, 1]
     assert answer["memory_required"] > 500 * 2**20

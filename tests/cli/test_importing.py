@@ -1,4 +1,4 @@
-"""Tests for `sae-tui import`, which creates a job from another tool's SAE, with real processes."""
+"""Tests, with real processes, for `sae-tui import`, which creates a job from another tool's SAE."""
 
 from __future__ import annotations
 

@@ -536,7 +536,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
         assert "--allow-code" in second
     assert not ran.exists()
     assert not shell.data.control_db.exists()
-    # Overriding another setting gives no consent, and consent to a setting applies only to that setting.
+    # Overriding another setting does not grant consent, and consent to a setting applies only to that setting.
     one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
     assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
     assert ran.exists()

@@ -1,4 +1,4 @@
-"""Tests for `metrics`, which streams the stored history of each GPU or of all GPUs."""
+"""Tests for `metrics`, which streams the stored history for each GPU or for all GPUs."""
 
 from __future__ import annotations
 

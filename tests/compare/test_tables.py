@@ -83,7 +83,7 @@ def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> Non
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["held-out FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # An unfinished run can be the fastest, since its speed does not depend on the remaining steps.
+    # An unfinished run can be the fastest, because its speed does not depend on the remaining steps.
     assert lines["tokens/s"][0] == "3 ★"
 
 
@@ -172,7 +172,7 @@ def test_training_settings_of_an_imported_sae_are_not_listed_as_differences() ->
     lines = {line.title: line.words() for line in differences([theirs, *mine])}
     assert lines["train.n_steps"] == ["–", "2", "3"]
     assert "ran as" not in lines
-    # An imported SAE that was trained further is compared like any other SAE.
+    # An imported SAE trained further is compared like any other SAE.
     trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
     assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 

@@ -156,7 +156,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that runs its body as user `nobody`, since file permissions do not restrict root."""
+    """Return a context manager that runs its body as user `nobody`, because file permissions do not restrict root."""
 
     @contextlib.contextmanager
     def become() -> Iterator[None]:

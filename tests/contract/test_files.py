@@ -17,8 +17,8 @@ from trainer.contract.files import lfs_pointer_in, open_plain, write_own, write_
 from trainer.contract.paths import DataDir
 
 OLD, NEW = b"old " * 10_000, b"new " * 20_000
-# This program kills a writer before and after each of its calls into C code, which include all system calls.
-# After each kill, it prints whether the content is old, new or mixed, and the number of temporary files.
+# This program kills a writer before and after each of its calls into C code, including all system calls. After each
+# kill, it prints whether the content is old, new or mixed, and the number of temporary files.
 KILLED = """
 import itertools, os, signal, sys
 from pathlib import Path

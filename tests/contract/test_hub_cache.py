@@ -35,7 +35,7 @@ def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_accepted(model: Path,
     absolute = snapshot(model) / "absolute"
     absolute.symlink_to(blob)
     assert plain_file(absolute) == blob
-    # The path to the cache itself may contain a link, since the user chose it.
+    # The path to the cache itself may contain a link because the user chose it.
     (tmp_path / "elsewhere").symlink_to(model.parent)
     assert plain_file(tmp_path / "elsewhere" / link.relative_to(model.parent)) == blob
     with pytest.raises(FileNotFoundError):

@@ -15,7 +15,7 @@ from trainer import cli
 from trainer.contract.errors import BadUsage
 from trainer.contract.output import SafeParser, run_command
 
-# The strings include surrogates, which represent the bytes of a file name that is not valid UTF-8.
+# The strings include surrogates, which represent the bytes in a file name that is not valid UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 

@@ -15,7 +15,7 @@ from trainer.ranks.foreground import own_box_file
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> None:
-    """Set the usual umask, so that folders are private because of their mode rather than a strict umask."""
+    """Set the usual umask so that folders are private because of their mode rather than a strict umask."""
     before = os.umask(0o022)
     yield
     os.umask(before)

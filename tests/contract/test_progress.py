@@ -113,7 +113,7 @@ def test_a_parent_process_gets_progress_as_json_and_standard_error_stays_empty()
     assert (last.stage, last.share) == ("rows", 0.5)
 
 
-def test_a_terminal_shows_a_progress_bar_that_is_removed_at_the_end() -> None:
+def test_a_terminal_shows_a_progress_bar_and_removes_it_at_the_end() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=theirs)
@@ -133,7 +133,7 @@ def test_a_terminal_shows_a_progress_bar_that_is_removed_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b'{"share": 2}', b'{"left_s": -1}', b'{"stage": 1}', b"\xff"])
-def test_a_line_that_is_not_progress_is_ignored(line: bytes) -> None:
+def test_a_line_without_progress_is_ignored(line: bytes) -> None:
     assert read_reached(line) is None
 
 

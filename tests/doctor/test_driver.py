@@ -96,7 +96,7 @@ def test_gpus_hidden_by_the_environment_are_reported(sandbox, environ, level, sa
     assert len(box.gpus.samples) == (1 if "2" in environ["CUDA_VISIBLE_DEVICES"] else 0)
 
 
-def test_an_environment_that_hides_nothing_gives_no_finding(sandbox) -> None:
+def test_an_environment_that_hides_nothing_produces_no_finding(sandbox) -> None:
     assert list(check_visible(sandbox.box(Cards(4)))) == []
     assert list(check_visible(sandbox.box(Simulated(4), CUDA_VISIBLE_DEVICES="1"))) == []
 

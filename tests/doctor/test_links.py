@@ -26,7 +26,7 @@ def test_nvlink_between_all_pairs_of_gpus_is_ok(sandbox) -> None:
     assert nvlink.sentence == "every GPU is connected to every other GPU by NVLink, with 18 links per GPU"
 
 
-def test_pairs_linked_by_nvlink_are_named_with_the_longest_path_of_other_pairs(sandbox) -> None:
+def test_pairs_linked_by_nvlink_are_named_with_the_longest_path_between_other_pairs(sandbox) -> None:
     (finding,) = check_nvlink(sandbox.box(Simulated(8)))
     assert finding.level == "note"
     assert "GPUs 0-1 and 4-5 are linked by NVLink" in finding.sentence

@@ -42,7 +42,7 @@ def may_read(file: Path) -> bool:
     return reader.returncode == 0
 
 
-def test_a_new_data_folder_is_private_and_a_missing_one_gives_no_finding(box: CheckedMachine) -> None:
+def test_a_new_data_folder_is_private_and_a_missing_folder_produces_no_finding(box: CheckedMachine) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
     # The mode of a file does not matter if other users cannot enter one of its parent folders.
     box.data.run(7).job_file.chmod(0o644)
@@ -78,7 +78,7 @@ def test_readable_files_are_reported_until_the_remedy_is_applied(box: CheckedMac
     assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
-def test_a_folder_that_is_deliberately_shared_with_a_group_is_a_note(box: CheckedMachine) -> None:
+def test_a_folder_deliberately_shared_with_a_group_is_a_note(box: CheckedMachine) -> None:
     root, file = box.data.root, box.data.run(7).job_file
     for path in (root, root / "runs", file.parent):
         path.chmod(0o2770)

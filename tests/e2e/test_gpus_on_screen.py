@@ -45,7 +45,7 @@ def test_a_slow_gpu_has_a_full_plot_and_silent_gpus_are_left_out_of_the_sums(box
     terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 
 
-def test_a_restart_causes_no_dip_in_the_sums_although_one_gpu_responds_later(box: Box, drivers: Path) -> None:
+def test_a_restart_causes_no_dip_in_the_sums_even_though_one_gpu_responds_later(box: Box, drivers: Path) -> None:
     slow = environment(drivers, GPUS=2, PIDS="", FAULTS="1:slow=300")
     for columns in (4, 9):
         terminal = box.app(99, 30, *NVML, shows="H200", **slow)

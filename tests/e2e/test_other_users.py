@@ -300,7 +300,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """Return the names of the app's screens that were not shown, excluding screens with a subclass that was shown."""
+    """Return the names of the app's screens not shown so far, excluding screens with a displayed subclass."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -449,7 +449,7 @@ def test_no_command_lets_another_users_text_control_the_terminal(world: World) -
     assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS
 
 
-def test_the_first_start_names_the_group_that_shares_the_data_folder(box: Box) -> None:
+def test_the_first_start_names_the_group_sharing_the_data_folder(box: Box) -> None:
     box.data.root.mkdir(parents=True)
     box.data.root.chmod(0o2770)
     terminal = box.app(120, 40)

@@ -198,7 +198,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare each metric that is defined as in SAELens with SAELens's evaluation on the same contexts."""
+    """Compare each metric defined as in SAELens with SAELens's evaluation on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -234,7 +234,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows of contexts are outliers, which an SAE not trained on these rows cannot reconstruct.
+    # The first rows in each context are outliers, which an SAE not trained on these rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 

@@ -222,7 +222,7 @@ class Clock:
 
 
 def _cut_power(job: RealJob) -> RealJob:
-    """Simulate what a power cut does to a job: no process is alive, although its rows say that it is running."""
+    """Simulate what a power cut does to a job: no process is alive, although the job's rows say that it is running."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING

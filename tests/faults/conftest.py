@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for this many seconds, so that they do not use full cores while the test waits."""
+        """Halt the ranks for this many seconds so that they do not use full cores while the test is waiting."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -82,7 +82,7 @@ class Training:
         return self.box.wait_ended(self.id, timeout_s=60)
 
     def stored(self) -> tuple[list[int], list[Event], Heartbeat]:
-        """Return the steps that have a loss, the events of rank 0, and its last heartbeat."""
+        """Return the steps with a loss, rank 0's events, and its last heartbeat."""
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return [point.step for point in reader.points("loss")], reader.events(), reader.heartbeat()
 

@@ -80,8 +80,8 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 def made_again(root: Path, dice: random.Random) -> float:
     """Recreate a container on the same volume, with another name and boot id, and without the old processes.
 
-    No command may claim to have done something it did not do. `repair` must end the jobs of the old container, which
-    can then be resumed in the new one. Return how many seconds `repair` takes.
+    No command may claim to have done something it did not do. `repair` must end the old container's jobs, which can
+    then be resumed in the new container. Return how many seconds `repair` takes.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)

@@ -36,8 +36,9 @@ def saved_steps(training: Training) -> list[int]:
 
 
 def newest_step(training: Training) -> int:
-    """Return the step in the name of the latest checkpoint. Do not read its files, since the job may be
-    deleting them.
+    """Return the step in the name of the latest checkpoint.
+
+    Do not read its files, because the job may be deleting them.
     """
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 

@@ -123,7 +123,7 @@ class Home:
 
 
 def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
-    """Restore a job that is missing from a store, and return it as read from the store."""
+    """Restore a job missing from a store, and return it as read from the store."""
     control = Control(home.made("control"))
     try:
         control.restore(job, events, ranks)

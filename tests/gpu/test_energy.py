@@ -93,6 +93,6 @@ def test_the_energy_counter_alone_is_enough():
     assert metered(readings, BEGIN, BEGIN + 8) == pytest.approx((240, 8, 6, 6))
 
 
-def test_a_reading_that_is_not_newer_than_the_last_one_is_skipped():
+def test_a_reading_no_newer_than_the_last_reading_is_skipped():
     readings = [EnergyReading(BEGIN + second, 100.0) for second in (1, 3, 2, 3, 4)]
     assert metered(readings, BEGIN, BEGIN + 4) == pytest.approx((400, 4, 4, 0))

@@ -106,7 +106,7 @@ def test_every_sample_is_stored_once_with_the_job_using_its_gpu(
         assert all(row["memory_total"] == 24 << 30 and row["power_draw"] > 0 for row in mine)
 
 
-def test_the_energy_counter_is_stored_with_the_samples_that_have_it(data_dir: DataDir, until: Until) -> None:
+def test_the_energy_counter_is_stored_with_the_samples_that_contain_it(data_dir: DataDir, until: Until) -> None:
     class Counting(Simulated):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             return replace(super().sample(index, processes=processes), energy_j=4.5e6 if index else None)
@@ -145,7 +145,7 @@ def test_an_unreadable_gpu_leaves_no_rows(data_dir: DataDir, until: Until) -> No
     assert {row["gpu_index"] for row in rows(data_dir)} == {0}
 
 
-def test_hosts_that_share_the_folder_store_separate_gpu_histories(
+def test_hosts_sharing_the_folder_store_separate_gpu_histories(
     data_dir: DataDir, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorders, files = [], []
@@ -310,7 +310,7 @@ def test_an_unwritable_store_is_reported_in_one_sentence_and_sampling_continues(
     assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # no sample was lost
 
 
-def test_a_store_that_is_locked_for_long_is_reported_and_written_afterwards(
+def test_a_store_locked_for_long_is_reported_and_written_afterwards(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
@@ -569,7 +569,7 @@ def test_a_clock_jump_ahead_deletes_nothing_and_recording_continues_after_it(
         assert len(rows(data_dir)) == len(kept[0])
 
 
-def test_a_machine_that_was_off_for_a_month_deletes_old_rows_after_half_an_hour(data_dir: DataDir) -> None:
+def test_a_machine_switched_off_for_a_month_deletes_old_rows_after_half_an_hour(data_dir: DataDir) -> None:
     now = time.time()
     store(data_dir, 0, [now - 35 * DAY - 60 * minute for minute in range(30)])
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:

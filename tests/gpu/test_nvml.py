@@ -331,7 +331,7 @@ print(0)
     calls = calls_in(tmp_path)
     print(f"{sum(calls.values()) / 60:.1f} calls per second: {calls}")
     assert calls["nvmlDeviceGetUtilizationRates"] == 480
-    # Two of the calls per GPU, which find its slices, are made only once.
+    # Two of the calls per GPU, to find its slices, are made only once.
     assert (sum(calls.values()) - 2 * 8) / 60 <= 60
 
 

@@ -66,7 +66,7 @@ def test_only_the_end_of_a_history_longer_than_the_ring_is_kept() -> None:
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 
-def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() -> None:
+def test_readings_since_a_position_are_complete_after_any_change_to_the_clock() -> None:
     ring = Ring(capacity=4)
     ring.extend_history([RingReading(1.0, 50)], "GPU-a")
     for timestamp in (7, 8, 2):

@@ -223,7 +223,7 @@ def test_opening_a_source_is_retried_until_it_succeeds(until: Until, monkeypatch
     assert sampler.stop()
 
 
-def test_a_source_that_hangs_while_opening_blocks_neither_start_nor_stop(start: Start) -> None:
+def test_a_source_hanging_while_being_opened_blocks_neither_start_nor_stop(start: Start) -> None:
     class Stuck(Source):
         def open(self) -> int:
             threading.Event().wait()
@@ -265,7 +265,7 @@ def test_a_paused_sampler_has_closed_the_source_and_shows_no_old_values(start: S
     assert sampler.stop()
 
 
-def test_a_source_that_hangs_while_closing_does_not_block_a_pause(start: Start, until: Until) -> None:
+def test_a_source_hanging_while_being_closed_does_not_block_a_pause(start: Start, until: Until) -> None:
     source, held = Source(), threading.Event()
     source.close = held.wait  # type: ignore[method-assign]
     sampler = start(source, 0.02)
@@ -336,7 +336,7 @@ def test_an_error_in_must_reopen_does_not_end_the_sampler(until: Until, monkeypa
     assert sampler.stop()
 
 
-def test_the_time_since_when_a_gpu_is_unreadable_is_kept_while_the_driver_is_away(
+def test_the_time_when_a_gpu_became_unreadable_is_kept_while_the_driver_is_away(
     until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.01)

@@ -24,7 +24,7 @@ def test_the_demo_machine_has_three_idle_gpus_and_one_used_by_another_user() -> 
     assert 94 <= (samples[3].utilization or 0) <= 100
 
 
-def test_the_same_clock_gives_the_same_samples() -> None:
+def test_the_same_clock_produces_the_same_samples() -> None:
     one, other = (Simulated(8, clock=lambda: 1234.5) for _ in range(2))
     assert [one.sample(i, processes=True) for i in range(8)] == [other.sample(i, processes=True) for i in range(8)]
 

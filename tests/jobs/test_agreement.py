@@ -120,7 +120,7 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # Check the ranks on GPUs that have exactly the free memory for which the job waited.
+    # Check the ranks on GPUs with exactly the free memory for which the job waited.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )

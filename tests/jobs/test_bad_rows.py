@@ -198,7 +198,7 @@ def test_a_corrupt_row_does_not_affect_other_rows_and_repair_restores_it(box, th
         db.backup(pristine)
 
     @settings(
-        # The number of examples in addition to the explicit ones; `make explore` runs 2,000.
+        # The number of examples in addition to the explicit examples; `make explore` runs 2,000.
         max_examples=settings().max_examples,
         database=None,
         phases=[Phase.explicit, Phase.generate],

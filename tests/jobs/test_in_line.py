@@ -1,4 +1,4 @@
-"""Tests for the queue: held jobs, dependencies, priorities, and a store that is deleted while jobs wait."""
+"""Tests for the queue: held jobs, dependencies, priorities, and a store deleted while jobs are waiting."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 @needs_root
-def test_no_link_of_another_member_redirects_a_write_to_a_private_file(ann: User, shared: Path, key: Path) -> None:
+def test_no_link_created_by_another_member_redirects_a_write_to_a_private_file(
+    ann: User, shared: Path, key: Path
+) -> None:
     run, attempt, logs = shared / "runs" / "1", shared / "runs" / "1" / "attempt1", shared / "runs" / "1" / "logs"
     with ann.start([sys.executable, "-c", WRITES, str(shared), str(shared.parent / "planted")]) as process:
         pid = int(process.stdout.readline())

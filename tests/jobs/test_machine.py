@@ -1,4 +1,4 @@
-"""Tests for the jobs of a machine that was renamed, and of other machines that share the data folder."""
+"""Tests for jobs on a renamed machine, and on other machines sharing the data folder."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_form_shows_one_stream_sources_settings_and_those_of_all_streams() -
     assert "data.shuffle_tokens" not in {path for path, *_ in job_form.form_fields({"data.source": "shards"})}
 
 
-def test_the_forecast_for_a_stream_uses_the_number_of_training_tokens(tmp_path: Path) -> None:
+def test_the_forecast_for_a_stream_uses_the_training_token_count(tmp_path: Path) -> None:
     reviewed = review(DataDir(tmp_path))
     assert reviewed.job is not None
     assert not reviewed.problems

@@ -30,7 +30,7 @@ report_card = false
 [launch]
 gpus = "cpu"
 """
-# This script runs many commands in one process, so that Python is started only once.
+# This script runs many commands in one process so that Python is started only once.
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli

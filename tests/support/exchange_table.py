@@ -274,9 +274,7 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return the operation restricted to the valid entries, which are approximately this rank's share of all
-    entries.
-    """
+    """Return the operation restricted to the valid entries, approximately this rank's share of all entries."""
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op

@@ -1,7 +1,7 @@
 """Composes screenshots of the app into one SVG with a CSS animation, without scripts and external fonts.
 
-Rows that are the same in several pictures are stored once, and are visible whenever one of these pictures is shown. A
-viewer without animation shows one of the pictures.
+Rows identical in several pictures are stored once, and are visible whenever one of these pictures is shown. A viewer
+without animation shows one of the pictures.
 """
 
 from __future__ import annotations

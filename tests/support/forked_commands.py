@@ -96,7 +96,7 @@ def _server(environment: tuple[tuple[str, str], ...]) -> str:
 
 
 class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
-    """Forks a process for every request, so that commands run concurrently."""
+    """Forks a process for every request so that commands run concurrently."""
 
     max_children = 1000
     request_queue_size = 100

@@ -19,7 +19,7 @@ class Hub:
     """Accepts uploads, as the hub does.
 
     `files` maps repository and name to each uploaded file; `asked` lists all requests. A request whose path contains
-    `fails_at` gets a response with status 500 and a body that contains the token.
+    `fails_at` gets a response with status 500 and a body containing the token.
     """
 
     def __init__(self) -> None:

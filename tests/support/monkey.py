@@ -142,7 +142,7 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        # Jobs whose ids a deletion question named, and the number of jobs in a question that gave only a number.
+        # Jobs whose ids were named in a deletion question, and the number of jobs in a question stating only a number.
         self._asked: set[int] = set()
         self._n_asked = 0
         self._searched = 0

@@ -83,7 +83,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
                 if scope is not None:
                     # Without this, each launch would restore the modules when it ends.
                     scope._changes.clear()
-                # Triton 3.2 calls `int` on an array of one element, which NumPy 2.4 rejects.
+                # Triton 3.2 calls `int` on a one-element array, which NumPy 2.4 rejects.
                 language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
             return SimpleNamespace(restore=lambda: None)
 
@@ -98,7 +98,7 @@ def _known_of_language(function: Any) -> frozenset[str]:
 
 
 class _Mask(language.tensor):  # type: ignore[misc]
-    """A mask that is applied even if its only element is false."""
+    """A mask to be applied even if its only element is false."""
 
     def __bool__(self) -> bool:
         return True

@@ -41,7 +41,7 @@ def starve(mib: int, starved: int, rank: int) -> None:
 
 
 def limit_memory(mib: int) -> tuple[int, int]:
-    """Limit the address space of this process to `mib` MiB more than it uses now; return the previous limits."""
+    """Limit this process's address space to `mib` MiB more than it uses now; return the previous limits."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     match = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert match

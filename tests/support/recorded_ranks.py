@@ -53,7 +53,7 @@ class Recorded(Threads):
         return super().to_owners(*self._all_noted("to owners", [tensor]))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        # Record the total number of rows, since each rank has a different number.
+        # Record the total number of rows, because each rank has a different number.
         self._note("from owners", [tensor.new_empty(n_rows, *tensor.shape[2:])])
         return super().from_owners(tensor, n_rows)
 

@@ -105,7 +105,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape characters in a help text that are special in Markdown."""
+    """Escape characters in a help text with a special meaning in Markdown."""
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 

@@ -23,7 +23,7 @@ from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
 
-# The folder in which `make model` installs the SAE tools of other projects.
+# The folder where `make model` installs SAE tools from other projects.
 PEERS = Path(sys.prefix) / "peers"
 D_IN, D_SAE = 12, 40
 TOPK = {"k": 8, "auxk_alpha": 0.0}

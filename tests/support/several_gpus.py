@@ -72,7 +72,7 @@ def profile(world: World, steps: RepeatedStep) -> dict[str, Any]:
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Make 3 % of this rank's latents dead, so that they cannot fire and have not fired for 10⁹ tokens."""
+    """Make 3 % of this rank's latents dead: they cannot fire and have not fired for 10⁹ tokens."""
     some = slice(0, max(1, 3 * len(sae.b_enc) // 100))
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.shards import inspect_shards
 
-# The start of the error message about a file that contains no rows.
+# The start of the error message about a file without rows.
 BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 

@@ -64,6 +64,6 @@ class TapeOnCpu(TorchDispatchMode):
 def _again(func: Any, args: Any, named: dict[str, Any], result: Any) -> None:
     found = func(*args, **named)
     for before, now in zip(tree_leaves(result), tree_leaves(found), strict=True):
-        # A view, or a tensor that was changed in place, uses the same memory as before and needs no copy.
+        # A view, or a tensor changed in place, uses the same memory as before and needs no copy.
         if isinstance(before, Tensor) and before.data_ptr() != now.data_ptr():
             before.copy_(now)

@@ -44,7 +44,7 @@ class NiceRanks(RankGroup):
 
 
 def check_gpus(job: JobConfig) -> list[Problem]:
-    """Warn if GPUs are requested, since niceness has no effect on a GPU."""
+    """Warn if GPUs are requested, because niceness has no effect on a GPU."""
     message = '"nice" lowers only the CPU priority; use "cpu"'
     return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
 

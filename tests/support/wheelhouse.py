@@ -1,4 +1,4 @@
-"""Wheels rebuilt from installed packages, so that pip can install them without an index or a network."""
+"""Wheels rebuilt from installed packages so that pip can install them without an index or a network."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
-few = st.integers(0, 6).map(float)  # only a few values, so that points often have the same coordinates
+few = st.integers(0, 6).map(float)  # only a few values so that points often have the same coordinates
 
 
 def job_file(**sae: object) -> str:

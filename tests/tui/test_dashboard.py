@@ -72,7 +72,7 @@ async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) 
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # The app must show the job before the next sample, which is taken only a minute later.
+        # The app must show the job before the next sample, taken only a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 

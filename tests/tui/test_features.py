@@ -186,7 +186,7 @@ async def test_a_missing_evaluation_is_offered_and_its_result_fills_the_screen(
         await wait_until(pilot, lambda: "Latent 0" in screen.query_one(LatentDetail).plain)
 
 
-async def test_a_key_on_the_job_screen_evaluates_a_job_that_has_ended(
+async def test_a_key_on_the_job_screen_evaluates_an_ended_job(
     make_app: MakeApp, job_id: int, data: DataDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

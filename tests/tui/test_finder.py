@@ -238,5 +238,5 @@ async def test_a_deleted_job_can_be_restored_until_the_app_exits(make_app, data,
         await pilot.press("end", "D", "y")
         await wait_until(pilot, lambda: app.session.actions.thrown_away)
     app.session.actions.empty_trash()
-    # The job's id remains reserved although its files are deleted.
+    # The job's id remains reserved even though its files are deleted.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []

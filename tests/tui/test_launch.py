@@ -390,7 +390,7 @@ async def test_a_job_file_is_loaded_with_its_gpus_and_its_hidden_settings(make_a
 
 
 @pytest.mark.slow
-async def test_for_a_cluster_the_number_of_gpus_per_node_is_chosen(make_app, tmp_path) -> None:
+async def test_on_a_cluster_the_user_chooses_the_number_of_gpus_per_node(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
     path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
     app = make_app(1)
@@ -489,7 +489,7 @@ async def test_the_extraction_preset_shows_its_own_settings(make_app, data, tmp_
         await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
 
 
-async def test_an_output_folder_that_contains_rows_is_reported_at_its_field(make_app, data, tmp_path) -> None:
+async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_app, data, tmp_path) -> None:
     (tmp_path / "acts" / "resid_post.6").mkdir(parents=True)
     (tmp_path / "acts" / "resid_post.6" / "acts.safetensors").touch()
     app = make_app(4)

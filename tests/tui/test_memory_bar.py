@@ -118,7 +118,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
 
 
 @pytest.mark.parametrize("size", SIZES)
-async def test_a_job_that_is_too_large_is_reported_and_leaves_space_for_the_form(make_app, size) -> None:
+async def test_a_job_too_large_for_its_gpus_is_reported_and_leaves_space_for_the_form(make_app, size) -> None:
     app = make_app(monitor=StillMonitor(8))
     async with app.run_test(size=size) as pilot:
         screen, panel = await opened(pilot, app)

@@ -249,7 +249,7 @@ def test_devices_are_checked_even_if_the_data_is_missing(machine: Machine, make_
 def test_the_memory_estimate_includes_all_saes_in_a_sweep(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    # Deterministic mode disables CUDA graphs, which take extra memory in a run of a single SAE but not in a sweep.
+    # Deterministic mode disables CUDA graphs, which take extra memory in a single-SAE run but not in a sweep.
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64, "deterministic": True}
     enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
@@ -365,7 +365,7 @@ def test_synthetic_data_needs_no_file(machine: Machine, make_job: Callable[..., 
     ("gpus", "indices", "ranks"),
     [("auto", [], 1), ("auto:3", [], 3), ("cpu", [], 1), ("cpu:2", [], 2), ([5, 0], [5, 0], 2)],
 )
-def test_launch_gpus_determines_the_number_of_devices(
+def test_launch_gpus_determines_the_device_count(
     make_job: Callable[..., JobConfig], gpus: Any, indices: list[int], ranks: int
 ) -> None:
     job = make_job(launch={"gpus": gpus})

@@ -41,7 +41,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the estimated memory without NCCL's buffers, which a single rank does not need."""
+    """Return the estimated memory without NCCL's buffers, not needed by a single rank."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 
@@ -88,8 +88,8 @@ def test_replicas_add_gradients_in_place_and_latent_shards_divide_all_but_the_ba
     alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Each replica stores its share of the held-out rows.
-    # Evaluating on a single GPU needs additional memory, since the captured steps stay in memory.
+    # Each replica stores its share of the held-out rows. Evaluating on a single GPU needs additional memory because the
+    # captured steps stay in memory.
     evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
     assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     nccl = nccl_bytes(workload(alone_job, 768, 4))

@@ -25,7 +25,7 @@ def test_the_memory_components_fill_the_bar_and_each_is_visible(parts: Memory, w
 
 
 @given(PARTS, st.integers(0, len(LETTERS)))
-def test_a_bar_that_is_too_short_for_all_components_keeps_its_width(parts: Memory, width: int) -> None:
+def test_a_bar_too_short_for_all_components_keeps_its_width(parts: Memory, width: int) -> None:
     assert sum(cells(parts, width).values()) <= width
 
 

@@ -1,4 +1,4 @@
-"""Tests for choosing the GPUs that run the language model during training."""
+"""Tests for choosing the GPUs to run the language model during training."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_no_placement_is_computed_if_only_one_is_possible(changes: dict[str, Any
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
-def test_groups_of_ranks_that_share_latents_stay_complete(make: Make) -> None:
+def test_groups_of_ranks_sharing_latents_stay_complete(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
     assert place(job, capacity=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 

@@ -1,4 +1,4 @@
-"""Tests for reading feature files, which may be truncated or written by an untrusted user."""
+"""Tests for reading feature files that may be truncated or written by an untrusted user."""
 
 from __future__ import annotations
 

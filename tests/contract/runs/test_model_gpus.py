@@ -66,7 +66,7 @@ def test_an_automatic_number_of_model_gpus_is_resolved_with_its_reason(job: JobC
     assert spec.model_gpus_why.startswith("with ")
 
 
-def test_a_resumed_run_keeps_its_number_of_ranks(job: JobConfig, given: RankSpec, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_rank_count(job: JobConfig, given: RankSpec, tmp_path: Path) -> None:
     write_spec(placed(given, job, 2))
     again = msgspec.structs.replace(given, attempt=2, resume_from=tmp_path / "checkpoints" / "step-1")
     assert placed(again, job, "auto").model_gpus == 2

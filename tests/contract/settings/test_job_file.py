@@ -108,7 +108,7 @@ def test_a_written_job_is_read_back_unchanged(table: dict[str, Any]) -> None:
     assert to_table(job) == table
 
 
-def test_a_written_job_contains_all_settings_that_have_a_value() -> None:
+def test_a_written_job_contains_all_settings_with_a_value() -> None:
     job, _ = parse_job(MINIMAL)
     assert job is not None
     table = to_table(job)

@@ -25,7 +25,7 @@ def write(folder: Path, names: tuple[str, ...], **meta: object) -> Path:
     return folder
 
 
-def test_an_extraction_writes_the_tensors_that_are_checked() -> None:
+def test_an_extraction_writes_the_checked_tensors() -> None:
     assert RowOrigin._fields == ORIGIN
     assert tells_tokens(SAMPLE)
 

@@ -172,7 +172,7 @@ def test_a_damaged_store_raises_an_error_until_it_is_restored(content: bytes, pa
     assert followed.seen[-1] == 2
 
 
-def test_a_follower_survives_a_store_that_is_truncated_while_a_writer_has_it_open(
+def test_a_follower_survives_a_store_truncated_while_a_writer_has_it_open(
     path: Path, followed: Followed, child: Callable[..., Any]
 ) -> None:
     writer = child(WRITER, path, stderr=subprocess.DEVNULL)
@@ -238,7 +238,7 @@ def test_a_failed_read_is_repeated_at_the_next_poll(path: Path, followed: Follow
     assert followed.seen == [1]
 
 
-def test_a_store_that_is_replaced_repeatedly_is_always_read_in_full(
+def test_a_repeatedly_replaced_store_is_always_read_in_full(
     path: Path, followed: Followed, copy_store: Callable[..., Path], child: Callable[..., Any]
 ) -> None:
     code = """

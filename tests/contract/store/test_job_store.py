@@ -100,7 +100,7 @@ def test_jobs_share_a_gpu_while_its_memory_suffices_for_all(control: Control, qu
     assert control.lease(third, GPUS[:1], space)
 
 
-def test_a_job_that_is_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:
+def test_a_job_stopped_in_the_queue_leases_no_gpu(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     control.transition(job.id, JobState.STOPPED)
     assert control.lease(job, GPUS) is False

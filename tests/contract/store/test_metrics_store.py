@@ -137,7 +137,7 @@ def test_the_history_matches_a_naive_computation(shared: Store, flushes: list[di
 
 
 @pytest.mark.parametrize("most", [1, 5, 100])
-def test_a_step_that_is_written_twice_counts_once_with_its_newer_value(run: Store, most: int) -> None:
+def test_a_step_written_twice_counts_once_with_its_newer_value(run: Store, most: int) -> None:
     run.writer.write(rows("loss", {step: 100.0 for step in range(10_000)}))
     run.writer.write(rows("loss", {step: 1.0 for step in range(5_000, 10_000)}))
     run.writer.write(rows("loss", {step: 1.0 for step in range(5_000)}))

@@ -49,7 +49,7 @@ sys.exit(main(sys.argv[2:], ["sh", "-c", sys.argv[1]]))
 
 @pytest.fixture
 def job_id(box: Box) -> int:
-    """Record a stopped job that has an SAE."""
+    """Record a stopped job with an SAE."""
     job_id = box.record()
     box.data.run(job_id).create()
     (folder := box.data.sae(job_id)).mkdir()

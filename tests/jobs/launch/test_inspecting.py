@@ -76,6 +76,6 @@ def test_missing_data_is_reported_without_starting_a_process(tmp_path: Path) -> 
     assert not (tmp_path / "asked").exists()
 
 
-def test_nothing_waits_for_an_inspection_that_is_no_longer_needed(shards: Path) -> None:
+def test_nothing_waits_for_an_inspection_no_longer_needed(shards: Path) -> None:
     process = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert Inspections(process).inspect(str(shards), is_over=lambda: True) is None

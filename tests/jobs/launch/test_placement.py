@@ -49,7 +49,7 @@ SLICE = GpuChoice(1, "MIG-1", "H200 MIG 3g.71gb", 24 * GIB, 10 * GIB, "available
 
 
 def place(job, choices, *, source_cuda: bool, **options) -> Placement:
-    """Assign a job to these GPUs of this machine."""
+    """Assign a job to these GPUs on this machine."""
     proposal = propose_here(job, choices, DataDir(Path("/nowhere")), cuda=source_cuda)
     return placement.place(proposal, choices, **options)
 
@@ -415,7 +415,7 @@ def test_the_slowest_gpu_determines_the_speed_of_a_mix_of_gpus():
     assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
 
 
-def test_the_summary_of_a_job_without_gpus_states_the_number_of_processes(box):
+def test_the_summary_of_a_job_without_gpus_states_the_process_count(box):
     config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
     assert said(config, gpus=0).startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
     assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")

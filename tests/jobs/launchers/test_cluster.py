@@ -53,7 +53,7 @@ def test_a_controller_that_does_not_answer_leaves_a_jobs_state_unchanged(program
     assert looked(job, times=5) == Seen("RUNNING", "None", "n1")
 
 
-def test_a_controller_that_hangs_does_not_block_the_caller(program, monkeypatch) -> None:
+def test_a_hanging_controller_does_not_block_the_caller(program, monkeypatch) -> None:
     monkeypatch.setattr(cluster, "TIMEOUT_S", 0.2)
     program("squeue", "exec sleep 60")
     job, begun = SlurmJob("7"), time.monotonic()

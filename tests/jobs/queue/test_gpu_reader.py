@@ -101,7 +101,7 @@ def test_an_old_reading_is_not_used_as_new_while_another_process_holds_the_lock(
     os.utime(file, (time.time() - 15,) * 2)
     with flock(box) as holder:
         assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
-        assert len(GpuReader(box.data, "nvml").samples(12)) == 1  # a reading that is at most 12 s old is enough
+        assert len(GpuReader(box.data, "nvml").samples(12)) == 1  # a reading at most 12 s old is enough
         os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
         assert GpuReader(box.data, "nvml").samples(12) == ()
 

@@ -117,7 +117,7 @@ def could_have(one: Job, where: QueueGpu) -> bool:
 
 
 @given(boards_and_lines())
-def test_a_gpu_has_either_one_exclusive_job_or_only_jobs_that_share_it(case):
+def test_a_gpu_has_either_one_exclusive_job_or_only_jobs_sharing_it(case):
     board, line = case
     for where in board:
         holders = [(held.job_id, held.shared) for held in where.leases]

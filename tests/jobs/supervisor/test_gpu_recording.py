@@ -57,7 +57,7 @@ XID = Xid(79, 2e9, "Xid 79: the GPU has fallen off the bus", is_fatal=True)
         ({"healthy": False, "reason": "GPU is lost"}, "GPU 1: GPU is lost"),
     ],
 )
-def test_only_faults_of_the_gpus_of_a_job_since_its_start_are_reported(box, fields, fault):
+def test_only_faults_on_a_jobs_gpus_since_its_start_are_reported(box, fields, fault):
     class Broken(Simulated):
         def sample(self, index, *, processes):
             return replace(super().sample(index, processes=processes), **fields)

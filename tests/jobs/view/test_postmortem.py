@@ -63,7 +63,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_and_not_its_reported_
         assert told
         return told.resumes, prepare(data, one, pytest.fail).sentence
 
-    # Rows that were read but not stored are read again.
+    # Rows read but not stored are read again.
     none = "starts it again: no shard was complete", "starts from the first row: no shard was complete"
     assert promised(76_644) == none
     # Progress is reported every few seconds, so complete shards may be stored before the first report.
