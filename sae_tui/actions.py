@@ -58,7 +58,7 @@ def describe_launch(
 
     Wait up to 3 s for each job to start or to report why it is waiting; stop waiting when `is_over` returns True.
 
-    If `but` is not empty, it replaces the sentence that says that jobs keep running after the app quits.
+    If `but` is not empty, it replaces the sentence saying that jobs keep running after the app quits.
     """
     deadline = time.monotonic() + KNOWN_WITHIN_S
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
@@ -107,13 +107,13 @@ def _where(job: Job) -> str:
 
 Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve` with --write."
-# The label of the button that lets a training run cool down before it stops.
+# The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
 
 
 class Navigation(Protocol):
-    """The methods of `Router` that actions and screens call.
+    """The `Router` methods called by actions and screens.
 
     Importing `Router` itself would create a circular import.
     """
@@ -126,7 +126,7 @@ class Navigation(Protocol):
 
 
 class CurrentState(Protocol):
-    """The attributes of `Session` that `Actions` uses. Importing `Session` itself would create a circular import."""
+    """The `Session` attributes used by `Actions`. Importing `Session` itself would create a circular import."""
 
     go: Navigation
     data: DataDir
@@ -141,7 +141,7 @@ class CurrentState(Protocol):
 
 
 class Also(NamedTuple):
-    """An additional answer to a question, and the action that it starts."""
+    """An additional answer to a question, and the action it starts."""
 
     label: str
     act: Callable[[], str]
@@ -157,7 +157,7 @@ def steps_to_finish(job: Job) -> int | None:
 
 
 def early_words(steps: int) -> str:
-    """Return a sentence that explains what "Finish early" does to a job that would cool down over `steps` steps."""
+    """Return a sentence explaining what "Finish early" does to a job that would cool down over `steps` steps."""
     return f"Or finish it early: it cools down over {plural(steps, 'step')}, the phase that improves its quality most."
 
 
@@ -184,7 +184,7 @@ class Actions:
         self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of jobs that were unfinished when last seen. The app reports the end of these jobs only.
+        # The ids of jobs unfinished when last seen. The app reports the end of these jobs only.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
@@ -217,7 +217,7 @@ class Actions:
             try:
                 source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
                 placed = [(job, self._place(job)) for job in jobs]
-                # All jobs of a sweep train on the same rows, so they wait for the same jobs.
+                # All jobs in a sweep train on the same rows, so they wait for the same jobs.
                 after = writers_of(jobs[0], state.jobs)
                 job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
             except Exception as error:
@@ -317,7 +317,7 @@ class Actions:
     # evaluating
 
     def offer_evaluation(self, job_id: int) -> EvaluationOffer | None:
-        """Return the available parts of an evaluation and how long each takes, or None if there is no such job.
+        """Return the available evaluation parts and how long each takes, or None if there is no such job.
 
         Raise `UserError` if the job cannot be evaluated now.
         """
@@ -327,7 +327,7 @@ class Actions:
         return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
-        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as an event of the job."""
+        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as a job event."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -362,7 +362,7 @@ class Actions:
         return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs deleted'}; press u to undo"
 
     def undo_delete(self) -> None:
-        """Restore the jobs of the last deletion."""
+        """Restore the jobs removed by the last deletion."""
         if self.refused():
             return
         if not self.thrown_away:
@@ -417,10 +417,9 @@ class Actions:
         self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
-        """Run `act` in a thread, and show the sentence that it returns, or why it failed or has not started.
+        """Run `act` in a thread, and show the sentence it returns, or why it failed or has not started.
 
-        Every change that the app makes goes through here, so read-only mode is enforced even if a screen forgets to
-        check.
+        Every change made by the app goes through here, so read-only mode is enforced even if a screen forgets to check.
         """
         if self.refused():
             return

@@ -110,7 +110,7 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
             f"the app needs characters that this locale ({sys.stdout.encoding}) cannot encode; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
-    # Before the first frame, garbage collection would take a tenth of the startup time and free almost nothing.
+    # Before the first frame, garbage collection would take a tenth of the startup time and free almost no memory.
     gc.disable()
     from sae_tui.start import run_app
 

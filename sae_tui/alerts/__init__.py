@@ -1,1 +1,1 @@
-"""Raises alerts about persistent problems of this machine. This package contains no UI code."""
+"""Raises alerts about persistent problems on this machine. This package contains no UI code."""

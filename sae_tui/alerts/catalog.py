@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class AlertReadings(NamedTuple):
-    """The current readings: the latest sample of each GPU, the holders of the GPUs, and the free disk space."""
+    """The current readings: the latest sample from each GPU, the GPU holders, and the free disk space."""
 
     samples: Sequence[GpuSample] = ()
     held: Holders = Holders()
@@ -70,7 +70,7 @@ class AlertKind(NamedTuple):
         return Rule(bound, bound - self.slack, self.raise_s, self.clear_s)
 
     def badness(self, value: float | None) -> float | None:
-        """Return the value, negated if low values are bad, so that it can be compared with the bounds of the rule."""
+        """Return the value, negated if low values are bad, so that it can be compared with the rule's bounds."""
         return -value if value is not None and self.bad == "below" else value
 
 
@@ -103,7 +103,7 @@ def _throttling(look: AlertReadings) -> Iterator[MeasuredValue]:
 
 def _lost(look: AlertReadings) -> Iterator[MeasuredValue]:
     for sample in look.samples:
-        # A GPU that is reserved for other users does not count as lost.
+        # A GPU reserved for other users does not count as lost.
         is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
         yield _on_gpu(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
 

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 # The value for a measurement whose object no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that is raised three times within an hour is flapping: a periodic fault should not raise an alert each time.
-# A flapping alert is cleared only after 5 min of good values, or twice the longest good period of the last hour if that
+# An alert raised three times within an hour is flapping: a periodic fault should not raise an alert each time. A
+# flapping alert is cleared only after 5 min of good values, or twice the longest good period in the last hour if that
 # is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
-    """The conditions under which an alert is raised and cleared.
+    """The conditions for raising and clearing an alert.
 
     An alert is raised after `raise_s` seconds at or above `raise_at`, and cleared after `clear_s` seconds below
     `clear_at`.

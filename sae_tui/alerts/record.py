@@ -1,4 +1,4 @@
-"""Stores the alerts of the last day: one file per host in the data folder, written by the app that holds the lock."""
+"""Stores the alerts from the last day: one file per host in the data folder, written by the app holding the lock."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# The maximum number of stored alerts. Even a broken sensor that changes once per minute raises fewer alerts in a day.
+# The maximum number of stored alerts. Even a broken sensor changing once per minute raises fewer alerts per day.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem of the machine; times are seconds since the epoch, and `cleared` is None while the problem lasts."""
+    """A problem on the machine; times are seconds since the epoch, and `cleared` is None while the problem lasts."""
 
     kind: Words
     place: Words
@@ -38,14 +38,14 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_alerts(data: DataDir) -> list[Alert]:
-    """Return the stored alerts of all hosts, oldest first; skip files that cannot be read."""
+    """Return the stored alerts for all hosts, oldest first; skip files that cannot be read."""
     files = sorted(data.root.glob(data.alerts("*").name))[:MOST_HOSTS]
     alerts = [alert for file in files for alert in read_json(file, list[Alert]) or []]
     return sorted(alerts, key=lambda alert: alert.raised)
 
 
 def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
-    """Replace the stored alerts of this host; raise `OSError` if they cannot be written."""
+    """Replace the stored alerts for this host; raise `OSError` if they cannot be written."""
     write_json(data.alerts(host), list(alerts))
 
 

@@ -59,13 +59,13 @@ _FAILURES = {
 
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# After a report, changes of the same kind are collected for this many seconds.
-# GPUs that fail together are detected one by one, but should cause only one report.
+# After a report, changes of the same kind are collected for this many seconds. GPUs failing together are detected one
+# by one, but should cause only one report.
 GROUP_S = 5.0
 
 
 class Alerts:
-    """Tracks the alerts of this machine as `turn` processes the readings. Tests can pass their own clocks."""
+    """Tracks the alerts on this machine as `turn` processes the readings. Tests can pass their own clocks."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Alerts:
         self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
         known = {kind.name: rule for kind, rule in self._rules}
         mine = [alert for alert in stored if alert.host == self._host]
-        # A stored alert stays active after a restart of the app, unless its kind has been turned off in the meantime.
+        # A stored alert stays active after an app restart, unless its kind has been turned off in the meantime.
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
@@ -94,19 +94,19 @@ class Alerts:
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """The active alerts, oldest first. If the value of an alert is unknown, its text says since when."""
+        """The active alerts, oldest first. If an alert's value is unknown, its text says since when."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
     def recent(self) -> list[Alert]:
-        """This host's alerts that are stored in the file, oldest first."""
+        """This host's alerts stored in the file, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: AlertReadings) -> list[Alert]:
         """Process the current readings; return the alerts to report as raised or cleared.
 
-        Merge alerts of one kind that are raised or cleared within `GROUP_S`. Return no alerts until every GPU has
-        responded once, since until then it is unknown whether a GPU is lost or has recovered.
+        Merge alerts of one kind raised or cleared within `GROUP_S`. Return no alerts until every GPU has responded
+        once, because until then it is unknown whether a GPU is lost or has recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -131,7 +131,7 @@ class Alerts:
         return self._news(changed)
 
     def _take(self, kind: AlertKind, rule: Rule, measured: MeasuredValue) -> list[Alert]:
-        """Process a value; return the alert that it raises or clears, if any."""
+        """Process a value; return the alert it raises or clears, if any."""
         key = kind.name, measured.place
         state = self._states.setdefault(key, Hysteresis(rule))
         value = kind.badness(measured.value)
@@ -154,7 +154,7 @@ class Alerts:
         return [together(self._pending.pop(group)) for group in due]
 
     def rest(self) -> list[Alert]:
-        """Return the alerts that have not been reported yet; call this before the rules are replaced."""
+        """Return the alerts not yet reported; call this before the rules are replaced."""
         groups, self._pending = self._pending, {}
         return [together(group) for group in groups.values()]
 
@@ -217,9 +217,9 @@ def _ended(alert: Alert, now: float) -> Alert:
 class AlertWatcher:
     """Checks for alerts at regular intervals, on a separate thread, since reading the free disk space may hang.
 
-    `samples` returns None until the GPUs are known. `changed` contains the alerts that were raised or cleared since the
-    start, oldest first; `on_change` is called after each addition. If several apps run on a host, only the app that
-    holds the lock writes the file and runs the user's command.
+    `samples` returns None until the GPUs are known. `changed` contains the alerts raised or cleared since the start,
+    oldest first; `on_change` is called after each addition. If several apps run on a host, only the app holding the
+    lock writes the file and runs the user's command.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        # The failures of checks, of the alert file and of the user's command, each as one sentence.
+        # Failures in checks, the alert file and the user's command, each as one sentence.
         self.problems: tuple[str, ...] = ()
         self._data, self._on_change, self._readonly = data, on_change, readonly
         self.change(settings)
@@ -262,7 +262,7 @@ class AlertWatcher:
         self._stop.set()
 
     def recent(self) -> list[Alert]:
-        """Return the alerts of the last day, latest first: this host's from memory, other hosts' from files."""
+        """Return the alerts from the last day, latest first: this host's from memory, other hosts' from files."""
         host = socket.gethostname()
         others = [one for one in read_alerts(self._data) if one.host != host]
         recent = of_last_day([*self._recent, *others], time.time(), host)
@@ -344,7 +344,7 @@ class AlertWatcher:
             except UserError as error:
                 self._note(str(error))
             except Exception as error:
-                # Errors of the command or the disk must not end this thread.
+                # Command or disk errors must not end this thread.
                 self._note(f"on_alert: {error!r}")
 
     def _note(self, sentence: str) -> None:
@@ -371,7 +371,7 @@ class AlertWatcher:
 
 
 def as_message(alert: Alert) -> Mapping[str, object]:
-    """Return the JSON fields of an alert for the user's command."""
+    """Return an alert's JSON fields for the user's command."""
     fields = msgspec.structs.asdict(alert)
     about = fields.pop("about")
     return {"state": "raised" if alert.cleared is None else "cleared", **fields, **about, "words": sentence_of(alert)}

@@ -73,7 +73,7 @@ class Refresh:
         self._draw("show_gpus")
 
     def show_jobs(self) -> None:
-        """Draw the latest jobs, and the keys that apply to them."""
+        """Draw the latest jobs and the keys applicable to them."""
         self._draw("show_jobs")
         job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_gpu != self._job_of_gpu:
@@ -83,7 +83,10 @@ class Refresh:
         self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
-        """Call `method` on every visible screen that has it. The screen's widgets may be gone while the app closes."""
+        """Call `method` on every visible screen that defines it.
+
+        The screen's widgets may be gone while the app is closing.
+        """
         for screen in self._in_sight():
             if show := getattr(screen, method, None):
                 with contextlib.suppress(NoMatches):
@@ -117,7 +120,7 @@ class Refresh:
         self._app.theme = shown_theme(chosen, self._app.console.color_system)
 
     def read_settings(self) -> None:
-        """Read the settings file and pass its changes to the objects that were created from the settings at startup.
+        """Read the settings file and pass its changes to the objects created from the settings at startup.
 
         All other code reads `session.settings` whenever it needs a setting. Settings in `settings.AT_START` take effect
         only at the next start.
@@ -127,7 +130,7 @@ class Refresh:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _apply(self, new: Settings) -> list[Problem]:
-        """Apply the settings, and return the problems that appear only when the settings are applied."""
+        """Apply the settings, and return the problems appearing only when the settings are applied."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

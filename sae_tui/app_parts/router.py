@@ -1,6 +1,6 @@
 """Opens screens above the dashboard, and closes them again.
 
-Other screens are imported when they are first opened, since importing all of them took a tenth of the startup time.
+Other screens are imported when first opened, because importing all of them took a tenth of the startup time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Router:
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch form, kept while other screens are shown, and the Python setting at the time it was filled in.
+        # The launch form, kept while other screens are shown, and the Python setting from when the form was filled in.
         self._kept: LaunchScreen | None = None
         self._python = session.settings.python
         self.dashboard = dashboard
@@ -155,7 +155,7 @@ class Router:
     # other screens
 
     def show_doctor(self) -> None:
-        """Show the problems that would prevent training on this machine."""
+        """Show any problems that would prevent training on this machine."""
         from sae_tui.screens.doctor import DoctorScreen
 
         # Probes run computations on the GPUs, so read-only mode skips them.
@@ -181,14 +181,14 @@ class Router:
         self._app.push_screen(HelpScreen(self._app.screen))
 
     def show_settings(self) -> None:
-        """Show the settings form above the current screen, including changes that are not saved yet."""
+        """Show the settings form above the current screen, including unsaved changes."""
         from sae_tui.screens.settings_form import SettingsScreen
 
         if not any(isinstance(screen, SettingsScreen) for screen in self._app.screen_stack):
             self._app.push_screen(SettingsScreen(self._session, self._settings_draft, self._refresh.read_settings))
 
     def show_alerts(self) -> None:
-        """Show the active alerts and the alerts of the last day, above the current screen."""
+        """Show the active alerts and the alerts from the last day, above the current screen."""
         from sae_tui.panels.alerts import alert_lines
         from sae_tui.widgets.reading import TextScreen
 

@@ -1,4 +1,4 @@
-"""`sae-tui job ID --cards | --card N`: prints the current and earlier report cards of a job."""
+"""`sae-tui job ID --cards | --card N`: prints a job's current and earlier report cards."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
-    """Return a dict that maps the label of each SAE to its feature file, if still stored."""
+    """Return a dict mapping each SAE's label to its feature file, if still stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

@@ -24,7 +24,7 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
 _MARK = f"# Written by `{PROGRAM} completion --install`."
-# The shell sets this variable when it requests completions.
+# The shell sets this variable when requesting completions.
 _ASKED = "_ARGCOMPLETE"
 
 
@@ -33,19 +33,19 @@ def complete(parser: argparse.ArgumentParser) -> None:
     if _ASKED in os.environ:
         import argcomplete
 
-        # Also complete the flags that are listed only in the help of the main program.
+        # Also complete the flags listed only in the main program's help.
         argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Return a dict that maps the id of each job to its name and state."""
+    """Return a dict mapping each job id to the job's name and state."""
     reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
 
 
 def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the code for the shell's start-up file; with `--install`, write the file that the shell loads."""
+    """Print the code for the shell's start-up file; with `--install`, write the file loaded by the shell."""
     shell = flags.shell or (_own_shell() if flags.install else None)
     if shell not in SHELLS:
         raise _which_shell()
@@ -76,7 +76,7 @@ def _own_shell() -> str:
 
 
 def _login_shell() -> str:
-    """Return the path of this user's login shell, or "" if the system does not know the user."""
+    """Return the path to this user's login shell, or "" if the system does not know the user."""
     try:
         return pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
@@ -84,7 +84,7 @@ def _login_shell() -> str:
 
 
 def _install(context: CommandContext, shell: str) -> int:
-    """Write the completion script to the file that the shell loads; refuse to overwrite a file from another program."""
+    """Write the completion script to the file loaded by the shell; refuse to overwrite another program's file."""
     file, content = file_for(shell), _marked(_script(shell), shell)
     try:
         # Every new shell runs this file, so its folder must be trustworthy.
@@ -107,7 +107,7 @@ def _install(context: CommandContext, shell: str) -> int:
 
 
 def file_for(shell: str) -> Path:
-    """Return the path in the user's home folder from which a shell loads the completions of this program."""
+    """Return the path in the user's home folder from which a shell loads this program's completions."""
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")

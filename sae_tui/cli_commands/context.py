@@ -41,7 +41,7 @@ _LIMIT_S = 60.0
 
 
 class CommandContext:
-    """The data folder, settings and GPUs of a command, as selected by the flags that all commands share."""
+    """A command's data folder, settings and GPUs, as selected by the flags shared by all commands."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
@@ -51,7 +51,7 @@ class CommandContext:
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
-        # Commands read and write in job folders, so check the folders of all jobs named on the command line once.
+        # Commands read and write in job folders, so check the folders for all jobs named on the command line once.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
@@ -108,7 +108,7 @@ class CommandContext:
         return []
 
     def mend(self) -> None:
-        """Repair inconsistencies left by a crash or a reboot, if the store is writable."""
+        """Repair inconsistencies left by a crash or reboot, if the store is writable."""
         from sae_tui.jobs.revive import reconcile_and_revive
 
         with contextlib.suppress(UserError):
@@ -189,7 +189,7 @@ def examine_job(
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
     """Return the job without its invalid settings, the problems in its settings, and the problems with refused code.
 
-    The returned job also omits the settings that would run refused code, so that all other settings can be checked.
+    The returned job also omits settings that would run refused code, so that all other settings can be checked.
     """
     judged = Judged(pipes=True)
     raw = read_toml(path, judged)

@@ -1,4 +1,4 @@
-"""`sae-tui doctor`: reports what would prevent training on this machine, and estimates the needs of a job."""
+"""`sae-tui doctor`: reports what would prevent training on this machine, and estimates a job's requirements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEGEND = "* the mode selected by the job's parallel.mode; SPEED-UP: in tokens/s,
 
 
 def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print each finding as soon as it is available; return 1 if one of them is an error."""
+    """Print each finding as soon as it is available; return 1 if any of them is an error."""
     job, python = None, ""
     is_silent = bool(context.hung) or not _has_settings(context)
     if not is_silent:
@@ -51,7 +51,7 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
     report = None
     if job and not box.is_silent:
         gpus = box.gpus
-        # Read the speeds after the probe, which measures them.
+        # Read the speeds after the probe has measured them.
         speeds = read_box(context.data.box_file)
         held = Occupancy(context.data).holders()
         used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]

@@ -111,7 +111,7 @@ def tag(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def remove(context: CommandContext, flags: argparse.Namespace) -> int:
-    """After a confirmation, permanently delete jobs with all their files: either all of the jobs or none."""
+    """After confirmation, permanently delete jobs with all their files: either all of the jobs or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)

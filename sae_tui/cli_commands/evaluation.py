@@ -1,4 +1,4 @@
-"""`sae-tui eval`: writes the report card of a job's SAEs and collects the max-activating examples of their latents."""
+"""`sae-tui eval`: writes the report cards for a job's SAEs and collects max-activating examples for their latents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.store.rows import Job
 
 
 def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Start an evaluation of a job; with `--wait`, wait for its end and return 0 if it succeeded, otherwise 1."""
+    """Start evaluating a job; with `--wait`, wait for the evaluation to end and return 0 on success, otherwise 1."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)

@@ -30,7 +30,7 @@ from trainer.contract.output import show_text
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
-# A client is disconnected after this many seconds.
+# Clients are disconnected after this many seconds.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
 # After `REST_AFTER_S` seconds without a request, the driver is closed; the next request waits up to `WAKE_S` seconds
@@ -67,7 +67,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
             server.serve_forever()
     finally:
         if not sampler.stop():
-            # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it at exit.
+            # A thread hanging in the driver cannot be stopped, and the interpreter would wait for it at exit.
             os._exit(Exit.FAILED)
     return Exit.DONE
 
@@ -140,7 +140,7 @@ class Server(ThreadingHTTPServer):
             self._capacity.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore disconnected clients; report errors of the server itself as usual."""
+        """Ignore disconnected clients; report errors in the server itself as usual."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

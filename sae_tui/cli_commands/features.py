@@ -1,4 +1,4 @@
-"""`sae-tui features`: shows the latents of an SAE with max-activating examples."""
+"""`sae-tui features`: shows an SAE's latents with max-activating examples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
-    """Return the feature file of the requested SAE; raise `UserError` if it is missing or the choice is ambiguous."""
+    """Return the feature file for the requested SAE; raise `UserError` if it is missing or the choice is ambiguous."""
     job_id = job_id_in(flags.run)
     if job_id is not None:
         with existing(context.data, job_id) as control:

@@ -1,4 +1,4 @@
-"""`sae-tui gpus | metrics | recommend`: shows the activity of the GPUs and recommends GPUs for a job."""
+"""`sae-tui gpus | metrics | recommend`: shows GPU activity and recommends GPUs for a job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
-# Maps the JSON name of each exported sensor to the sensor.
+# Maps each exported sensor's JSON name to the sensor.
 SENSORS = {one.public: one for kind in (GpuSample, Condition, Aggregate) for one in exported(kind).values()}
 
 
@@ -80,7 +80,7 @@ def _show(snapshot: Snapshot, context: CommandContext, flags: argparse.Namespace
 
 
 def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the totals or the values of each GPU, and the stored history if requested; return 1 for a broken driver."""
+    """Print the totals or each GPU's values, and the stored history if requested; return 1 for a broken driver."""
     if context.has_broken_driver():
         return Exit.FAILED
     if flags.csv:
@@ -112,7 +112,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> None:
-    """Print the stored history as CSV, either the totals of all GPUs or the rows of each GPU."""
+    """Print the stored history as CSV, either the totals over all GPUs or the rows for each GPU."""
     past = past_of(context, flags)
     assert past is not None
     if flags.view == "aggregated":
@@ -124,7 +124,7 @@ def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> N
 
 
 def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the GPUs that suit a job best; return 1 if there are none or the driver is broken."""
+    """Print the GPUs best suited to a job; return 1 if there are none or the driver is broken."""
     # No consent is needed, because this command runs no code from the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
@@ -217,7 +217,7 @@ def _memory(used: int | None, total: int | None) -> str:
 
 
 def _in_units(sensor: Sensor, value: float | None) -> str:
-    """Return the value of a sensor with its unit."""
+    """Return a sensor's value with its unit."""
     unit = sensor.unit.words if sensor.unit else ""
     if value is None or unit == "bytes":
         return UNKNOWN if value is None else gibibytes(value)
@@ -225,7 +225,7 @@ def _in_units(sensor: Sensor, value: float | None) -> str:
 
 
 def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
-    """Return a value with the unit of the sensor whose JSON name is `name`."""
+    """Return a value with the unit of the sensor named `name` in JSON."""
     if value is None:
         return UNKNOWN
     if isinstance(value, dict):
@@ -235,7 +235,7 @@ def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
 
 
 def _field_text(name: str, value: Any) -> object:
-    """Return a field of a GPU as text with its unit; convert a timestamp to a date."""
+    """Return a GPU field as text with its unit; convert a timestamp to a date."""
     if name == "timestamp":
         return clock_time(value)
     return _with_unit(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

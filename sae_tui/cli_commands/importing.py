@@ -14,7 +14,7 @@ from trainer.contract.progress import Progress
 
 
 def take_in(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Create a job from the SAE in a folder, and print the commands that can use it."""
+    """Create a job from the SAE in a folder, and print the commands for using it."""
     settings = [word for override in flags.overrides for word in ("--set", override)]
     arguments = [*settings, *(["--format", flags.format] if flags.format else [])]
     arguments += [word for one in flags.config for word in ("--config", one)]

@@ -57,7 +57,7 @@ _OF_CARD = (
     "parts",
 )  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
-# Maps the final state of a job to the exit code of a command that waits for the job.
+# Maps a job's final state to the exit code of a command waiting for the job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
     JobState.STOPPED: Exit.STOPPED,
@@ -68,7 +68,7 @@ EXITS = {
 
 
 def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the jobs that match the filter, in the requested order."""
+    """Print the jobs matching the filter, in the requested order."""
     reader = JobsReader(context.data)
     matches = _matches(reader, flags)
     if reader.passed_over:
@@ -118,7 +118,7 @@ def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, An
 
 
 def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print one job and its events; with `--wait`, wait for its end and return the exit code for its final state."""
+    """Print one job and its events; with `--wait`, wait until the job ends and return its exit code."""
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
@@ -168,13 +168,13 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
 
 
 def _card_fields(shown: Sequence[Card]) -> list[dict[str, Any]]:
-    """Return the measurements of each SAE, without the max-activating examples that `sae-tui features` shows."""
+    """Return each SAE's measurements, without the max-activating examples shown by `sae-tui features`."""
     tables = map(as_table, shown)
     return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
 
 
 def _show_cards(shown: Sequence[Card]) -> None:
-    """Print the key facts of a report card; for a sweep, print one row per SAE."""
+    """Print a report card's key facts; for a sweep, print one row per SAE."""
     if not shown:
         return
     say()
@@ -189,7 +189,7 @@ def _show_cards(shown: Sequence[Card]) -> None:
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
-    """Return the metrics of a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs."""
+    """Return the metrics for a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs."""
     if not job.best_sae:
         return {}
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
@@ -197,7 +197,7 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
 
 
 def _show_cause(postmortem: Postmortem, job_id: int) -> None:
-    """Print the remedy, the exception and log of the rank that failed first, and how the other ranks ended."""
+    """Print the remedy, the exception and log from the rank that failed first, and how the other ranks ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
     if postmortem.resumes:
         advice.append(f"`sae-tui resume {job_id}` {postmortem.resumes}")
@@ -238,7 +238,7 @@ def stop(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the last log lines of a rank; with `-f`, follow the log until the job ends."""
+    """Print the last log lines from a rank; with `-f`, follow the log until the job ends."""
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if flags.rank >= reader.view.world_size:
@@ -323,7 +323,7 @@ def _reached(job: JobView) -> Reached:
 
 
 def _reader(context: CommandContext, job_id: int) -> JobReader:
-    """Return a reader that has polled the job once; raise `UserError` if the job does not exist."""
+    """Return a reader that has already polled the job; raise `UserError` if the job does not exist."""
     reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:
@@ -346,7 +346,7 @@ def _fields(job: JobView) -> dict[str, Any]:
 
 
 def _evaluation(job: JobView) -> dict[str, Any] | None:
-    """Return the running evaluation of a job, or None."""
+    """Return a job's running evaluation, or None."""
     if (now := job.evaluation) is None:
         return None
     return {
@@ -362,12 +362,12 @@ def _evaluation(job: JobView) -> dict[str, Any] | None:
 
 
 def _values(job: JobView) -> dict[str, float | None]:
-    """Return a dict that maps the loss and each metric to the latest value."""
+    """Return a dict mapping the loss and each metric to the latest value."""
     return {name: newest_value(job, name) for name in ("loss", *measured_names())}
 
 
 def _field_title(name: str) -> str:
-    """Return the title of a field; metrics have the same titles as on the screens."""
+    """Return the title of a field; metrics have the same titles as on screen."""
     if name in (*measured_names(), "tokens_per_s"):
         return title_of(name)
     return "ETA" if name == "eta_s" else name
@@ -427,7 +427,7 @@ def _row(job: JobView) -> tuple[object, ...]:
 
 
 def _listed() -> list[str]:
-    """Return the metrics that the jobs list shows."""
+    """Return the metrics shown in the jobs list."""
     return list(dict.fromkeys([*key_metrics(), "dead_fraction"]))
 
 

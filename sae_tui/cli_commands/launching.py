@@ -1,4 +1,4 @@
-"""`sae-tui validate | launch`, and the launch functions for other commands that create jobs."""
+"""`sae-tui validate | launch`, and the launch functions for other job-creating commands."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def launch(context: CommandContext, flags: argparse.Namespace) -> int:
 def launch_all(
     context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
 ) -> int:
-    """Launch all jobs, or none if any of them cannot run. Return the exit code."""
+    """Launch all jobs, or none if any cannot run. Return the exit code."""
     # A clone trains with its parent's Python, even if that was the app's own Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)
@@ -120,7 +120,7 @@ def launch_all(
 
 
 def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
-    """Return a message about the state of a newly launched job and how to follow it."""
+    """Return a message about a newly launched job's state and how to follow the job."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
     others = comes_after(dict.fromkeys(flags.after))
@@ -147,7 +147,7 @@ def _check_or_raise(context: CommandContext, job: AnyJob, promises: Promises) ->
 def _check(
     context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES
 ) -> tuple[Placement | None, list[Problem]]:
-    """Return the job's placement, or None, and all problems of the job and its placement."""
+    """Return the job's placement, or None, and all problems with the job and its placement."""
     wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
     with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
         proposal = _propose(context, job, promises)
@@ -156,7 +156,7 @@ def _check(
         try:
             return _place(context, proposal), problems
         except JobFileError as error:
-            # Skip settings that the earlier checks have already reported.
+            # Skip settings already reported by earlier checks.
             paths = {problem.path for problem in problems if problem.severity == "error"}
             return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
@@ -193,7 +193,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: CommandContext) -> str:
-    """Return the name of the GPU source with which a supervisor finds the same GPUs."""
+    """Return the name of the GPU source that lets a supervisor find the same GPUs."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

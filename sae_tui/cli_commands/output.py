@@ -25,7 +25,7 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print the lines of an iterable, which may yield millions. The lines must not contain control characters.
+    """Print lines from an iterable that may yield millions. The lines must not contain control characters.
 
     The output is written 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit
     flush can encounter a full disk or a closed pipe.

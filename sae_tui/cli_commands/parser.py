@@ -23,7 +23,7 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or their GPUs. Before one of these commands runs, the states of crashed jobs are
+# Modules whose commands act on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
@@ -176,7 +176,7 @@ class ShowVersion(argparse.Action):
 
 
 def make_parser(open_app: Command) -> CommandParser:
-    """Return the parser of all commands and their flags; without a command, `open_app` runs."""
+    """Return the parser for all commands and their flags; without a command, `open_app` runs."""
     shared = _shared_flags()
     parser = CommandParser(
         prog="sae-tui",
@@ -545,7 +545,8 @@ def _examples(command: str) -> str:
 def _shared_flags(*, in_help: bool = True) -> CommandParser:
     """Return the flags allowed before and after the command.
 
-    The flags have no defaults, since the default of a flag after the command would overwrite a value given before it.
+    The flags have no defaults, because the default for a flag after the command would overwrite a value given before
+    it.
     """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")

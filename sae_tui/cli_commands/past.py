@@ -1,4 +1,4 @@
-"""Streams stored history row by row for `sae-tui metrics --since`: the rows of one GPU, or the totals of all GPUs."""
+"""Streams stored history row by row for `sae-tui metrics --since`: rows for one GPU, or totals over all GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class StoredSamples:
-    """The stored samples of the period `--since`; `every_s` is the step in seconds, or None for raw samples."""
+    """The stored samples for the period `--since`; `every_s` is the step in seconds, or None for raw samples."""
 
     def __init__(self, context: CommandContext, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
@@ -44,7 +44,7 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples of one GPU, whatever its index was at the time."""
+        """Yield the samples from one GPU, whatever its index was at the time."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
@@ -111,7 +111,7 @@ class StoredSamples:
         )
 
     def _gpus_then(self, row: GpuTotals) -> int:
-        """Return the current number of GPUs, or the number at the time of the row if that is larger."""
+        """Return the current number of GPUs, or the number at the row's time if that is larger."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
@@ -155,7 +155,7 @@ def _csv_line(values: Iterable[object]) -> str:
 
 
 def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a JSON object whose last field is `history`, one line per row, while the rows are read."""
+    """Yield the lines of a JSON object ending in the field `history`, one line per row, while the rows are read."""
     head = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode().removesuffix("\n}")
     yield from f'{head},\n  "history": ['.split("\n")
     yield from (f"    {line}" for line in comma_separated(msgspec.json.encode(row).decode() for row in history))
@@ -185,7 +185,7 @@ def comma_separated(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _step(since_s: float, interval_s: float) -> int:
-    """Return the shortest step in seconds that gives at most `MOST_LINES` rows, each of at least two samples."""
+    """Return the shortest step in seconds that yields at most `MOST_LINES` rows, each from at least two samples."""
     least = max(since_s / MOST_LINES, 2 * interval_s)
     return next((step for step in STEPS_S if step >= least), STEPS_S[-1])
 

@@ -21,7 +21,7 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import measured_names, title_of
 from trainer.contract.store.states import JobState
 
-# A job is exported for an hour after its end, so that a scrape every few minutes collects its last values.
+# A job is exported for an hour after its end, so that scraping every few minutes still collects its last values.
 ENDED_S = 3600.0
 J_PER_WH = 3600.0
 Labels = Mapping[str, object]
@@ -30,7 +30,7 @@ _NOT_IN_A_NAME = re.compile("[^a-zA-Z0-9_]")
 
 
 class PrometheusText(Collector):
-    """Writes the metrics of GPUs and jobs as text; a lock serialises requests from several threads."""
+    """Writes GPU and job metrics as text; a lock serialises requests from several threads."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PrometheusText(Collector):
             return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric that has a value."""
+        """Yield every metric with a value."""
         yield from known(gpu_metrics(self._samples(), self._occupancy.jobs_by_uuid()))
         yield from known(job_metrics(self._jobs.jobs))
         yield gauge("sae_tui_jobs_readable", "Whether the list of jobs can be read.", [({}, not self._jobs.problem)])
@@ -65,7 +65,7 @@ class PrometheusText(Collector):
 
 
 def gauge(name: str, words: str, values: Labelled) -> Metric:
-    """Return a metric with a sample for each value that is not None; replace control characters in labels."""
+    """Return a metric with a sample for each non-None value; replace control characters in labels."""
     metric = Metric(name, words, "gauge")
     for labels, value in values:
         if value is not None:
@@ -74,12 +74,12 @@ def gauge(name: str, words: str, values: Labelled) -> Metric:
 
 
 def known(metrics: Iterable[Metric]) -> Iterator[Metric]:
-    """Yield the metrics that have a value."""
+    """Yield the metrics with a value."""
     return (metric for metric in metrics if metric.samples)
 
 
 def gpu_metrics(samples: Iterable[GpuSample], jobs_by_uuid: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the metrics of GPUs, labelled by index, UUID and name."""
+    """Yield the GPU metrics, labelled by index, UUID and name."""
     gpus = [({"gpu": one.index, "uuid": one.uuid, "name": one.name}, one) for one in samples]
 
     def metric(name: str, words: str, value: Callable[[GpuSample], float | None]) -> Metric:
@@ -101,7 +101,7 @@ def _throttled(sample: GpuSample) -> float | None:
 
 
 def job_metrics(jobs: Iterable[JobView], now: float | None = None) -> Iterator[Metric]:
-    """Yield the metrics of jobs that are active or ended in the last hour, labelled by id and name."""
+    """Yield metrics for jobs that are active or ended in the last hour, labelled by id and name."""
     after = (time.time() if now is None else now) - ENDED_S
     shown = [job for job in jobs if not job.state.is_final or (job.ended or 0.0) > after]
     labelled = [({"id": job.id, "name": job.name}, job) for job in shown]

@@ -1,4 +1,4 @@
-"""`sae-tui schema`: prints the JSON Schemas of the commands' output."""
+"""`sae-tui schema`: prints the JSON Schemas for command output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ERROR = "error"
 
 
 def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the JSON Schema of a command's output; without a command, list the commands that have a schema."""
+    """Print the JSON Schema for a command's output; without a command, list the commands with a schema."""
     known, asked = schemas(), " ".join(flags.words)
     if asked in known:
         say_all(as_text(known[asked]).splitlines())
@@ -34,7 +34,7 @@ def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def schemas() -> dict[str, Schema]:
-    """Return a dict that maps each command, such as `trainer run`, to its schema; `error` is the key for failures."""
+    """Return a dict mapping each command, such as `trainer run`, to its schema; `error` is the key for failures."""
     own = dict(sorted(own_answers.ANSWERS.items()))
     of_trainer = {f"trainer {name}": schema for name, schema in sorted(commands.ANSWERS.items()) if name != ERROR}
     return {**own, **of_trainer, ERROR: commands.ANSWERS[ERROR]}

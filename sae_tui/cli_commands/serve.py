@@ -47,7 +47,7 @@ _WHAT = {
 def _argv(context: CommandContext, *, write: bool) -> list[str]:
     """Return the command for a browser session.
 
-    The command includes -P, since other users may write to the current folder.
+    The command includes -P because other users may be able to write to the current folder.
     """
     argv = [sys.executable, "-P", "-m", "sae_tui", *context.words]
     return argv if write else [*argv, "--readonly"]

@@ -1,4 +1,4 @@
-"""`sae-tui skill`: prints a guide that shows agents how to train an SAE with commands that print JSON."""
+"""`sae-tui skill`: prints a guide showing agents how to train an SAE with JSON-printing commands."""
 
 from __future__ import annotations
 

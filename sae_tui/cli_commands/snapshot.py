@@ -22,9 +22,9 @@ from trainer.contract.paths import DataDir
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Samples of all GPUs, and whether each GPU is available to a new job.
+    """Samples from all GPUs, and whether each GPU is available to a new job.
 
-    `problem` explains why there are no samples, and `is_broken` is True if something must be repaired. `note` reports
+    `problem` explains why there are no samples, and `is_broken` is True if the driver must be repaired. `note` reports
     hidden GPUs.
     """
 

@@ -41,7 +41,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, or the log of one job, until standard input or output is closed."""
+    """Write messages about GPUs and jobs, or one job's log, until standard input or output is closed."""
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
         return _stream_log(context, flags)
@@ -64,7 +64,7 @@ def stream(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class GpuSide:
-    """Reads the GPUs of this machine, each in a separate thread, and determines who uses each GPU."""
+    """Reads this machine's GPUs, each in a separate thread, and determines who is using each GPU."""
 
     def __init__(self, context: CommandContext) -> None:
         self._data = context.data
@@ -76,7 +76,7 @@ class GpuSide:
         self._has_waited = False
 
     def gpus(self) -> RemoteGpus:
-        """Return the latest sample of every GPU; the first call waits up to `EVERY_S` for the samples."""
+        """Return the latest sample from every GPU; the first call waits up to `EVERY_S` for the samples."""
         if not self._has_waited:
             self._wait_for_all()
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]

@@ -75,7 +75,7 @@ def seconds(text: str) -> float:
 
 
 def step(text: str) -> int:
-    """Return the length of a step, which must be a whole number of seconds."""
+    """Return the step length, which must be a whole number of seconds."""
     value = seconds(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'must be a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
@@ -83,7 +83,7 @@ def step(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size like `20GiB`; units such as `kB` and `MB` are powers of 1,000, others of 1,024."""
+    """Return a size like `20GiB` in bytes; units such as `kB` and `MB` are powers of 1,000, others of 1,024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or not (match[2] or match[3].lower() == "b"):
         raise argparse.ArgumentTypeError(f'must be a size like 20GiB or 500MB, not "{cut(text)}"')

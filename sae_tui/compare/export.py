@@ -35,7 +35,7 @@ def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False
 
 
 def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str]:
-    """Yield a header line and one line per value; a non-finite value gives an empty cell."""
+    """Yield a header line and one line per value; a non-finite value becomes an empty cell."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -63,6 +63,6 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
 
 def _csv_line(cells: Iterable[object]) -> str:
     line = io.StringIO()
-    # A name may contain a carriage return, which the csv module quotes only if the line terminator contains it too.
+    # The csv module quotes a carriage return in a name only if the line terminator contains one too.
     csv.writer(line, lineterminator="\r\n").writerow(cells)
     return line.getvalue().removesuffix("\r\n") + "\n"

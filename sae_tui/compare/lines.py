@@ -10,7 +10,7 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# Maps each choice of x axis to the title of the axis in an image.
+# Maps each choice of x axis to the axis title in an image.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
@@ -45,7 +45,7 @@ def traces(curves: Sequence[Curve], view: CurveView) -> list[Trace]:
 
 
 def ema(values: Sequence[float], smoothing: float) -> list[float]:
-    """Return the exponential moving average with bias correction, so that early values are not pulled towards 0."""
+    """Return the exponential moving average with bias correction, so that early values are not biased towards 0."""
     mean, weight, averages = 0.0, 0.0, []
     for value in values:
         mean = smoothing * mean + (1 - smoothing) * value

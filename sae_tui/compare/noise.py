@@ -15,8 +15,8 @@ from trainer.contract.settings.series import CRITERION, held_out
 
 # A difference is significant only if it exceeds this number of standard errors.
 LEAD = 2.0
-# If there are too few seeds to measure their variation, a relative difference in FVU must exceed this to be
-# significant. Different seeds of a TopK SAE on 131,072 rows differed by 0.5 to 1 %.
+# If there are too few seeds to measure their variation, a relative FVU difference must exceed this to be significant.
+# The FVU of a TopK SAE on 131,072 rows varied by 0.5 to 1 % between seeds.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -37,7 +37,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class MeasuredSae(msgspec.Struct, frozen=True):
-    """An SAE with the value of one of its results and the value's standard error; either number is None if unknown."""
+    """An SAE with one of its results and the standard error; either number is None if unknown."""
 
     sae: ComparedSae
     value: float | None
@@ -92,6 +92,6 @@ def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[f
 
 
 def _without_seed(sae: ComparedSae) -> str:
-    """Return the settings that determine the SAE, except its seed."""
+    """Return the settings determining the SAE, except its seed."""
     settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
     return repr(sorted(settings.items(), key=str))

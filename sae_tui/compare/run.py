@@ -22,11 +22,11 @@ from trainer.contract.store.rows import Job
 
 MOST_POINTS = 500
 
-Settings = Mapping[str, Any]  # maps the dotted path of a setting to its value
+Settings = Mapping[str, Any]  # maps a setting's dotted path to its value
 
 
 class Sample(NamedTuple):
-    """One value of a metric. `time_s` is the time since the first value of the run, including pauses."""
+    """One value of a metric. `time_s` is the time since the run's first value, including pauses."""
 
     step: int
     tokens: float
@@ -46,7 +46,7 @@ class ComparedSae(msgspec.Struct, frozen=True):
     member: str
     settings: Settings
     latest: Mapping[str, float]
-    # Sums per text over the rows on which the report card was measured.
+    # Sums per text over the rows used for the report card.
     sums: RowSums | None = None
 
 
@@ -98,9 +98,9 @@ class Run:
         return True
 
     def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
-        """Return the metric over the run in about `MOST_POINTS` points, or None if the SAE does not have the metric.
+        """Return the metric over the run in about `MOST_POINTS` points, or None if the SAE lacks the metric.
 
-        A metric that the SAEs of a sweep share is returned only for the first SAE.
+        A metric shared by the SAEs of a sweep is returned only for the first SAE.
         """
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
@@ -110,7 +110,7 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # Omit the curve of a run with a damaged file, but still compare the other runs.
+                # Omit the curve for a run with a damaged file, but still compare the other runs.
                 return None
         return Curve(label, place, self._curves[name, label])
 
@@ -134,9 +134,7 @@ class Run:
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """Return a dict that maps each metric to its latest value: the SAE's own value, or the run's if its SAEs share
-        the metric.
-        """
+        """Return a dict mapping metrics to latest values: the SAE's own, or the run's if its SAEs share the metric."""
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
 
@@ -144,7 +142,7 @@ class Run:
         return self._cards[member].values() if member in self._cards else {}
 
     def _name(self, metric: str, member: str) -> str | None:
-        """Return the name of an SAE's metric in the run's store, or None if the run does not have the metric."""
+        """Return the name of an SAE's metric in the run's store, or None if the run lacks the metric."""
         own = f"{metric}@{member}"
         if member and own in self._live.latest:
             return own
@@ -177,7 +175,7 @@ class Run:
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """Return a dict that maps the label of each SAE in a job file to its settings; the label of a single SAE is ""."""
+    """Return a dict mapping each SAE's label in a job file to its settings; a single SAE has the label ""."""
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # the job file contains a setting from another version

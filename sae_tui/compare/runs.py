@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison, even while they are in progress; each result is immutable."""
+"""Reads the runs in a comparison, even while they are in progress; each result is immutable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All data that a screen or a command shows about several runs; `curves` are the curves of `metric`."""
+    """All data shown by a screen or command about several runs; `curves` are the curves of `metric`."""
 
     saes: tuple[ComparedSae, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Runs:
                 run.close()
 
     def _poll(self) -> list[tuple[Run, ComparedSae]]:
-        """Return the SAEs of all runs that still exist, each with its run."""
+        """Return the SAEs from all runs that still exist, each with its run."""
         return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
 
 

@@ -12,8 +12,8 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
-# The Okabe-Ito palette, which is safe for all types of colour blindness.
-# Yellow is omitted, since it is too light on a white background.
+# The Okabe-Ito palette, which is safe for all types of colour blindness. Yellow is omitted because it is too light on a
+# white background.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
@@ -32,7 +32,7 @@ class PlotArea(NamedTuple):
     log: bool
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Return the pixel coordinates of a point."""
+        """Return a point's pixel coordinates."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         low, high, y = (math.log(value) if self.log else value for value in (*self.y, y))
         return _LEFT + across * (_RIGHT - _LEFT), self.bottom - (y - low) / (high - low) * (self.bottom - _TOP)
@@ -61,7 +61,7 @@ def _box(points: Sequence[tuple[float, float]], view: CurveView, bottom: float) 
 
 
 def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
-    """Return the range, widened if it is empty."""
+    """Return the range, widened if empty."""
     if high > low:
         return low, high
     return (low / 2, high * 2) if log else (low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1))
@@ -101,7 +101,7 @@ def _curve(trace: Trace, box: PlotArea, style: int) -> Iterator[str]:
 
 
 def _entry(trace: Trace, style: int) -> Iterator[str]:
-    """Draw the line of a trace in the legend, with its latest value."""
+    """Draw a trace's line in the legend, with its latest value."""
     x, y = _RIGHT + 16, _TOP + _LINE * style + 6
     colour, dash, _ = _style(style)
     yield f'<path d="M{x},{y}h24" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'

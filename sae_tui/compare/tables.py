@@ -1,4 +1,4 @@
-"""Tables that compare runs: the settings that differ, and the results, with the best ones marked."""
+"""Tables that compare runs: differing settings, and results with the best ones marked."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 LIKE = 1.02
 # This value is listed with the settings, since an automatic batch size is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
-# Training settings, which are meaningless for an imported SAE.
+# Training settings, meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class ComparisonRow(msgspec.Struct, frozen=True):
-    """A table row: a title, one value per SAE, and the indices of the best SAEs or of SAEs considered equal.
+    """A table row: a title, one value per SAE, and the indices of the best SAEs or of those considered equal.
 
     `why` explains why these SAEs are considered equal, and what else limits the comparison.
     """
@@ -61,7 +61,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
     why: str = ""
     # The indices of values from unfinished runs, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # The text after the star of each value: the number of tokens the SAE was trained on, if this differs between SAEs.
+    # The text after each value's star: the number of tokens the SAE was trained on, if this differs between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
@@ -83,7 +83,7 @@ class ComparedFigure(msgspec.Struct, frozen=True):
 
 
 def word_of(metric: str) -> Callable[[float], str]:
-    """Return the function that formats values of a metric."""
+    """Return the function for formatting a metric's values."""
     return functools.partial(measure, series=series_named(metric))
 
 
@@ -109,7 +109,7 @@ _OF_RUN = (
 )
 
 
-# The results that measure the quality of an SAE.
+# The results measuring SAE quality.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -130,7 +130,7 @@ def _of_metric(name: str, series: Series) -> ComparedFigure:
 
 
 def differences(saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
-    """Return a row for each setting that differs; a value is None if the SAE does not have the setting."""
+    """Return a row for each setting that differs; a value is None if the SAE lacks the setting."""
     of_saes = [_settings(sae) for sae in saes]
     paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
     lines = []
@@ -171,9 +171,9 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
 
 
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
-    """Return the price and CO₂ of the energy.
+    """Return the price and CO₂ emissions for the energy used.
 
-    No value is marked as best, since both rows follow from the energy.
+    No value is marked as best, because both rows follow from the energy.
     """
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
@@ -203,13 +203,13 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the row with the best value marked, or with every value marked that is not significantly worse."""
+    """Return the row with the best value marked, or with every value that is not significantly worse marked."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # If an SAE does not differ significantly from the best one, neither do the SAEs ranked between them.
+    # If an SAE does not differ significantly from the best SAE, neither do those ranked between the two.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
@@ -228,7 +228,7 @@ def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedS
 
 
 def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a quality row, noting the number of training tokens of the best SAE if this number differs."""
+    """Return a quality row, noting the best SAE's training token count if the counts differ."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -275,7 +275,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return the best value's lead over each other value whose noise is known, as a dict by index."""
+    """Return the best value's lead over each other value with known noise, as a dict by index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -287,7 +287,7 @@ def leads_of_best(
 
 
 def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict[int, Lead]) -> str:
-    """Return a sentence that states the largest insignificant lead, the significance threshold, and its reason."""
+    """Return a sentence stating the largest insignificant lead, the significance threshold, and its reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = (
@@ -327,7 +327,7 @@ def value_of(sae: ComparedSae, name: str) -> float | None:
 
 def _duration_s(sae: ComparedSae) -> float | None:
     job = sae.job
-    # For a resumed job, only the start and end of the last attempt are known.
+    # For a resumed job, only the last attempt's start and end are known.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
@@ -337,7 +337,7 @@ def _ran_as(sae: ComparedSae) -> str:
 
 
 def _tokens_per_step(sae: ComparedSae) -> int | None:
-    """Return the tokens per step, which depend on the length of the run if the batch size is automatic."""
+    """Return the tokens per step, which depend on run length if the batch size is automatic."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 

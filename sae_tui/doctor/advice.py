@@ -64,7 +64,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """Recommend the smallest number of devices that the job fits on and the largest worthwhile one, or a remedy."""
+    """Recommend the smallest number of devices on which the job fits and the largest worthwhile number, or a remedy."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -133,7 +133,7 @@ def _devices(ranks: int, on_gpus: bool) -> str:
 
 
 def _flag(row: JobRow) -> str:
-    """Return the command-line option that chooses these devices."""
+    """Return the command-line option for choosing these devices."""
     if row.n_gpus:
         return f"--gpus {','.join(map(str, row.gpus))}"
     return "--gpus cpu" if row.ranks == 1 else f"--gpus cpu:{row.ranks}"

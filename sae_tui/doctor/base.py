@@ -1,4 +1,4 @@
-"""The result of a check, and the machine that is checked."""
+"""The result of a check, and the machine being checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOLDER_LIMIT_S = 10.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """The result of a check and, for a problem, a remedy."""
+    """A check result and, for a problem, a remedy."""
 
     level: Level
     subject: str
@@ -39,7 +39,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class GpuReadings(msgspec.Struct, frozen=True):
-    """One reading of all GPUs, or the `problem` that prevented it, with a `remedy`. `cuda` is False for simulated GPUs.
+    """One reading from all GPUs, or the `problem` preventing it, with a `remedy`. `cuda` is False for simulated GPUs.
 
     `samples` contains only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
@@ -54,7 +54,10 @@ class GpuReadings(msgspec.Struct, frozen=True):
 
 
 class CheckedMachine:
-    """The machine that is checked. Each property is read once, on first use; system files are read below `root`."""
+    """The machine being checked.
+
+    Each property is read once, on first use; system files are read from under `root`.
+    """
 
     def __init__(
         self,
@@ -90,11 +93,11 @@ class CheckedMachine:
         return None
 
     def program(self, name: str) -> str | None:
-        """Return the path of a program found in the user's PATH, or None."""
+        """Return the path to a program found in the user's PATH, or None."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """Run a program; return its output and the reason for a failure ("" on success)."""
+        """Run a program; return its output and the failure reason ("" on success)."""
         return self._run(command, limit_s, {**self.environ, **environ})
 
     def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
@@ -106,7 +109,7 @@ class CheckedMachine:
 
     @property
     def python_path(self) -> str:
-        """The path of the Python interpreter used for training."""
+        """The path to the Python interpreter used for training."""
         return named_python.whole(self.python) or sys.executable
 
     def _run(self, command: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -132,7 +135,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
         return GpuReadings(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
-    # Facts are optional: without them, the report is only shorter, since the samples already contain GPU faults.
+    # Facts are optional: without facts, the report is merely shorter, because the samples already contain GPU faults.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     close_source(source)
@@ -141,7 +144,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> GpuReadings:
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
-    """Return the facts about the visible GPUs only; list positions still match the GPU indices."""
+    """Return facts about visible GPUs only; list positions still match the GPU indices."""
     return replace(
         facts,
         capabilities=tuple(one if index in shown else None for index, one in enumerate(facts.capabilities)),

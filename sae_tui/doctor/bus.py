@@ -19,15 +19,15 @@ from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_bo
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# All ranks import torch, which takes most of this time if it is on a network disk.
+# All ranks import torch, taking most of this time if torch is on a network disk.
 LIMIT_S = 120.0
-# The speed that a PCIe 4.0 slot with 16 lanes achieves through host memory.
+# The speed achieved by a PCIe 4.0 slot with 16 lanes through host memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when these GPUs are idle"
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """The output of `sae-train probe --json`: speeds per rank, of all ranks combined, and per pair of ranks."""
+    """The output of `sae-train probe --json`: speeds per rank, for all ranks combined, and per pair of ranks."""
 
     device: str
     ranks: int
@@ -120,7 +120,7 @@ def _peers_fail(failure: str) -> Finding:
 
 
 def _probe(box: CheckedMachine, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
-    """Measure with rank n on the n-th of these GPUs; return the results, or None and the cause of the failure."""
+    """Measure with rank n on the n-th of these GPUs; return the results, or None and the cause of failure."""
     visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
     words = ("probe", "--gpus", f"auto:{len(idle)}", "--json")
     answer, failure = box.trainer(*words, limit_s=LIMIT_S, **visible, **environ)
@@ -150,7 +150,7 @@ def _judge(probed: Probed) -> Finding:
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
-    """Report the pairs of GPUs that are slower than half the median speed."""
+    """Report the GPU pairs slower than half the median speed."""
     if len(probed.pairs) < 2:
         return
     usual = statistics.median(probed.pairs.values())

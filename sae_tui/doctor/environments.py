@@ -57,7 +57,7 @@ def lack_of(box: CheckedMachine) -> str:
 
 
 def both(box: CheckedMachine) -> dict[str, dict[str, Any] | None]:
-    """Return the facts about the two environments; "trainer" is None if training uses the app's environment."""
+    """Return facts about the two environments; "trainer" is None if training uses the app's environment."""
     app = {"python": sys.executable, "version": platform.python_version(), "sae_tui": version(PACKAGE)}
     if not box.python:
         return {"app": app, "trainer": None}

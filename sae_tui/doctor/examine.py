@@ -28,7 +28,7 @@ from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 
 Check = Callable[[CheckedMachine], Iterable[Finding]]
-# Checks for access by other users come first. The slowest check, which imports torch in a new process, comes last.
+# Checks for access by other users come first. The slowest check imports torch in a new process and comes last.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,
@@ -61,13 +61,13 @@ CHECKS: tuple[Check, ...] = (
     environments.check_trainer_code,
     torch_build.check_torch,
 )
-# Checks that run only on request, since they use the GPUs.
+# Checks run only on request, because they use the GPUs.
 PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
-# Checks that use the data folder.
-# If the folder's disk hangs, the remaining checks in this set are skipped, since they would hang too.
+# Checks using the data folder. If the folder's disk hangs, the remaining checks in this set are skipped because they
+# would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
@@ -75,9 +75,8 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# The time limit in seconds for the next finding of a check.
-# GPU reads have their own limits, 37 s in total.
-# Checks that run only on request limit the time of each program they start.
+# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. Checks run
+# only on request limit the time for each program they start.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),
@@ -103,7 +102,7 @@ def examine(box: CheckedMachine, checks: Iterable[Check] = CHECKS) -> Iterator[F
 
 
 def _within_limit(box: CheckedMachine, check: Check) -> Iterator[Finding]:
-    """Yield the findings of a check. The check runs on a separate thread, since a disk may never respond."""
+    """Yield a check's findings. The check runs on a separate thread because a disk may never respond."""
     found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
 
     def run() -> None:
@@ -150,5 +149,5 @@ def summary(findings: Iterable[Finding]) -> str:
 
 
 def level_words(finding: Finding) -> str:
-    """Return the level as a symbol and a word, so that the level is not indicated by colour only."""
+    """Return the level as a symbol and a word, so that the level is not indicated by colour alone."""
     return f"{SIGNS[finding.level]} {finding.level}"

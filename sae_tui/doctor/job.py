@@ -25,7 +25,7 @@ from trainer.contract.settings.sources import DataShape
 class JobRow(msgspec.Struct, frozen=True):
     """One way to run the job on `ranks` devices; `n_gpus` is 0 if the devices are CPU processes.
 
-    `chosen` is True for the mode that the job's `parallel.mode` selects. `gpus` lists the GPUs with the most free
+    `chosen` is True for the mode selected by the job's `parallel.mode`. `gpus` lists the GPUs with the most free
     memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
     in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with those of a
     single device.
@@ -51,7 +51,7 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """A number of devices that are assumed to be equally fast and to have the memory of the smallest one."""
+    """A number of devices, assumed to be equally fast and to have as much memory as the smallest one."""
 
     name: str
     count: int
@@ -81,12 +81,12 @@ def job_rows(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
-    """Forecast the job on the usable GPUs (only the GPUs that its file names, if any), or on the CPU if there are none.
+    """Forecast the job on the usable GPUs (only the GPUs named in its file, if any), or on the CPU if there are none.
 
-    `busy` contains the indices of the GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they
-    have memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model
-    gets separate GPUs if `data.model_gpus = "auto"` would assign them, even if the job sets a number. In the other
-    modes, the language model shares the training GPUs.
+    `busy` contains the indices of GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they have
+    memory, but are only as fast as the CPU processes replacing them. In the chosen mode, the language model gets
+    separate GPUs if `data.model_gpus = "auto"` would assign them, even if the job sets a number. In the other modes,
+    the language model shares the training GPUs.
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (
@@ -98,9 +98,9 @@ def job_rows(
 
 
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the GPUs that the job may use, most free memory first, or an empty list if it requests the CPU.
+    """Return the GPUs the job may use, most free memory first, or an empty list if it requests the CPU.
 
-    Slices are omitted if there are entire GPUs. If there are only slices, one is returned, since a job can use only
+    Slices are omitted if there are entire GPUs. If there are only slices, one is returned, because a job can use only
     one.
     """
     named = job.launch.gpus
@@ -124,7 +124,7 @@ def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
-    """Return the process counts to forecast: one, one per core, and the number that the job requests."""
+    """Return the process counts to forecast: one, one per core, and the number requested by the job."""
     asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 

@@ -9,7 +9,7 @@ from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
 
-# Descriptions of the abbreviations that `nvidia-smi topo -m` uses for paths, from the shortest path to the longest.
+# Descriptions of the path abbreviations used by `nvidia-smi topo -m`, from the shortest path to the longest.
 WAYS = {
     "internal": "on one board",
     "PIX": "through one PCIe switch",
@@ -22,7 +22,7 @@ MOST_NAMED = 4
 
 
 def check_nvlink(box: CheckedMachine) -> Iterator[Finding]:
-    """Report the pairs that are linked by NVLink or XGMI, and the longest path between the other pairs."""
+    """Report the pairs linked by NVLink or XGMI, and the longest path between the other pairs."""
     facts, link = box.gpus.facts, vendor_to_name(box.gpus.source_name).link
     linked = [pair for pair in facts.pairs if pair.nvlink]
     others = [pair for pair in facts.pairs if not pair.nvlink]
@@ -65,6 +65,6 @@ def _named(pairs: Sequence[GpuPair]) -> str:
 
 
 def _longest(pairs: Iterable[GpuPair]) -> str:
-    """Describe the longest path between the GPUs of these pairs."""
+    """Describe the longest path between the GPUs in these pairs."""
     ways = [way for way in WAYS if any(pair.path == way for pair in pairs)]
     return f"{WAYS[ways[-1]]} ({ways[-1]}) at most" if ways else "by a path that the driver does not report"

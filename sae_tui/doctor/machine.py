@@ -1,4 +1,4 @@
-"""Checks operating-system limits that affect jobs with several processes."""
+"""Checks operating-system limits affecting multi-process jobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sae_tui.doctor.base import CheckedMachine, Finding
 from trainer.contract.wording import gibibytes
 
-# The size that NVIDIA recommends for containers; Docker's default is 64 MB.
+# The size recommended by NVIDIA for containers; Docker's default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
 # Python, torch and NCCL keep about 200 files open per rank; stored activations add one open file per shard.
 LEAST_FILES = 1024

@@ -1,4 +1,4 @@
-"""Checks whether the queue restarts after a reboot of the machine, and installs a user service for this."""
+"""Checks whether the queue restarts after a machine reboot, and installs a user service for this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trainer.contract.paths import DataDir, private_folder
 
 _INSTALL = "`sae-tui doctor --install-service` installs a user service that restarts them"
 _LINGER = "run `loginctl enable-linger` once"
-# KillMode=process, since supervisors belong to the service's control group but must outlive its main process.
+# KillMode=process is needed because supervisors belong to the service's control group but must outlive its main
+# process.
 _UNIT = """\
 [Unit]
 Description=Restart the queue of sae-tui after a restart of the machine

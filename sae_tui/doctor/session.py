@@ -1,7 +1,7 @@
 """Checks whether running jobs survive the user's logout.
 
 A process can leave its Unix session, but not the control group in which logind placed it. That control group belongs to
-either the login session or the user's service manager. KillUserProcesses= kills the processes of the login session. The
+either the login session or the user's service manager. KillUserProcesses= kills the processes in the login session. The
 service manager stops with the user's last login session, unless lingering is enabled for the user.
 """
 

@@ -1,4 +1,4 @@
-"""Checks whether SLURM manages the GPUs of this machine."""
+"""Checks whether SLURM manages this machine's GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks the disk of the data folder, and SQLite, which stores the job records."""
+"""Checks the data folder's disk, and SQLite, which stores the job records."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_file_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_store_lock(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a stopped process that holds the lock of the job store and so blocks all other processes."""
+    """Report a stopped process holding the job store's lock, which blocks all other processes."""
     pid = holder_of(box.data.control_db)
     if pid and is_halted(pid):
         sentence, _, remedy = describe_holder(pid).partition("; ")
@@ -81,7 +81,7 @@ def check_store_lock(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_locks(box: CheckedMachine) -> Iterator[Finding]:
-    """Check that GPU locks are shared by the jobs of all users."""
+    """Check that GPU locks are shared by all users' jobs."""
     if not box.gpus.cuda:
         return
     if problem := lock_problem(box.data, box.gpus.source_name):

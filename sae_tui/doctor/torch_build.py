@@ -1,4 +1,4 @@
-"""Checks, in a separate process, whether the torch that ranks will import suits the driver and the GPUs."""
+"""Checks, in a separate process, whether the torch imported by ranks suits the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ os._exit(0)
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions it was built with.
+    """The torch imported by ranks. `cuda`, `hip` (ROCm) and `nccl` are the versions it was built with.
 
-    `nccl_installed` is the version of the installed package; `amd_archs` are the architectures of AMD GPUs.
+    `nccl_installed` is the version of the installed package; `amd_archs` are AMD GPU architectures.
     """
 
     version: str
@@ -60,12 +60,12 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime that torch was built for, in the format of `Vendor.torch_runtime`, or "" for a CPU build."""
+        """The runtime torch was built for, in the format of `Vendor.torch_runtime`, or "" for a CPU build."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
     def built_for(self) -> str:
-        """The runtime that torch was built for, and its version, in words."""
+        """The runtime torch was built for, and its version, in words."""
         return (
             f"built for ROCm {self.hip}"
             if self.hip
@@ -108,7 +108,7 @@ def check_torch(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _ask(box: CheckedMachine) -> tuple[TorchBuild | None, str]:
-    """Import torch in a separate process; return its build, or None and the cause of the failure."""
+    """Import torch in a separate process; return its build, or None and the cause of failure."""
     answer, failure = box.trainer("-c", _ASK, limit_s=LIMIT_S)
     if failure:
         return None, failure
@@ -128,7 +128,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
     A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor of
-    the GPUs that torch is built for, or None if the machine has no such GPUs.
+    the GPUs torch is built for, or None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs that torch cannot use: it has neither compiled code for their major compute capability nor PTX.
+    """Report GPUs torch cannot use: it has neither compiled code for their major compute capability nor PTX.
 
     Code for AMD GPUs runs on a single architecture only.
     """
@@ -175,7 +175,7 @@ def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
 
 
 def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Recommend a newer torch if its fused Adam computes in fp64 and a GPU is slow at fp64."""
+    """Recommend a newer torch if the fused Adam computes in fp64 and a GPU is slow at fp64."""
     numbers = build.version.split(".")[:2]
     if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) >= _ADAM_IN_FP32:
         return
@@ -199,7 +199,7 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """Check NCCL, or AMD's RCCL: the version that torch loads may differ from the version it was compiled with."""
+    """Check NCCL, or AMD's RCCL: the version loaded by torch may differ from the version it was compiled with."""
     name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
         sentence = f"torch {build.version} is built without {name}, which jobs on several GPUs need"

@@ -19,7 +19,7 @@ OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 
 
 def check_owner(box: CheckedMachine) -> Iterator[Finding]:
-    """Report the owner of the data folder, and the group that shares it."""
+    """Report the data folder's owner, and the group sharing it."""
     root = box.data.root
     if not os.path.exists(root):
         return
@@ -50,7 +50,7 @@ def check_readers(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
-    """Yield the files below a folder that the users in `whom`, a mask of mode bits, have permission to read or write.
+    """Yield the files under a folder that the users in `whom`, a mask of mode bits, have permission to read or write.
 
     Skip folders that these users may not enter.
     """
@@ -61,7 +61,7 @@ def _open_to(folder: Path, whom: int) -> Iterator[Path]:
 
 
 def _open_entry(entry: Path, whom: int) -> Iterator[Path]:
-    """Yield a file if it is open to the users in `whom`; for a folder, yield the open files below it."""
+    """Yield a file if it is open to the users in `whom`; for a folder, yield the open files under it."""
     with contextlib.suppress(FileNotFoundError):
         mode = entry.lstat().st_mode
         if stat.S_ISDIR(mode):
@@ -76,7 +76,7 @@ def _lets_in(folder: Path, whom: int) -> bool:
 
 
 def check_links(box: CheckedMachine) -> Iterator[Finding]:
-    """Report symbolic links in place of folders in which sae-tui writes and deletes files."""
+    """Report symbolic links in place of folders where sae-tui writes and deletes files."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):

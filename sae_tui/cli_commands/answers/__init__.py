@@ -1,1 +1,1 @@
-"""JSON Schemas of the output of `sae-tui COMMAND --json`, built from types."""
+"""JSON Schemas for the output of `sae-tui COMMAND --json`, built from types."""

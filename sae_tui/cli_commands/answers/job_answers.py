@@ -1,4 +1,4 @@
-"""The JSON output about jobs: their states, their results, and the effects of commands on them."""
+"""The JSON output about jobs: their states, their results, and how commands affect them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The JSON output about the program itself, and the table of all output schemas of `sae-tui`."""
+"""The JSON output about the program itself, and the table of all `sae-tui` output schemas."""
 
 from __future__ import annotations
 
