@@ -16,8 +16,7 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-# The characters for bars are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full
-# length.
+# Bar characters are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full length.
 LINE, HALF, RAIL = "━", "╸", "─"
 
 
@@ -145,7 +144,7 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the negative indices of the columns with a value only in `others`, or none if all `values` are None."""
+    """Return the negative indices of columns with a value only in `others`, or none if all `values` are None."""
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

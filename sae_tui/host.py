@@ -1,4 +1,4 @@
-"""Reads the load of this machine: CPU, memory, disks and network. The load is read only while it is displayed."""
+"""Reads this machine's load: CPU, memory, disks and network. The load is read only while it is displayed."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Host:
             available, memory = machine_memory()
             used = memory - available
             swap = int(psutil.swap_memory().used)
-        # The first reading has no CPU value, since a value covers the interval between two readings.
+        # The first reading has no CPU value, because a value covers the interval between two readings.
         return HostLoad(None if elapsed_s is None else cpu, os.getloadavg()[0], used, memory, swap, disk, network)
 
 
 def _bytes_moved() -> tuple[int | None, int | None]:
-    """Return the bytes moved by disks and network interfaces since boot, excluding the loopback interface."""
+    """Return the number of bytes moved by disks and network interfaces since boot, excluding the loopback interface."""
     import psutil
 
     disk = network = None

@@ -28,7 +28,7 @@ from trainer.contract.printable import printable
 from trainer.contract.store.states import JobState
 
 SHOWN_S = 3.0
-# A key pressed within this time after an error appears does not dismiss it, since the user cannot have read it yet.
+# A key pressed within this time after an error appears does not dismiss it, because the user cannot have read it yet.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
@@ -137,7 +137,7 @@ def tell_end(app: App[None], job: JobView, how: str) -> None:
 
 
 def tell_news(app: App[None], news: News, how: str) -> None:
-    """Show a job's new event; also ring the bell or send a desktop notification, depending on `how`."""
+    """Show a new event for a job; also ring the bell or send a desktop notification, depending on `how`."""
     message = f"Job {news.job_id} {news.event.message}"
     app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
     _call(app, message, how)

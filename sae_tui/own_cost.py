@@ -17,7 +17,8 @@ _SLOW_S = 0.1  # the threshold for a slow GPU reading; a reading usually takes 1
 class OwnCost:
     """The app's cost since it started: CPU time, current memory, threads, bytes sent to the terminal.
 
-    `elapsed_s` is the time since the start. `readings_s` maps each GPU index to the duration of the GPU's last reading.
+    `elapsed_s` is the time since the start. `readings_s` maps each GPU index to the duration of that GPU's last
+    reading.
     """
 
     elapsed_s: float
@@ -40,7 +41,7 @@ def own_cost(written_bytes: int, readings_s: Mapping[int, float]) -> OwnCost:
 
 
 def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
-    """Return the lines of the page that shows the app's resource use."""
+    """Return the lines for the page showing the app's resource use."""
     minutes = max(cost.elapsed_s, 1.0) / 60
     lines = [
         _line("run time", duration(cost.elapsed_s)),

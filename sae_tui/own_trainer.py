@@ -11,9 +11,9 @@ _MARK = b'PART_OF = "sae-tui"'
 
 
 def sae_train() -> int:
-    """Run the command line of the trainer, after checking that `trainer` is this project's package."""
+    """Run the trainer's command line, after checking that `trainer` is this project's package."""
     refuse_another("sae-train")
-    # Import the module by name, since the app must not import any part of the trainer except `trainer.contract`.
+    # Import the module by name, because the app must not import any part of the trainer except `trainer.contract`.
     code: int = import_module("trainer.cli").main()
     return code
 
@@ -35,7 +35,7 @@ def _fault() -> str:
     """Return why `import trainer` would not find this project's package, or "" if it would.
 
     The name `trainer` is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files
-    replace ours. The check does not run any code of the other package.
+    replace ours. The check does not run any code from the other package.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

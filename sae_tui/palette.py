@@ -26,9 +26,9 @@ _KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
-    """A command palette that tolerates being opened or closed twice in a row, and works in windows of any size."""
+    """A command palette that tolerates being opened or closed twice in a row and works in windows of any size."""
 
-    # The search icon is a magnifying glass, which many fonts lack.
+    # The search icon is a magnifying glass, missing from many fonts.
     DEFAULT_CSS = """
     Palette > Vertical { width: 90; max-width: 100%; }
     Palette SearchIcon { display: none; }
@@ -68,9 +68,7 @@ class Commands(Provider):
 
 
 class JobCommands(Provider):
-    """Provides actions on jobs that the query names by id or by part of the name. These actions rank below the
-    commands.
-    """
+    """Provides actions on jobs named in the query by id or part of the name. These actions rank below the commands."""
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
@@ -101,7 +99,7 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
 def commands(
     screen: Screen[object], router: Router, choose_theme: Callable[[ThemeName], object]
 ) -> Iterable[SystemCommand]:
-    """Yield the commands of the palette, except the actions on individual jobs."""
+    """Yield the palette commands, except actions on individual jobs."""
     yield SystemCommand("New job", "Choose GPUs and launch a training", router.new_job)
     yield SystemCommand("Dashboard", "All GPUs and jobs", router.show_dashboard)
     yield SystemCommand("Doctor", "Check this machine for problems", router.show_doctor)
@@ -134,7 +132,7 @@ def _call(screen: Screen[object], action: str, node: DOMNode) -> Callable[[], Aw
 
 
 def _keys(screen: Screen[object]) -> Mapping[str, str]:
-    """Return a dict that maps the description of each active key binding to its first key."""
+    """Return a dict mapping each active key binding's description to its first key."""
     keys: dict[str, str] = {}
     for _, binding, _, _ in screen.active_bindings.values():
         keys.setdefault(binding.description, screen.app.get_key_display(binding))

@@ -1,4 +1,4 @@
-"""The state that all screens share: current GPUs and jobs, the settings, and the actions on jobs."""
+"""The state shared by all screens: current GPUs and jobs, the settings, and the actions on jobs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Session:
         given: Mapping[str, str] | None = None,
     ) -> None:
         self.data = data
-        # Maps each setting that a flag or the terminal overrides in this run to a description of the override.
+        # Maps each setting overridden by a flag or the terminal in this run to a description of the override.
         self.given = given or {}
         self.readonly = readonly
         self.hosts = hosts
@@ -58,8 +58,8 @@ class Session:
         self.actions = Actions(self, app)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        # The disk of the data folder may hang, so a thread reads locks that are stored there.
-        # A lock folder outside the data folder is in memory, where a read cannot hang.
+        # The data folder's disk may hang, so a thread reads the locks stored there. A lock folder outside the data
+        # folder is in memory, where reads cannot hang.
         locks = lock_folder(data, monitor.source_name)
         self._locks = HolderReader(locks) if locks.is_relative_to(data.root) else locks
 
@@ -69,7 +69,7 @@ class Session:
 
     @property
     def detail(self) -> JobDetail | None:
-        """The details of the job that the watcher follows."""
+        """The details of the job followed by the watcher."""
         return self.watcher.detail
 
     @property
@@ -78,12 +78,12 @@ class Session:
         return self.monitor.cuda
 
     def choices(self) -> tuple[GpuChoice, ...]:
-        """Return each GPU with its availability to a new job."""
+        """Return each GPU and whether it is available to a new job."""
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
 
     def recommend(self, needed_bytes: int) -> tuple[int, ...]:
-        """Return the indices of the best GPUs for a job that needs `needed_bytes` on each."""
+        """Return the indices of the best GPUs for a job needing `needed_bytes` on each."""
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 

@@ -28,7 +28,7 @@ _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds to parse a larger file.
 _MOST_CHANGED = 64 << 10
-# Settings that the app reads only at its start, so a change requires a restart.
+# Settings read only at app start, so a change requires a restart.
 AT_START = frozenset({"look"})
 
 
@@ -255,7 +255,7 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Return the TOML text with the changes, and its parsed content, which is None if tomlkit fails."""
+    """Return the TOML text with the changes, and its parsed content (None if tomlkit fails)."""
     import tomlkit
 
     try:
@@ -270,7 +270,7 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
 
 
 def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
-    """Raise `UserError` if writing would replace a symbolic link, or run another user's commands as this user."""
+    """Raise `UserError` if writing would replace a symbolic link or run another user's commands as this user."""
     if path.is_symlink():
         raise UserError(f"{path} is a symbolic link, which the app would replace; edit {path.resolve()} by hand")
     if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):

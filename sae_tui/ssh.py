@@ -1,4 +1,4 @@
-"""The ssh command line that runs `sae-tui` on another host."""
+"""The ssh command line for running `sae-tui` on another host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checked_host(name: str) -> str:
 
 
 def ssh_argv(host: str, words: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> list[str]:
-    """Return the argv that runs `sae-tui` with `words` on a host; raise `UserError` if the host name is invalid.
+    """Return the argv for running `sae-tui` with `words` on a host; raise `UserError` if the host name is invalid.
 
     `words` are quoted for the remote shell.
     """

@@ -34,7 +34,7 @@ from trainer.contract.wording import join_words, plural
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
 
-# How long the app waits for the data folder when it exits, in seconds.
+# How long the app waits for the data folder on exit, in seconds.
 _ANSWER_S = 2.0
 
 
@@ -51,7 +51,7 @@ def run_app(
 ) -> int:
     """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    `command` is the command to print for reopening the app. With `in_browser`, standard output goes to a web page that
+    `command` is the command printed for reopening the app. With `in_browser`, standard output goes to a web page that
     can show every character, and the app prints nothing after it exits.
     """
     data.create()
@@ -61,7 +61,7 @@ def run_app(
         if members := sharing(data.root):
             first_words = f"{data.root} is shared with {members}: all members have the same permissions there."
         if not readonly:
-            with contextlib.suppress(OSError):  # the app also shows the jobs of a read-only folder
+            with contextlib.suppress(OSError):  # the app also shows the jobs in a read-only folder
                 save_settings(data.settings_file, settings)
     occupancy = Occupancy(data)
     monitor = Monitor(
@@ -73,7 +73,7 @@ def run_app(
     )
     if not readonly:
         with contextlib.suppress(UserError, OSError):
-            # Remove the files, possibly half deleted, that a killed app left in the trash.
+            # Remove files left in the trash, possibly half deleted, by a killed app.
             trash.empty(data)
     hosts_of = functools.partial(other_hosts, hosts, demo=source_name == "simulated")
     others, wrong_hosts = hosts_of(settings)
@@ -100,26 +100,26 @@ def run_app(
     app.run()
     staying = _in_time(functools.partial(_staying, data, command))
     if staying is not None:
-        # Empty the trash after the terminal is restored, since deleting many checkpoints takes a while.
+        # Empty the trash after restoring the terminal, because deleting many checkpoints takes a while.
         app.session.actions.empty_trash()
     if staying and not in_browser:
         sys.stdout.write(printable_lines(staying))
         sys.stdout.flush()
     if monitor.stuck:
-        # A thread that hangs in the driver cannot be stopped, and the interpreter would wait for it.
+        # A thread hanging in the driver cannot be stopped, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
 
 
 def _plain_look(look: Look, *, in_browser: bool) -> Plain | None:
-    """Return a filter that replaces non-ASCII symbols if the setting or the terminal requires it; otherwise None."""
+    """Return a filter for replacing non-ASCII symbols if the setting or terminal requires it; otherwise None."""
     if not is_plain(look, os.environ.get("TERM", ""), has_blocks=in_browser or can_show(BLOCKS, sys.stdout)):
         return None
     return Plain(letters=in_browser or can_show("é", sys.stdout))
 
 
 def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[str]) -> dict[str, str]:
-    """Return a dict that maps each setting overridden by the command line or the terminal to a note on the override."""
+    """Return a dict mapping each setting overridden by the command line or terminal to a note on the override."""
     given = {}
     if look and settings.look != "plain":
         given["look"] = f"plain now, because of {'--plain' if plain else 'this terminal'}"

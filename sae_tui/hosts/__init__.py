@@ -1,1 +1,1 @@
-"""Shows the GPUs and jobs of other hosts over the user's own ssh. This package contains no UI code."""
+"""Shows the GPUs and jobs on other hosts over the user's own ssh. This package contains no UI code."""

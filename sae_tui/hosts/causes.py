@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sae_tui.ssh import NO_SAE_TUI
 
 SSH_FAILED = 255  # ssh's exit code if it cannot connect or if the connection breaks
-# The wait in seconds after a rejected login. The wait is long, because servers block an address after a few rejected
+# The wait in seconds after a rejected login. The wait is long because servers block an address after a few rejected
 # logins.
 _REFUSED_AGAIN_S = 300.0
 

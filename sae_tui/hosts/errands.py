@@ -1,4 +1,4 @@
-"""Acts on the jobs of another host: runs a `sae-tui` command there and returns the command's output."""
+"""Acts on jobs on another host: runs a `sae-tui` command there and returns the command's output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Errands:
     def run(self, host: str, words: Sequence[str], given: str = "") -> str:
         """Run `sae-tui` with these arguments on a host and return the last output line; raise `UserError` on failure.
 
-        `given` is the standard input of the command.
+        `given` is the command's standard input.
         """
         process = self._start(host, words, given)
         late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Threads that start ssh and process its messages: one per host, which reconnects after failures, and one per log."""
+"""Threads that start ssh and process its messages: one per host, reconnecting after failures, and one per log."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from trainer.contract.printable import printable
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # After a connection that lasted longer than this, the delay before reconnecting is reset to its initial value.
 _STEADY_S = 30.0
-# A host sends data every second. A host that sends nothing for 5 s is shown as silent.
-# After 30 s without data, its connection is cut and reopened.
-# The greeting may take 60 s, since a login may be slow.
+# A host sends data every second. A host sending nothing for 5 s is shown as silent. After 30 s without data, its
+# connection is cut and reopened. The greeting may take 60 s because logins can be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
-# The number of lines that a login script may print before the greeting.
+# The number of lines a login script may print before the greeting.
 _MOST_NOISE = 50
 
 
@@ -96,7 +95,7 @@ class HostFollower:
             link.stop()
 
     def past(self, n: int, interval_s: float) -> RecentHistory:
-        """Return the history of each GPU over the last `n` intervals, by this machine's clock."""
+        """Return each GPU's history over the last `n` intervals, by this machine's clock."""
         return past(self._rings, n, interval_s=interval_s, now=time.time())
 
     def _run(self) -> None:
@@ -106,7 +105,7 @@ class HostFollower:
             try:
                 cause = self._follow()
             except Exception as error:
-                # This thread must survive anything that the other host sends.
+                # This thread must survive anything sent by the other host.
                 cause = Cause(printable(f"cannot be followed: {error!r}"))
             if self._stopped.is_set():
                 return
@@ -116,7 +115,7 @@ class HostFollower:
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
     def _follow(self) -> Cause:
-        """Process the messages of one connection until it ends, and return why it ended."""
+        """Process the messages from one connection until it ends, and return why it ended."""
         try:
             self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
@@ -138,7 +137,7 @@ class HostFollower:
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Mark a host that sends nothing for 5 s as silent, and cut a connection that has been silent for 30 s.
+        """Mark a host as silent after 5 s without data, and cut a connection after 30 s of silence.
 
         ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
         heartbeat, since a message with many jobs can take more than 30 s over a slow connection.
@@ -163,7 +162,7 @@ class HostFollower:
             case RemoteGpus():
                 self._take_gpus(message)
             case Jobs():
-                # Keep each id only once, since an untrusted host may send an id several times.
+                # Keep each id only once, because an untrusted host may send an id several times.
                 jobs = tuple({job.id: job.view(self.view.name) for job in message.jobs}.values())
                 now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
                 if any(getattr(self.view, name) != value for name, value in now.items()):
@@ -198,7 +197,7 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread that passes the lines of a log to `on_lines`; the last line explains why no more lines follow."""
+    """A thread passing log lines to `on_lines`; the last line explains why no more lines follow."""
 
     def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines

@@ -49,15 +49,15 @@ class Hosts:
 
     @property
     def views(self) -> tuple[HostView, ...]:
-        """The current view of each host, in the order in which the hosts were named."""
+        """The current view of each host, in the order the hosts were named."""
         return tuple(follower.view for follower in self._followers.values())
 
     def past(self, name: str, n: int, interval_s: float) -> RecentHistory:
-        """Return the history of each GPU of a host over the last `n` intervals."""
+        """Return the history of each GPU on a host over the last `n` intervals."""
         return self._followers[name].past(n, interval_s)
 
     def argv(self, name: str, *words: str) -> list[str]:
-        """Return the command that runs `sae-tui` with these arguments on a host."""
+        """Return the command for running `sae-tui` with these arguments on a host."""
         return ssh_argv(name, [*words, *self._flags], self._ssh)
 
     def run(self, name: str, *words: str) -> str:
@@ -67,7 +67,7 @@ class Hosts:
     def launch(self, name: str, job_file: str, gpus: str) -> str:
         """Launch a job on a host, which also validates it, and return the output; raise `UserError` on failure.
 
-        `gpus` selects GPUs of that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
+        `gpus` selects GPUs on that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
         # The user has already allowed the job's code in the form. Pass the flag only if the job contains code, since
         # older versions lack the flag.

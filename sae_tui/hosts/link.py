@@ -16,7 +16,7 @@ from trainer.contract.printable import printable
 
 # A busy host writes 2 lines and 150 kB per second.
 _BYTES_S, _BURST = 256 << 10, 2 << 20
-# The minimum cost of a line in bytes, so that short lines are limited too: to 16 lines/s on average.
+# The minimum cost per line in bytes, so that short lines are limited too: to 16 lines/s on average.
 _LEAST_COST = 16 << 10
 _CHUNK = 64 << 10
 _LOOK_S = 0.5
@@ -25,7 +25,7 @@ _LEAVE_S = 1.0
 
 
 class Allowance:
-    """A token bucket that limits reading to `bytes_s` bytes per second, plus a burst after a pause."""
+    """A token bucket limiting reads to `bytes_s` bytes per second, plus a burst after a pause."""
 
     def __init__(self, bytes_s: float = _BYTES_S, burst: float = _BURST) -> None:
         self._bytes_s, self._burst = bytes_s, burst
@@ -62,7 +62,7 @@ class Link:
 
     @property
     def complaints(self) -> list[str]:
-        """The last lines of standard error, made printable."""
+        """The last lines from standard error, made printable."""
         lines = self._errors.decode(errors="replace").replace("\r", "\n").split("\n")
         return [printable(line.strip()) for line in lines if line.strip()]
 
@@ -72,7 +72,7 @@ class Link:
         signal_all(self._process, signal.SIGTERM)
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that the process writes, without line endings; raise `ValueError` if a line is too long."""
+        """Yield the lines written by the process, without line endings; raise `ValueError` if a line is too long."""
         partial = b""
         for chunk in self._chunks():
             *whole, partial = (partial + chunk).split(b"\n")
@@ -92,7 +92,7 @@ class Link:
         return end(self._process, _LEAVE_S)
 
     def _chunks(self) -> Iterator[bytes]:
-        """Yield chunks of standard output until it ends; keep the last lines of standard error."""
+        """Yield chunks of standard output until it ends; keep the last lines from standard error."""
         out, err = self._process.stdout, self._process.stderr
         assert out is not None
         assert err is not None
@@ -118,7 +118,7 @@ class Link:
 
 
 def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process group of a process that leads its own session."""
+    """Send a signal to the process group of a process leading its own session."""
     # Once the exit code has been collected, the pid may belong to another process.
     if process.returncode is None:
         with contextlib.suppress(OSError):

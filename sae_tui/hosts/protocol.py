@@ -1,4 +1,4 @@
-"""The messages that `sae-tui stream` writes on another host, one JSON object per line.
+"""The messages written by `sae-tui stream` on another host, one JSON object per line.
 
 Readers must not trust the messages.
 """
@@ -53,7 +53,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The latest sample of a GPU, a description of its holder, and the processes that use most of its memory."""
+    """The latest sample from a GPU, a description of its holder, and the processes using most of its memory."""
 
     index: FewAtOnce
     uuid: str
@@ -68,8 +68,7 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
-    # Maps the fields of the other sensors in a GPU list to their values.
-    # A reader ignores sensors that it does not know.
+    # Maps the other sensor fields in a GPU list to their values. A reader ignores sensors it does not know.
     sensors: Annotated[dict[str, Reading], Meta(max_length=MOST_SENSORS)] = {}
     processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
@@ -85,7 +84,7 @@ class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
-    """All GPUs of a host; `problem` explains why there are none."""
+    """All GPUs on a host; `problem` explains why there are none."""
 
     # The name on the wire is `cards`, as in earlier versions.
     gpus: Annotated[tuple[RemoteGpu, ...], Meta(max_length=MOST_GPUS)] = msgspec.field(default=(), name="cards")
@@ -93,7 +92,7 @@ class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
 
 
 class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a job that the jobs list shows, with the same names as in `JobView`."""
+    """The job fields shown in the jobs list, with the same names as in `JobView`."""
 
     id: JobId
     name: str
@@ -130,7 +129,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
     note: str = ""
-    # This is a separate field, since older versions do not know the state `imported`.
+    # This is a separate field because older versions do not know the state `imported`.
     imported: bool = False
 
     def view(self, host: str) -> JobView:
@@ -143,7 +142,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
-    """The latest jobs of a host; `more` is the number of older jobs, and `problem` explains why jobs cannot be read."""
+    """The latest jobs on a host; `more` is the number of older jobs, and `problem` explains why jobs cannot be read."""
 
     jobs: Annotated[tuple[FarJob, ...], Meta(max_length=MOST_JOBS)] = ()
     more: Count = 0
@@ -151,7 +150,7 @@ class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
 
 
 class Log(msgspec.Struct, frozen=True, tag="log"):
-    """The next lines of the requested log."""
+    """The next lines from the requested log."""
 
     lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
 
@@ -159,7 +158,7 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 Message = Hello | RemoteGpus | Jobs | Log
 
 
-# The sensors in a GPU list that are not fields of `RemoteGpu`.
+# The sensors in a GPU list that are not `RemoteGpu` fields.
 OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
 
 
@@ -197,7 +196,7 @@ def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
 
 
 def log_messages(lines: Sequence[str]) -> Iterator[Log]:
-    """Split the lines of a log into messages."""
+    """Split log lines into messages."""
     for start in range(0, len(lines), MOST_LOG_LINES):
         yield _clean(Log(tuple(lines[start : start + MOST_LOG_LINES])), LONGEST_LOG_LINE)
 

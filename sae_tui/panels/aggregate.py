@@ -20,7 +20,7 @@ _GAP = 2  # cells between two plots
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """An aggregated quantity: its text, the number of GPUs that report it, its share of the maximum, its history."""
+    """An aggregated quantity: its text, the number of GPUs reporting it, its share of the maximum, and its history."""
 
     label: str
     title: str
@@ -30,7 +30,7 @@ class Total:
     share: float | None
     history: Sequence[float | None]
     style: str
-    # The upper end of the axis, in the unit of the text.
+    # The upper end of the axis, in the same unit as the text.
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
@@ -112,7 +112,7 @@ def _area(total: Total, width: int, height: int, others: Sequence[float | None])
 
 
 def totals(samples: Sequence[GpuSample], past: RecentHistory) -> list[Total]:
-    """Return memory, utilisation, power and temperature of the GPUs that report them, each with its history."""
+    """Return memory, utilisation, power and temperature of the GPUs reporting them, each with its history."""
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
     memory = f"{(used or 0) / 2**30:.1f} / {total / 2**30:.1f} GiB" if total else UNKNOWN

@@ -1,4 +1,4 @@
-"""The active alerts and the alerts of the last day, as lines of text."""
+"""The active alerts and the alerts from the last day, as lines of text."""
 
 from __future__ import annotations
 

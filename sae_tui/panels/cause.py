@@ -1,4 +1,4 @@
-"""Why a job failed: the error and traceback of the rank that failed first, and a remedy."""
+"""Why a job failed: the error and traceback from the rank that failed first, and a remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sae_tui.widgets.lines import Line
 
 
 class CausePanel(DetailPanel, can_focus=True):
-    """Shows why a job failed; hidden if it did not fail. The last lines of the failed rank are in the log panel."""
+    """Shows why a job failed; hidden if it did not fail. The last lines from the failed rank are in the log panel."""
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 

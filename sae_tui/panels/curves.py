@@ -1,4 +1,4 @@
-"""The curves of a job over its steps."""
+"""A job's curves over its steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import OF_BATCH, curves, held_out, held_out_metrics, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
-_LEAST_WIDTH = 32  # minimum width in cells of a curve with its frame
+_LEAST_WIDTH = 32  # minimum width of a curve with its frame, in cells
 _MOST_IF_NARROW = 4
 # The name of the speed series. For an extraction job, its values are rows per second.
 SPEED = "tokens_per_s"
 
 
 class CurvePlot(Plot):
-    """The plot of one series of a job, identified by its name in the store."""
+    """The plot of one job series, identified by its name in the store."""
 
     def __init__(self, series_name: str, series: Series) -> None:
         axis = series.curve or CurveAxis()
@@ -103,7 +103,7 @@ def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None
 
 
 def of_member(name: str, member: str) -> str:
-    """Return a metric's name in the store, for the run or for one SAE of a sweep."""
+    """Return a metric's name in the store, for the run or for one SAE in a sweep."""
     return f"{name}@{member}" if member else name
 
 

@@ -1,4 +1,4 @@
-"""The base class of the panels on a job's screen: redraws the lines when the job or the panel size changes."""
+"""The base class of the panels on a job's screen: redraws the lines when the job or panel size changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sae_tui.widgets.lines import Line, LineView
 
 
 class DetailPanel(LineView):
-    """Draws the lines that a subclass creates from a job's details."""
+    """Draws the lines created by a subclass from a job's details."""
 
     _detail: JobDetail | None = None
 
@@ -24,7 +24,7 @@ class DetailPanel(LineView):
         return ()
 
     def hint(self) -> str:
-        """Return the key hint at the foot of the frame."""
+        """Return the key hint at the bottom of the frame."""
         return ""
 
     def show_detail(self, detail: JobDetail) -> None:

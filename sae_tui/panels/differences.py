@@ -1,4 +1,4 @@
-"""Tables with one column per SAE: the settings that differ between the SAEs, and their results."""
+"""Tables with one column per SAE: the settings that differ between the SAEs, and the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _LONGEST_TITLE, _LONGEST_VALUE = 26, 24
-_WITH_ARROWS = 20  # width in cells of a title that shows how many columns are out of view
+_WITH_ARROWS = 20  # width of a title showing how many columns are out of view, in cells
 
 
 class SaeTable(KeyedTable):

@@ -12,7 +12,7 @@ from sae_tui.widgets.lines import Line
 from trainer.contract.store.rows import Event
 
 _STYLES = {"info": "text", "warning": "warn", "error": "bad"}
-_MOST = 50  # no screen has space for more
+_MOST = 50  # no screen has space for more events
 
 
 class EventsPanel(DetailPanel):

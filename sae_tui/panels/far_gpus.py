@@ -1,4 +1,4 @@
-"""The GPUs of other hosts: one heading per host with its state and totals, followed by one line per GPU."""
+"""The GPUs on other hosts: one heading per host with its state and totals, followed by one line per GPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _FEWEST = 3  # lines
 
 @dataclass(frozen=True, slots=True)
 class FarHost:
-    """A remote host and the rows that show its GPUs."""
+    """A remote host and the rows for its GPUs."""
 
     view: HostView
     rows: tuple[GpuRow, ...]
 
 
 class FarGpus(LineView, can_focus=True):
-    """Shows one line per host, plus the GPUs of as many hosts as fit.
+    """Shows one line per host, plus the GPUs on as many hosts as fit.
 
     While the panel has the focus, the cursor is on one host, whose GPUs take precedence.
     """
@@ -61,7 +61,7 @@ class FarGpus(LineView, can_focus=True):
         self._draw()
 
     def lines_of(self, views: Sequence[HostView], space: int) -> int:
-        """Return how many of `space` lines these hosts take: one line each, plus the GPUs of as many hosts as fit."""
+        """Return how many of `space` lines these hosts take: one line each, plus the GPUs on as many hosts as fit."""
         counts = [len(view.gpus) for view in views]
         return len(counts) + sum(_opened(counts, space, self._at).values())
 
@@ -102,7 +102,7 @@ class FarGpus(LineView, can_focus=True):
 
 
 def _opened(counts: Sequence[int], space: int, first: int) -> dict[int, int]:
-    """Return the number of GPU lines of each host whose GPUs fit, as a dict by host index.
+    """Return the number of GPU lines for each host whose GPUs fit, as a dict by host index.
 
     Host `first` takes precedence. Only host `first` may show just some of its GPUs; every other host shows all or none.
     """
@@ -157,7 +157,7 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 
 
 def process_lines(view: HostView, width: int) -> list[Line]:
-    """Return lines with a host's GPUs, each followed by the processes that use most of its memory."""
+    """Return lines with a host's GPUs, each followed by the processes using most of its memory."""
     lines: list[Line] = []
     for gpu in view.gpus:
         head = f"GPU {gpu.index} {short_name(gpu.name)}"

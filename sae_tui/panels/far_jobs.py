@@ -1,4 +1,4 @@
-"""The jobs of other hosts as rows of the jobs table, below a heading for each host."""
+"""Jobs on other hosts as rows in the jobs table, below a heading for each host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse_key(key: str | None) -> tuple[str, int] | None:
 
 
 class FarRows:
-    """Builds the rows of remote jobs, reusing the row of a job that has not changed."""
+    """Builds the rows for remote jobs, reusing the row of any unchanged job."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[JobView, Row]] = {}
@@ -50,7 +50,7 @@ class FarRows:
 
 
 def heading(name: str, note: str) -> Row:
-    """Return a heading with the name of a host and a note; the cursor skips this row."""
+    """Return a heading with a host name and a note; the cursor skips this row."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
     return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)

@@ -25,7 +25,7 @@ _FIND = Binding.Group("Find")
 
 
 class JobsFinder(Filtered):
-    """The jobs table, below a line that shows the filter, the order and the number of marks, if any."""
+    """The jobs table, below a line showing the filter, the order and the number of marks, if any."""
 
     BINDINGS = [
         Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
@@ -57,20 +57,20 @@ class JobsFinder(Filtered):
 
     @property
     def marked(self) -> list[int]:
-        """The ids of the marked jobs, including jobs that the filter hides, oldest first."""
+        """The ids of the marked jobs, including jobs hidden by the filter, oldest first."""
         return sorted(self.table.marked)
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
         """Show the jobs; `problem` explains why they cannot be read, or is empty."""
         if jobs and not self._jobs and not self.table.was_moved:
-            # The jobs of another host may have arrived first, in which case the cursor is on one of them.
+            # Another host's jobs may have arrived first, in which case the cursor is on one of those jobs.
             self.table.select(str(jobs[0].id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
 
     def show_far(self, views: Sequence[HostView]) -> None:
-        """Show the jobs of other hosts below the jobs of this host."""
+        """Show the jobs on other hosts below the jobs on this host."""
         if self._far_rows is None:
             from sae_tui.panels.far_jobs import FarRows
 
@@ -102,7 +102,7 @@ class JobsFinder(Filtered):
         self._draw()
 
     def _of_hosts(self, n_matching: int, words: str) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Return this host's heading and the rows of other hosts; both are empty if no other hosts are shown."""
+        """Return this host's heading and the rows for other hosts; both are empty if no other hosts are shown."""
         if self._far_rows is None:
             return (), ()
         from sae_tui.panels.far_jobs import heading, local_note

@@ -1,4 +1,4 @@
-"""The card view of the GPUs: 2 to 5 lines per GPU, in as many columns as fit."""
+"""The card view for GPUs: 2 to 5 lines per GPU, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.lines import Line, Span
 
 CARD_WIDTH = 38
-_FIGURE = 10  # width in cells of a quantity next to its bar
+_FIGURE = 10  # width of a quantity next to its bar, in cells
 _LABEL = 6  # cells
 _GAP = 2  # cells between two GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class CardGrid:
-    """The grid of the card view: `bands` rows of `columns` GPUs, each GPU `height` lines tall."""
+    """The card view grid: `bands` rows of `columns` GPUs, each GPU `height` lines tall."""
 
     columns: int
     height: int
@@ -49,14 +49,14 @@ class CardGrid:
 
 
 def card_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the grid of the card view. Each GPU gets as many lines as the space allows, from 2 to 5."""
+    """Return the card view grid. Each GPU gets as many lines as the space allows, from 2 to 5."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
     return CardGrid(columns, max(2, min(5, space // max(1, bands))), bands)
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
-    """Return the lines of the card view, with the GPUs arranged in the grid."""
+    """Return the card view lines, with the GPUs arranged in the grid."""
     card_width = width // grid.columns
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):
@@ -95,13 +95,13 @@ def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
 
 
 def _figure(row: GpuRow, column: GpuColumn, gap: int = 0) -> Span:
-    """Return the cell of a column, preceded by a gap."""
+    """Return the cell for a column, preceded by a gap."""
     text, style = column.cell(row)
     return fit(text, gap + column.width, right=True), style
 
 
 def _with_limit(row: GpuRow, column: GpuColumn) -> Span:
-    """Return the cell of a column with its limit, preceded by a gap, like `  120 W / 350 W`."""
+    """Return the cell for a column with its limit, preceded by a gap, like ` 120 W / 350 W`."""
     (text, style), width = column.cell(row), column.width
     if column.limit:
         width += len(" / ") + column.width

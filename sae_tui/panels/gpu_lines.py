@@ -26,9 +26,9 @@ from sae_tui.widgets.lines import Line, Span
 
 LEAST_HISTORY = 12  # cells; a shorter history is not useful
 _SHORTEST_NAME = 4  # cells
-_MARGIN = 1  # width in cells of the right margin
+_MARGIN = 1  # width of the right margin, in cells
 _ERROR_TOLD_S = 3600.0
-_LONG_WORD = 8  # words are not split, so the first of two lines may be shorter than the second by up to this many cells
+_LONG_WORD = 8  # words are not split, so the first of two lines may be up to this many cells shorter than the second
 _NARROW_HISTORY = 10  # columns with a `drop` are shown only if this many cells remain for the history
 _WIDE_BAR, _BAR = 10, 6
 _WIDE_HOLDER, _HOLDER = 24, 13
@@ -36,7 +36,7 @@ _WIDE_HOLDER, _HOLDER = 24, 13
 
 @dataclass(frozen=True, slots=True)
 class LineLayout:
-    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after a history."""
+    """The widths of the columns that fit, a bar, the history after each meter, and the gap after a history."""
 
     widths: Mapping[GpuColumn, int]
     bar: int
@@ -47,7 +47,7 @@ class LineLayout:
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
     """Return `each` lines, one or two, for each GPU in `rows`; a fault replaces the GPU's values.
 
-    The column widths are chosen for all GPUs in `of`, so that nothing shifts while the user scrolls. On a narrow
+    The column widths are chosen for all GPUs in `of`, so that columns do not shift while the user scrolls. On a narrow
     terminal, bars, histories and the least important columns are omitted.
     """
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
@@ -93,7 +93,7 @@ def _cell(row: GpuRow, column: GpuColumn, width: int) -> Span:
 
 def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Span]], rest: str) -> Line:
     spans: list[Span] = []
-    carried = 0  # total width of the preceding columns that have no text in this line
+    carried = 0  # total width of the preceding columns without text in this line
     for column, width in layout.widths.items():
         if column is HOLDER:
             break
@@ -110,7 +110,7 @@ def _second(row: GpuRow, layout: LineLayout, histories: Mapping[str, Sequence[Sp
 
 
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
-    """Return the text to show below the holder's name, and the style of this text.
+    """Return the text to show below the holder's name, and its style.
 
     The text is the first of these that exists: an error from the last hour, the cause of throttling, the rest of the
     holder's name, the processes.
@@ -125,7 +125,7 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 
 
 def layout_of(width: int, longest: int) -> LineLayout:
-    """Return the layout for lines of `width` cells; the longest description of a holder takes `longest` cells."""
+    """Return the layout for lines of `width` cells; the longest holder description takes `longest` cells."""
     columns = list(GPU_COLUMNS)
     while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
         columns.remove(max(columns, key=lambda column: column.drop))
@@ -147,7 +147,7 @@ def layout_of(width: int, longest: int) -> LineLayout:
 
 
 def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:
-    """Return the best width of a bar and the minimum width of the holder's column that leave space for a history.
+    """Return the best bar width and the minimum holder column width that leave space for a history.
 
     On a narrow terminal, histories are more useful than bars and full user names.
     """

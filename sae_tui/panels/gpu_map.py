@@ -26,7 +26,7 @@ from sae_tui.widgets.lines import Line, Span
 
 LEGEND = "▶ job  ● in use  ▲ hot  ✗ lost"
 TALLEST = 4  # in lines: utilisation; memory; temperature and power; holder
-_LEAST_WIDTH = 10  # width in cells: index, two signs, utilisation and the gap to the next tile
+_LEAST_WIDTH = 10  # width, in cells: index, two signs, utilisation and the gap to the next tile
 _OF_A_NODE = 8  # GPUs per machine; a row of tiles shows whole machines
 # Upper limits of utilisation in percent, each with the shade for values below it.
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
@@ -71,13 +71,13 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     return [
         ((fit(memory, width, right=True), "dim"),),
         (*left, (fit(drawn, width - sum(len(text) for text, _ in left), right=True), "dim")),
-        # Omit "used by", since the sign already shows that another process uses the GPU.
+        # Omit "used by", because the sign already shows that another process is using the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
 
 
 def _short(row: GpuRow, column: GpuColumn) -> str:
-    """Return the text of a cell without spaces, or "" if the value is unknown."""
+    """Return the cell text without spaces, or "" if the value is unknown."""
     return column.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
 
 
@@ -105,7 +105,7 @@ def _first(row: GpuRow, width: int) -> Line:
 
 
 def _sign(row: GpuRow) -> Span:
-    """Return the sign of a GPU: used by a job, used by another process, free (blank), or unhealthy."""
+    """Return the sign for a GPU: used by a job, used by another process, free (blank), or unhealthy."""
     if not row.sample.healthy:
         return "✗", "bad"
     return {"good": ("▶", "good"), "warn": ("●", "warn")}.get(row.holder_style, (" ", "text"))

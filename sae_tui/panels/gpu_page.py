@@ -1,4 +1,4 @@
-"""The page of one GPU: its histories and its details."""
+"""The page for one GPU: its histories and its details."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sae_tui.panels.gpu_row import HOT_C, short_name, words_of
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
-_NAME = 13  # width in cells of a detail's name
+_NAME = 13  # width of a detail name, in cells
 _HEAT_AXIS_C = 100.0
 _LEAST_WIDTH = 12  # cells; a narrower history is not useful
 
 
 class GpuHistory(LineView):
-    """Shows utilisation, memory, power and temperature over time, and a cursor that selects a time."""
+    """Shows utilisation, memory, power and temperature over time, and a cursor for selecting a time."""
 
     DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
 
@@ -92,7 +92,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
 
 
 class GpuDetailsView(LineView):
-    """The details of a GPU in groups, without values that the GPU does not report."""
+    """The details of a GPU in groups, without values the GPU does not report."""
 
     DEFAULT_CSS = "GpuDetailsView { height: 1fr; }"
 
@@ -166,7 +166,7 @@ def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _declared(group: str, sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return the sensors of a group whose declared title and unit are all that is needed to format them."""
+    """Return the sensors in a group that need only their declared title and unit to be formatted."""
     readings: tuple[Any, ...] = sample, details.condition, details
     return [
         (one.title, words_of(one)[0](getattr(reading, one.name)), "text")
@@ -204,7 +204,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return each sensor that cannot be read, once, including sensors that report impossible values."""
+    """Return each unreadable sensor once, including sensors reporting impossible values."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]
@@ -250,7 +250,7 @@ def _rate(bytes_s: float | None) -> str:
 
 
 def _entry(name: str, value: str, style: str, width: int) -> Iterator[Line]:
-    """Yield the lines of a detail; a long value continues on the next lines."""
+    """Yield the lines for a detail; a long value continues on the next lines."""
     space = max(8, width - _NAME - 2)
     for row, part in enumerate(wrap(value, space)):
         yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, space), style)

@@ -76,7 +76,7 @@ class GpuPicker(KeyedTable):
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
-        # The number of GPUs per cluster node does not apply to this machine.
+        # A number of GPUs per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
@@ -97,7 +97,7 @@ class GpuPicker(KeyedTable):
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Select any `count` GPUs that fit; the job waits for them. 0 selects none."""
+        """Make the job wait for any `count` GPUs that fit; 0 selects none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
@@ -156,7 +156,7 @@ class GpuPicker(KeyedTable):
             words = f"{ranges([choice.index for choice in withheld])}: {withheld[0].reason}"
             cells = (" – ", "other", "", "", "", words)
             rows.append(Row("withheld", tuple((text, "dim") for text in cells)))
-        # Never truncate a GPU's index, since users choose GPUs by their index.
+        # Never truncate a GPU index, because users choose GPUs by index.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
         self.show_rows(rows)
@@ -177,7 +177,7 @@ class GpuPicker(KeyedTable):
         )
 
     def _state_text(self, choice: GpuChoice) -> tuple[str, str]:
-        """Return why a GPU is unsuitable, or that it is available, and the style of the text."""
+        """Return why a GPU is unsuitable, or that it is available, and the text style."""
         if choice.state == "unhealthy":
             return choice.reason, "bad"
         short = fit(choice, self._needed_bytes)
@@ -203,5 +203,5 @@ class GpuPicker(KeyedTable):
 
 
 def _cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0))

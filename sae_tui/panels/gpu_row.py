@@ -17,7 +17,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 HOT_C = 85
 NO_CONDITION = Condition()
-# Maps the unit of a sensor to the function that formats the sensor's values and to the width of its column.
+# Maps a sensor's unit to the function for formatting its values and to the column width.
 _WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
     "°C": (celsius, 5),
     "W": (watts, 6),
@@ -39,7 +39,7 @@ class GpuRow:
 
     @property
     def fault(self) -> Span:
-        """The reason why the GPU cannot be read, with the time of the failure if known, and the style of this text."""
+        """Why the GPU cannot be read, with the time of failure if known, and the style for this text."""
         sample = self.sample
         if sample.withheld:
             return f"– {sample.reason}", "dim"
@@ -63,7 +63,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuColumn:
-    """A column of the GPU list, and the cell that every view shows.
+    """A column of the GPU list, and the cell shown in every view.
 
     `width` is the width of the cell, without the `gap` after it. `below` returns the text in the second of two lines;
     if `below` is None, the next column's text extends over the cell. `limit` returns the maximum of the cell's value,
@@ -105,7 +105,7 @@ def _fan(sample: GpuSample) -> str:
 
 
 def _free(sample: GpuSample) -> str:
-    """Return the memory that a job could use, like `2.1Gi free`."""
+    """Return the memory available to a job, like `2.1Gi free`."""
     size = sample.memory_free_bytes
     return "" if size is None else f"{size / 2**30:.{0 if size >= 100 << 30 else 1}f}Gi free"
 
@@ -143,17 +143,18 @@ def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
 
 
 def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
-    """Return the rows of a history, whose maximum leaves an eighth of a cell free below the row above."""
+    """Return the rows of a history whose maximum leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)
     above = top and top * eighths / (eighths - 1)
-    # Only utilisation and power have values from the seconds before the app started, since NVIDIA drivers buffer them.
+    # Only utilisation and power have values from the seconds before the app started, because NVIDIA drivers buffer
+    # these values.
     return tall_sparkline(row.column(meter.name, width), width, height, above, row.column("utilization", width))
 
 
 def words_of(sensor: Sensor) -> tuple[Callable[[float | None], str], int]:
-    """Return the function that formats the values of a sensor, and the width of its column."""
+    """Return the function for formatting a sensor's values, and the column width."""
     unit = sensor.unit.words if sensor.unit else ""
     return _WORDS.get(unit) or (lambda value: UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip(), _WIDTH)
 
@@ -171,7 +172,7 @@ def blank(width: int) -> Line:
 
 
 def fill(spans: Line, width: int) -> Line:
-    """Return a line of `width` cells that starts with these spans."""
+    """Return a line of `width` cells starting with these spans."""
     return (*spans, (" " * (width - sum(cell_len(text) for text, _ in spans)), "text"))
 
 
@@ -185,13 +186,13 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# `_STYLES` and `_LIMITS` map a field to a function that returns the style or the limit of its value.
+# `_STYLES` and `_LIMITS` map a field to a function returning the style or limit for its value.
 _STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 
 
 def _column(sensor: Sensor) -> GpuColumn:
-    """Return the column of a sensor."""
+    """Return the column for a sensor."""
     words, width = words_of(sensor)
     style, limit = _STYLES.get(sensor.name), _LIMITS.get(sensor.name)
 

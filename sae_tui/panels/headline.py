@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
-    """Shows the job in the title and, below it, the job's progress and its result or the reason why it ended."""
+    """Shows the job in the title and, below it, the job's progress and its result or why it ended."""
 
     DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
 
@@ -73,7 +73,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     end: Line = (*_metrics(detail, member), (left, "text"))
     first = (*start, speed, *end)
     if _cells(first) > width:
-        # Omit the speed, since it is also shown as a curve.
+        # Omit the speed, because it is also shown as a curve.
         first = (*start, *end)
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
@@ -86,7 +86,7 @@ def _cells(line: Line) -> int:
 
 
 def _imported(job: JobView) -> Line:
-    """Return the metrics on an imported SAE's report card or, without a card, the key that creates one."""
+    """Return the metrics on an imported SAE's report card or, without a card, the key for creating one."""
     if job.heldout_fvu is None:
         return ((" not evaluated yet; press e to measure FVU and L0", "dim"),)
     figures = [f"trained on {count(job.tokens)} tokens"] if job.tokens else []
@@ -108,7 +108,7 @@ def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
 
 
 def _dead(detail: JobDetail, member: str) -> str:
-    """Return the share of dead latents and the definition of dead, or "" if unknown."""
+    """Return the share of dead latents and how "dead" is defined, or "" if unknown."""
     value, _ = judged(detail, "dead_fraction", member)
     window = dead_after_words(detail.view)
     return f"  {measure(value, series_named('dead_fraction'))} dead ({window})" if value is not None and window else ""
@@ -144,7 +144,7 @@ def memory_words(job: JobView) -> list[str]:
 
 
 def _memory(job: JobView, width: int) -> str:
-    """Return the most detailed wording of the memory use that fits into `width` cells."""
+    """Return the most detailed memory wording that fits into `width` cells."""
     wordings = (f"  memory: {words}" for words in memory_words(job))
     return next((words for words in wordings if cell_len(words) <= width), "")
 
@@ -153,7 +153,7 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     """Return the job's failure, result or current activity in full, followed by a warning if the job overfits."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
-    # For a queued job, show why it waits instead of the last activity of its previous attempt.
+    # For a queued job, show why it is waiting instead of the last activity in its previous attempt.
     message, style = waits(job) or states.phase_words(job), "dim"
     if job.evaluation:
         message, style = f"{'◌' if job.evaluation.waits_for else '▶'} {job.evaluation.words}", "good"

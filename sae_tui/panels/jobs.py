@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The jobs table, whose row keys are job ids. `marked` contains the jobs to which a bulk action applies."""
+    """The jobs table, whose row keys are job ids. `marked` contains the jobs that a bulk action applies to."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
@@ -53,7 +53,7 @@ class JobsPanel(KeyedTable):
     ) -> None:
         """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
-        `above` is the heading of this host and `below` contains the rows of other hosts, if any.
+        `above` is this host's heading and `below` contains the rows for other hosts, if any.
         """
         self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
@@ -62,7 +62,7 @@ class JobsPanel(KeyedTable):
         self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
-        """Reuse the previous row if nothing has changed, since formatting the cells of a thousand jobs takes 20 ms."""
+        """Reuse the previous row if nothing has changed, since formatting cells for a thousand jobs takes 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
@@ -140,7 +140,7 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job that shows `words` instead of values."""
+    """Return a job's row showing `words` instead of values."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 
@@ -148,21 +148,21 @@ def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
 def _progress(job: JobView) -> tuple[Span, Span]:
     """Return the progress bar and percentage; for a finished job, the duration, if known, replaces the bar."""
     whole: Span = (wording.done(job.progress), "text")
-    # For a resumed job, `started` is the time of its latest start.
+    # For a resumed job, `started` is when it was last started.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
         return (bar(job.progress, 10), "bar rail"), whole
     return (duration(max(0.0, job.ended - job.started)), "dim"), whole
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a held-out metric of a job or, before the first evaluation, its dim and marked batch value."""
+    """Return a job's held-out metric or, before the first evaluation, its batch value, dim and marked."""
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 
 def evaluation_rows(job: JobView) -> list[Row]:
-    """Return the row of a job's running evaluation, or [] if none is running."""
+    """Return the row for a job's running evaluation, or [] if none is running."""
     if (now := job.evaluation) is None:
         return []
     words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")

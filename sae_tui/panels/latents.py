@@ -1,4 +1,4 @@
-"""The list of an SAE's latents, which reads only visible rows, and the page of one latent with its examples."""
+"""A list of an SAE's latents that reads only visible rows, and the page for one latent with its examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import ActivatingExample, Feature, Features
 from trainer.contract.wording import bars
 
-# The minimum width at which the list has a column with the largest activation.
+# The minimum width at which the list has a column for the largest activation.
 _WIDE = 44
 # The upper limit of each shade, as a share of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
@@ -45,7 +45,7 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
-        # The latents from this index on have examples that contain the search words, but do not fire on these words.
+        # Latents from this index on have examples containing the search words, but do not fire on these words.
         self._n_firing = 0
 
     def show_latents(
@@ -53,7 +53,7 @@ class LatentList(LineView, can_focus=True):
     ) -> None:
         """Replace the list; put the cursor on `latent`, or on the first latent if it is not listed.
 
-        A separator is drawn between the latents that fire on the search words and the `others`.
+        A separator is drawn between the latents firing on the search words and the `others`.
         """
         latents = [*firing, *others]
         self._features, self.latents, self._n_firing = features, latents, len(firing)
@@ -82,7 +82,7 @@ class LatentList(LineView, can_focus=True):
 
     @property
     def _border(self) -> int | None:
-        """The line of the separator below the latents that fire on the search words, or None if there are no others."""
+        """The separator line below the latents firing on the search words, or None if there are no others."""
         return self._n_firing if self._n_firing < len(self.latents) else None
 
     def _line_of(self, place: int) -> int:
@@ -195,7 +195,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
 
 
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
-    """Return lines with the tokens that the latent's direction promotes and suppresses, or [] if they are unknown."""
+    """Return lines with the tokens promoted and suppressed by the latent's direction, or [] if they are unknown."""
     rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
     space = max(0, width - 12)
     return [((name, "label"), (visible(fit(in_row(moved), space)), "text")) for name, moved in rows if moved]

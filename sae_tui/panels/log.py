@@ -38,19 +38,19 @@ class LogPanel(DetailPanel, can_focus=True):
         return [((fit(f" {line}", width), "text"),) for line in texts]
 
     def action_shift(self, direction: int) -> None:
-        """Scroll the lines sideways to show what is beyond the edge."""
+        """Scroll the lines sideways to show text beyond the edge."""
         self._left = shift(self._left, direction, self._detail.log if self._detail else (), self.size.width)
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Stop following only if the user scrolls up, since a resize or a new line also moves the view off the end."""
+        """Stop following only if the user scrolls up: a resize or a new line also moves the view off the end."""
         super().watch_scroll_y(old_value, new_value)
         self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
 
     def _draw(self) -> None:
         super()._draw()
         self._go_to_end()
-        # Scroll again after the frame is drawn, because the frame takes a row, which moves the end down by one line.
+        # Scroll again after the frame is drawn, because the frame takes a row and so moves the end down by one line.
         self.call_after_refresh(self._go_to_end)
 
     def _go_to_end(self) -> None:

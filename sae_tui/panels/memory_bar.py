@@ -1,4 +1,4 @@
-"""The memory that a job needs on its device, by component, and the free memory of the device."""
+"""The memory a job needs on its device, by component, and the device's free memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sae_tui.jobs.launch.memory_need import FreeMemory, Need
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
-# The first letter of each name appears in the bar, so that the names also serve as the legend.
-# The short names are for terminals with 80 columns.
+# The first letter of each name appears in the bar, so that the names also serve as the legend. The short names are for
+# 80-column terminals.
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
@@ -64,7 +64,10 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, capacity: FreeMemory) -> None:
-        """Draw the job's memory need and the free memory. If there was no job to check, draw only the heading."""
+        """Draw the job's memory requirement and the free memory.
+
+        If there was no job to check, draw only the heading.
+        """
         self._need, self._capacity = need, capacity
         self._draw()
 

@@ -1,4 +1,4 @@
-"""All metrics of a job in a grid of plots; each plot can also be enlarged."""
+"""All metrics for a job in a grid of plots; each plot can also be enlarged."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class MetricSeries:
 
 
 def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
-    """Return the series that the regular expression matches; raise `re.error` if it is invalid."""
+    """Return the series matching the regular expression; raise `re.error` if it is invalid."""
     seek = re.compile(pattern, re.IGNORECASE)
-    # In a sweep, a series without a label repeats the series of the first SAE.
+    # In a sweep, a series without a label repeats the first SAE's series.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
     found = [MetricSeries(name, rank, points) for (name, rank), points in shown.items()]
@@ -49,7 +49,7 @@ def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Return a sort key: metrics that have a curve on the job's screen come first, in the order of that screen."""
+    """Return a sort key: metrics with a curve on the job's screen come first, in the order of that screen."""
     base, order = name.partition("@")[0], [each for metric in curves() for each in with_held_out(metric)]
     return (order.index(base), name) if base in order else (len(order), name)
 
@@ -83,7 +83,7 @@ class MetricGrid(Grid, can_focus=True):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of columns and rows of plots that fit."""
+        """The number of plot columns and rows that fit."""
         return max(1, self.size.width // _LEAST_COLUMNS), max(1, self.size.height // _LEAST_ROWS)
 
     def show_metrics(

@@ -17,11 +17,11 @@ from sae_tui.widgets.plot import braille, place, y_range
 from trainer.contract.settings.series import title_of
 
 MOST_CURVES = 16
-_BETWEEN = 16  # distance in cells between two glyphs of a curve
+_BETWEEN = 16  # distance between two glyphs on a curve, in cells
 
 
 class Overlay(Chart):
-    """One metric of all runs, with a legend of the latest values."""
+    """One metric for all runs, with a legend showing the latest values."""
 
     def on_mount(self) -> None:
         self._comparison, self._view = Comparison(), CurveView()

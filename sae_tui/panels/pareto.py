@@ -1,4 +1,4 @@
-"""Plots FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both metrics."""
+"""Plots FVU against L0, with the Pareto front: the SAEs not beaten by any other SAE in both metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_BATCHES = ("batch L0", "batch FVU")
 class ParetoPanel(Chart):
     """Shows a point for each SAE, and the Pareto front as a line.
 
-    Points show held-out values, or values from report cards if all SAEs have one. The front includes only SAEs of
+    Points show held-out values, or values from report cards if all SAEs have one. The front includes only SAEs from
     finished runs, and never uses values measured on training batches.
     """
 
@@ -64,7 +64,7 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the axis titles, and (L0, FVU) for each SAE, or None for an SAE that lacks one of these values."""
+    """Return the axis titles, and (L0, FVU) for each SAE, or None for an SAE lacking one of these values."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:
@@ -89,7 +89,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
     xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The points of the front are placed first, in their exact cells. If a cell is taken, the nearest free one is used.
+    # Points on the front are placed first, in their exact cells. If a cell is taken, the nearest free one is used.
     taken: set[tuple[int, int]] = set()
     for at in sorted(points, key=lambda at: at not in best):
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
@@ -123,7 +123,7 @@ def _around(values: Sequence[float]) -> tuple[float, float]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Return the indices of the points that no other point dominates: as low in both coordinates, lower in one."""
+    """Return the indices of points not dominated by another point (as low in both coordinates and lower in one)."""
     places: set[int] = set()
     lowest, last = math.inf, (math.nan, math.nan)
     for at in sorted(range(len(points)), key=lambda at: points[at]):

@@ -16,14 +16,14 @@ from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.settings.series import CRITERION, curves, series_named
 
-_ENTRY = 30  # width in cells of a setting with its value
+_ENTRY = 30  # width of a setting with its value, in cells
 _NAME = 14
-_LEAST_SETTINGS = 1  # lines of settings that are kept even if a warning is long
+_LEAST_SETTINGS = 1  # number of settings lines kept even if a warning is long
 FVU = series_named(CRITERION)
 
 
 class PreviewPanel(Horizontal):
-    """The preview of a job: the curve on the left, settings and log on the right."""
+    """A job preview: the curve on the left, settings and log on the right."""
 
     def compose(self) -> ComposeResult:
         yield CurvePlot(CRITERION, curves()[CRITERION])
@@ -42,7 +42,7 @@ class PreviewPanel(Horizontal):
 
 
 class PreviewText(DetailPanel):
-    """The settings in as many columns as fit, followed by the last lines of the log."""
+    """The settings in as many columns as fit, followed by the last log lines."""
 
     DEFAULT_CSS = "PreviewText { height: 1fr; width: 1fr; padding: 0 1; }"
 

@@ -22,15 +22,16 @@ LEAST_SPARK, SIGN = 3, 5
 class RanksPanel(DetailPanel):
     """One line per rank: tokens per second, with a history on a shared axis, and the work time in milliseconds.
 
-    Speed and work time exclude the time that a rank waits for other ranks, so that a slow rank stands out. A slow rank
-    is also marked.
+    Speed and work time exclude time spent waiting for other ranks, so that a slow rank stands out. A slow rank is also
+    marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the current state of the job. Hide the panel for a job that does not train, since such a job records no
-        step times.
+        """Draw the current state of the job.
+
+        Hide the panel for a job that does not train, because such a job records no step times.
         """
         self.display = kind_of(detail.view.config).trains
         super().show_detail(detail)
@@ -65,7 +66,7 @@ def column_titles(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Return the ranks that spend more than `LATE` times as long as the median rank on work and on waiting for data."""
+    """Return the ranks spending more than `LATE` times as long as the median rank on work and waiting for data."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()

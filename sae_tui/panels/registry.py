@@ -21,7 +21,7 @@ Place = Literal["top", "live", "middle", "bottom", "side"]
 
 
 class JobPanel(Protocol):
-    """A widget that draws the state of a job."""
+    """A widget drawing the state of a job."""
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the current state of the job."""

@@ -1,4 +1,4 @@
-"""The settings of a job, and its tags and note."""
+"""A job's settings, tags and note."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _hooks(job: JobView) -> list[tuple[str, str]]:
-    """Return the hooks of an extraction that have alternative names, each with these names."""
+    """Return the extraction hooks that have alternative names, each with these names."""
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
@@ -70,7 +70,7 @@ def _more(job: JobView) -> list[tuple[str, str]]:
 
 
 def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]:
-    """Yield the lines of a setting, like ` k             32`. A long name is truncated; a long value is wrapped."""
+    """Yield the lines for a setting, like ` k 32`. A long name is truncated; a long value is wrapped."""
     margin = name_width + 1 if name_width else 0
     space = max(8, width - margin - 2)
     style = "text" if name else "dim"

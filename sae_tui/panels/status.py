@@ -26,7 +26,7 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class StatusContent:
-    """The content of the status line. `problem` may be empty; `load` is the machine's load.
+    """The status line content. `problem` may be empty; `load` is the machine's load.
 
     `alerts` is the number of active alerts.
     """

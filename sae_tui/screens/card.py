@@ -1,4 +1,4 @@
-"""The report cards of a job's SAEs, one at a time."""
+"""The report cards for a job's SAEs, one at a time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def card_lines(card: Card, width: int) -> list[Line]:
 
 
 def _latent_line(one: SampledLatent, width: int) -> Line:
-    """Return a latent with its density and its first text, in which the strongest token is highlighted."""
+    """Return a latent with its density and its first text, with the strongest token highlighted."""
     spans: list[Span] = [(fit(f" {one.latent:>6} {one.density:>8.3%}", _LATENT_CELLS), "label")]
     if one.texts:
         text = one.texts[0]
@@ -77,7 +77,7 @@ def _latent_line(one: SampledLatent, width: int) -> Line:
 
 
 class CardScreen(Evaluates, FramedScreen):
-    """Shows the complete report card of an SAE, and reads it again after the job has ended or been evaluated."""
+    """Shows an SAE's complete report card, and reloads it after the job has ended or been evaluated."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),
@@ -91,7 +91,7 @@ class CardScreen(Evaluates, FramedScreen):
     ]  # fmt: skip
 
     class Found(Message):
-        """The report cards were read; `cards` maps the label of each SAE to its card."""
+        """The report cards were read; `cards` maps each SAE's label to its card."""
 
         def __init__(self, cards: dict[str, Card]) -> None:
             super().__init__()
@@ -117,10 +117,10 @@ class CardScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing, since this screen shows no GPUs."""
+        """Do nothing because this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
-        """Read the report cards again if the job has changed."""
+        """Reload the report cards if the job has changed."""
         if self._news.has_come():
             self._read()
 
@@ -158,5 +158,5 @@ class CardScreen(Evaluates, FramedScreen):
         self.ask_to_evaluate()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the keys that switch between SAEs only if the job has several."""
+        """Offer the keys for switching between SAEs only if the job has several."""
         return action != "next_member" or len(self._cards) > 1

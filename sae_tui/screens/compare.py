@@ -37,7 +37,7 @@ _ALL_FROM = 100, 35  # minimum width and height to show all views at once
 
 
 class Compared(Message):
-    """The runs were read again; if that failed, `problem` explains why."""
+    """The runs were reloaded; if that failed, `problem` explains why."""
 
     def __init__(self, comparison: Comparison | None, problem: str = "") -> None:
         super().__init__()
@@ -105,15 +105,15 @@ class CompareScreen(FramedScreen):
         self._arrange()
 
     def show_gpus(self) -> None:
-        """Do nothing, since this screen shows no GPUs."""
+        """Do nothing because this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
-        """Read the runs again, since a job has changed."""
+        """Reload the runs after a job has changed."""
         if self.is_mounted:
             self._read()
 
     def _read(self) -> None:
-        """Read the runs; if a read is in progress, read them again when it ends."""
+        """Load the runs; if a load is in progress, reload them when it ends."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True
@@ -127,7 +127,7 @@ class CompareScreen(FramedScreen):
         except UserError as error:
             self.post_message(Compared(None, str(error)))
         except Exception as error:
-            # Always post a reply, because otherwise the runs would never be read again.
+            # Always post a reply, because otherwise the runs would never be reloaded.
             self.post_message(Compared(None, f"the runs cannot be read: {error!r}"))
 
     @on(Compared)

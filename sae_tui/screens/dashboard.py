@@ -201,7 +201,7 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _why_none(self) -> tuple[str, str]:
-        """Return a text that explains why there are no GPUs and what to do, and its style."""
+        """Return a text explaining why there are no GPUs and what to do, and its style."""
         problem = self.session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
@@ -264,7 +264,7 @@ class Dashboard(FramedScreen):
         return rows
 
     def _title(self, stored_s: int | None) -> None:
-        """Write the titles, with the time span of each history; `stored_s` is the span read from the store."""
+        """Write the titles, with each history's time span; `stored_s` is the span read from the store."""
         plotted_s = self.query_one(AggregatePanel).n_columns * self.session.monitor.interval_s
         spans_s = {"aggregate": stored_s or plotted_s, "gpus": stored_s, "finder": None}
         for name, title in (_TITLES | (self._others.titles if self._others else {})).items():
@@ -291,7 +291,7 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        # The packages of another Python are checked only before a launch.
+        # Packages in another Python environment are checked only before a launch.
         has_torch = bool(self.session.settings.python) or not missing_of_trainer()
         return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 
@@ -302,8 +302,8 @@ class Dashboard(FramedScreen):
         self._rested = self.set_timer(_RESTED_S, self._follow_selected)
 
     def _follow_selected(self) -> None:
-        """Have the watcher read the job under the cursor, if there is space for its preview."""
-        # A screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
+        """Have the watcher read the job under the cursor, if there is space for a preview."""
+        # Any screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
         # dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
@@ -400,7 +400,7 @@ class Dashboard(FramedScreen):
         self.session.actions.delete(self.query_one(JobEdits).targets)
 
     def _act(self, verb: str, act: Callable[[int], object]) -> None:
-        """Apply an action to the job under the cursor, on the host that runs the job."""
+        """Apply an action to the job under the cursor, on the host running the job."""
         if not (self._others and self._others.act(verb)):
             self._with_selected(act)
 

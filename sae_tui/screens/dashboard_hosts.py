@@ -29,12 +29,12 @@ from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 from trainer.contract.store.states import JobState
 
-# The actions, as named by `offers_for`, that are possible on a job of another host.
+# The actions, as named by `offers_for`, possible on another host's job.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
-# The offset between the GPU indices of consecutive hosts, which keeps the indices unique.
+# The offset between the GPU indices of consecutive hosts, to keep the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-_FEWEST_LINES = 3  # minimum number of lines of the panel, which then scrolls
+_FEWEST_LINES = 3  # minimum number of panel lines; below this, the panel scrolls
 _SHARE = 2  # other hosts' GPUs take at most half of the window's rows
 
 
@@ -43,12 +43,12 @@ class DashboardHosts:
 
     def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
         self._screen, self._session, self._hosts = screen, session, hosts
-        # The histories that were drawn for the totals, reused for the lines below the totals.
+        # The histories drawn for the totals, reused for the lines below.
         self._pasts: dict[str, RecentHistory] = {}
 
     @property
     def titles(self) -> dict[str, str]:
-        """The panel titles that are used only while other hosts are shown, as a dict by panel id."""
+        """The panel titles used only while other hosts are shown, as a dict by panel id."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
@@ -70,17 +70,17 @@ class DashboardHosts:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the remote GPU panel, including its frame."""
+        """The number of rows in the remote GPU panel, including its frame."""
         return self._space + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
-        """Draw the latest samples of the other hosts."""
+        """Draw the latest samples from the other hosts."""
         panel = self._screen.query_one(FarGpus)
         panel.styles.height = self._space + chrome
         panel.show_hosts([self._host(view) for view in self._hosts.views], self._space)
 
     def totals(self, samples: Sequence[GpuSample], past: RecentHistory, *, live: bool) -> list[Total]:
-        """Return the totals over the GPUs of all hosts; the arguments are this host's samples and history.
+        """Return the totals over the GPUs on all hosts; the arguments are this host's samples and history.
 
         Other hosts report only current values, so a longer history (not `live`) covers this host only.
         """
@@ -171,7 +171,7 @@ class DashboardHosts:
 
 
 def _words(verb: str, job: JobView) -> list[str]:
-    """Return the arguments of `sae-tui` for this action."""
+    """Return the `sae-tui` arguments for this action."""
     if verb == "continue":
         return ["release" if job.state is JobState.QUEUED else "resume", str(job.id)]
     ends_now = verb == "stop" and _is_stopping(job)
@@ -192,7 +192,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 def _early_steps(job: JobView) -> int | None:
     """Return the number of cool-down steps, or None if the job cannot finish early.
 
-    Other hosts do not send a job's config, but a job that has a loss is a training job.
+    Other hosts do not send a job's config, but a job with a loss is a training job.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 

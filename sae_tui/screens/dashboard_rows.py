@@ -21,9 +21,8 @@ _MANY_JOBS = 8
 class PanelHeights:
     """The number of rows inside each panel's frame, or 0 if the panel is hidden.
 
-    `plot` is the height of each of the four plots of totals, or 0 if each total is a single line. `per_gpu` is the
-    number of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the
-    jobs.
+    `plot` is the height of each of the four totals plots, or 0 if each total is a single line. `per_gpu` is the number
+    of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
     """
 
     frame: Frame
@@ -37,12 +36,12 @@ class PanelHeights:
 
     @property
     def chrome(self) -> int:
-        """The number of rows that the frame of a panel takes."""
+        """The number of rows taken by a panel's frame."""
         return FRAMES[self.frame]
 
     @property
     def height(self) -> int:
-        """The number of rows that all panels take, including their frames."""
+        """The number of rows taken by all panels, including their frames."""
         stacked = [self.totals, self.gpus, self.jobs, 0 if self.beside else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
 
@@ -59,11 +58,11 @@ def arrange(
     taken: int = 0,
     words: int = 1,
 ) -> PanelHeights:
-    """Return the rows of each panel in a window of `width` x `height` cells; header and footer take one row each.
+    """Return the rows for each panel in a window of `width` x `height` cells; header and footer take one row each.
 
     `is_card_view` selects the card view; with `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a
-    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows that the
-    panel of other hosts takes, and `words` is the number of rows that the explanation takes if there are no GPUs.
+    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows taken by
+    the panel for other hosts, and `words` is the number taken by the explanation if there are no GPUs.
     """
     space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)

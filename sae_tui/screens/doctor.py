@@ -49,7 +49,7 @@ class DoctorScreen(FramedScreen):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """Take two functions that yield findings; `probe` finds more problems, but uses the GPUs."""
+        """Take two functions yielding findings; `probe` finds more problems, but uses the GPUs."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False
@@ -85,7 +85,7 @@ class DoctorScreen(FramedScreen):
         """Start a new run of the checks; findings from an earlier run are ignored."""
         self._look += 1
         self.findings, self.done = [], False
-        # Use a plain thread, since on exit the app would wait for a worker that is stuck in the driver.
+        # Use a plain thread, because on exit the app would wait for a worker stuck in the driver.
         threading.Thread(target=self._run, args=(self._look, examine), name="doctor", daemon=True).start()
         self._show()
 

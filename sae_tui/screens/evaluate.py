@@ -78,7 +78,7 @@ class EvaluateDialog(Dialog[EvaluationChoice | None]):
 
 
 class Evaluates(Screen[None]):
-    """A screen with a key that opens the evaluation dialog for the job."""
+    """A screen with a key for opening the job's evaluation dialog."""
 
     session: Session
     job_id: int
@@ -90,7 +90,7 @@ class Evaluates(Screen[None]):
 
     @work(thread=True, group="evaluate", exclusive=True, exit_on_error=False)
     def _offer_evaluation(self, then: Callable[[], object]) -> None:
-        # This call reads the headers of the data files and of the model files.
+        # This call reads the headers of the data files and model files.
         try:
             offer = self.session.actions.offer_evaluation(self.job_id)
         except (UserError, OSError) as error:

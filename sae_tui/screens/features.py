@@ -37,7 +37,7 @@ WORDS: dict[Order, str] = {
 
 
 class Opened(Message):
-    """The feature files of a job's SAEs were opened; `opened` maps the label of each SAE to its feature file.
+    """The feature files for a job's SAEs were opened; `opened` maps each SAE's label to its feature file.
 
     If opening failed, `problem` explains why. A `question` that is not empty offers to create the files.
     """
@@ -50,7 +50,7 @@ class Opened(Message):
 
 
 def open_features(data: DataDir, job_id: int) -> Opened:
-    """Open the feature files of a job's SAEs; if there are none, determine how they could be created.
+    """Open the feature files for a job's SAEs; if there are none, determine how they could be created.
 
     Raise `UserError` if a file cannot be read.
     """
@@ -109,10 +109,10 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._title()
 
     def show_gpus(self) -> None:
-        """Do nothing, since this screen shows no GPUs."""
+        """Do nothing because this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
-        """Read the features again after an evaluation of the job has ended."""
+        """Reload the features after an evaluation of the job has ended."""
         if self._news.has_come():
             self._open()
 
@@ -230,5 +230,5 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._show()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key that switches between SAEs only if there are several."""
+        """Offer the key for switching between SAEs only if there are several."""
         return action != "next_member" or len(self._opened) > 1

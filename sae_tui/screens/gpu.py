@@ -26,7 +26,7 @@ _FACTS_BESIDE_FROM = 76  # columns
 
 
 class GpuScreen(FramedScreen):
-    """Shows the histories, details and processes of a GPU. The details are read only while this screen is shown."""
+    """Shows a GPU's histories, details and processes. The details are read only while this screen is shown."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
@@ -55,7 +55,7 @@ class GpuScreen(FramedScreen):
         super().__init__(name="gpu")
         self.session, self.index = session, index
         self._back = LookBack(self, self._read_store)
-        # The time of the values that are shown, or None for the current values.
+        # The time of the displayed values, or None for the current values.
         self._cursor_time: float | None = None
 
     def compose(self) -> ComposeResult:
@@ -80,7 +80,7 @@ class GpuScreen(FramedScreen):
 
     @property
     def sample(self) -> GpuSample | None:
-        """The latest sample of the GPU, or None if the GPU is no longer present."""
+        """The GPU's latest sample, or None if the GPU is no longer present."""
         return next((one for one in self.session.monitor.latest() if one.index == self.index), None)
 
     def show_gpus(self) -> None:
@@ -92,7 +92,7 @@ class GpuScreen(FramedScreen):
             self.query_one(GpuHistory).show([])
             self.query_one(GpuDetailsView).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
-        # Request the details again, since another GPU's screen cancels the request when it closes.
+        # Request the details again, because another GPU's screen cancels the request when it closes.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
         ((holder, style),) = self.session.holders([sample])
@@ -113,7 +113,7 @@ class GpuScreen(FramedScreen):
         history.show_gpu(sample, window, cursor, words)
 
     def _window(self, sample: GpuSample) -> Window:
-        """Return the window to draw; if a read of the store is due, start it."""
+        """Return the window to draw; if a store read is due, start it."""
         n = self.query_one(GpuHistory).n_columns
         span_s = self._back.span_s
         if span_s is None:
@@ -132,7 +132,7 @@ class GpuScreen(FramedScreen):
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
-        """Return the column of the cursor's time, or None if that time is outside the window."""
+        """Return the column for the cursor's time, or None if that time is outside the window."""
         if self._cursor_time is None:
             return None
         column = int((self._cursor_time - window.begin) // window.step_s)

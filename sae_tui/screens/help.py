@@ -1,4 +1,4 @@
-"""The help screen: the keys of a screen by topic, taken from its bindings."""
+"""The help screen: a screen's keys by topic, taken from its bindings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 
 _EVERYWHERE = "Everywhere"
-# Maps the first part of a binding's id to the topic of a binding that has no group.
+# Maps the first part of a binding's id to the topic for a binding without a group.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
            "settings": "Settings",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
@@ -46,7 +46,7 @@ class HelpScreen(TextScreen):
 
 
 def topics(screen: Screen[object]) -> list[Topic]:
-    """Return the topics with all keys that have a tooltip: keys of the focused widget, the screen and the app."""
+    """Return the topics with all keys that have a tooltip: keys for the focused widget, the screen and the app."""
     own = {binding.id for binding in type(screen).BINDINGS if isinstance(binding, Binding)}
     by_title: dict[str, dict[str, list[ActiveBinding]]] = {}
     # A screen's own keys come before inherited ones.

@@ -1,4 +1,4 @@
-"""The screen of one job: its state, curves, events and log, updated live."""
+"""The screen for one job: its state, curves, events and log, updated live."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BESIDE_FROM = 120  # minimum width to show the settings next to the other panel
 
 
 class JobScreen(Evaluates, FramedScreen):
-    """Follows one job. Each panel draws from the job details that the watcher keeps up to date."""
+    """Follows one job. Each panel draws from the job details kept up to date by the watcher."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
@@ -119,7 +119,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Redraw the screen, since it was not updated while another screen was on top."""
+        """Redraw the screen, which was not updated while another screen was on top."""
         self.show_jobs()
 
     @property
@@ -137,7 +137,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
-        """Do nothing, since this screen shows no GPUs."""
+        """Do nothing because this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         """Draw the current state of the job."""
@@ -158,13 +158,13 @@ class JobScreen(Evaluates, FramedScreen):
             panel.show_detail(shown)
 
     def _follow_failed(self, detail: JobDetail) -> None:
-        """Show the log of the rank that failed, unless the user chose another."""
+        """Show the log from the failed rank, unless the user chose another rank."""
         if detail.postmortem and self._rank is None:
             self._rank = detail.postmortem.rank or 0
             self.session.watcher.follow(self.job_id, self._rank)
 
     def keys_offered(self) -> FooterOffer:
-        """Return the keys to show: only actions that are possible in the job's state."""
+        """Return the keys to show: only actions possible in the job's state."""
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return FooterOffer()
@@ -250,5 +250,5 @@ class JobScreen(Evaluates, FramedScreen):
         self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key that switches between SAEs only for a sweep."""
+        """Offer the key for switching between SAEs only for a sweep."""
         return action != "next_member" or bool(self.member)

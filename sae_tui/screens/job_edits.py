@@ -1,4 +1,4 @@
-"""The jobs table with keys that edit jobs (name, tags, note, queue position) and compare them."""
+"""The jobs table with keys for editing jobs (name, tags, note, queue position) and comparing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 
 
 class JobEdits(JobsFinder):
-    """The jobs table with keys that edit jobs.
+    """The jobs table with keys for editing jobs.
 
     Tags apply to all marked jobs, other edits only to the job under the cursor.
     """

@@ -44,7 +44,7 @@ _STYLES = {"error": "bad", "warning": "warn"}
 
 
 def inspection_lines(place: str, inspected: Inspected, width: int) -> list[Line]:
-    """Return the lines of the inspection, wrapped to `width` cells, with every finding in full."""
+    """Return the inspection lines, wrapped to `width` cells, with every finding in full."""
     looked = "all" if inspected.n_looked_at == inspected.n_tokens else f"{inspected.n_looked_at:,} of them checked"
     facts = (
         f"{inspected.n_tokens:,} rows ({looked}), d_in {inspected.d_in}, {inspected.dtype}",
@@ -112,7 +112,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review, in which case later keys must wait too."""
+        """Whether a key is still waiting for a review, so that later keys must wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:
@@ -120,11 +120,11 @@ class LaunchScreen(FramedScreen):
         self.form.show_gpus()
 
     def show_jobs(self) -> None:
-        """Draw the GPUs again, since a job that ends frees its GPUs."""
+        """Redraw the GPUs, because a job that ends frees its GPUs."""
         self.form.show_gpus()
 
     def keys_offered(self) -> FooterOffer:
-        """Put the launch keys first, before the keys of the focused widget."""
+        """Put the launch keys first, before the focused widget's keys."""
         return FooterOffer(("launch.go", "launch.each"))
 
     def action_advanced(self) -> None:
@@ -169,7 +169,7 @@ class LaunchScreen(FramedScreen):
         self.form.once_reviewed(self._launch_reviewed)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """Name the settings to correct in one line that disappears soon, because more text would cover the review."""
+        """Name the settings to correct in one line that soon disappears, because more text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
         why = f"correct {join_words(which)} first" if which else "its Python is still being checked"
@@ -197,7 +197,7 @@ class LaunchScreen(FramedScreen):
         return action != "launch_each" or any(form.is_sweep for form in self.query(SettingForm))
 
     def action_launch_each(self) -> None:
-        """Launch every SAE of a sweep as a separate job; the jobs queue for GPUs and finish independently."""
+        """Launch every SAE in a sweep as a separate job; the jobs queue for GPUs and finish independently."""
         self.form.once_reviewed(functools.partial(self._launch_reviewed, each=True))
 
     def action_launch_there(self) -> None:
@@ -222,7 +222,7 @@ class LaunchScreen(FramedScreen):
             self.session.actions.do(launch)
 
     def action_inspect(self) -> None:
-        """Inspect the stored activations that are named in the form."""
+        """Inspect the stored activations named in the form."""
         self.form.once_reviewed(self._inspect)
 
     def _inspect(self, review: Review) -> None:
@@ -303,7 +303,7 @@ class LaunchScreen(FramedScreen):
 
 
 def _of_host(view: HostView) -> str:
-    """Return a short description of a host for the list of choices."""
+    """Return a short host description for the list of choices."""
     idle = sum(gpu.use == "dim" and gpu.healthy for gpu in view.gpus)
     return f"{plural(len(view.gpus), 'GPU')}, {idle} idle" if view.gpus else "no GPU"
 

@@ -49,7 +49,7 @@ _WITHOUT_LIMIT = 1000
 
 
 class ReviewText(Static):
-    """The summary and the problems of the job, within the lines available in its row."""
+    """The job's summary and problems, within the lines available in its row."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__("", markup=False, id=id)
@@ -115,14 +115,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        # The job-file entries that determine the kind of the job. The form has no field for the kind.
+        # The job-file entries determining the job kind. The form has no field for the kind.
         self._kind: dict[str, Any] = {}
         self._settings = job_form.chosen_settings({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # The values and the preset that the form was filled with. A value that differs was changed by the user.
+        # The values and preset used to fill the form. A value that differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
@@ -186,7 +186,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Show the needed and the free memory; check the draft again if it no longer fits, or fits again."""
+        """Show the required and free memory; recheck the draft if it no longer fits, or fits again."""
         need, capacity = (
             self.review.need,
             job_form.capacity(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere)),
@@ -200,16 +200,16 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def changed(self) -> list[str]:
-        """The paths of the settings that the user has changed since the form was filled."""
+        """The paths of settings changed by the user since the form was filled."""
         return [path for form in self.query(SettingForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
     def kind(self) -> str:
-        """The kind of the job in the form."""
+        """The kind of job in the form."""
         return job_form.kind_of(self._kind)
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
-        """Replace the content of the form; ask first if changes would be lost."""
+        """Replace the form's content; ask first if changes would be lost."""
         if not self.changed:
             fill()
             return
@@ -246,7 +246,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.put_in(table)
 
     def _show_preset(self) -> None:
-        """Reset the menu to the preset that filled the form, even if the user selected another."""
+        """Reset the menu to the preset used to fill the form, even if the user selected another."""
         menu = self.query_one("#preset", Menu)
         menu.value = Menu.NULL if self._preset is None else self._preset
 
@@ -282,7 +282,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
-        """Select the GPUs that a job file requests, if they are available; "auto" leaves the selection unchanged."""
+        """Select the GPUs requested by a job file, if available; "auto" leaves the selection unchanged."""
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
@@ -334,7 +334,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         self._kept.follow(candidate, is_changed=bool(self.changed))
-        # Use a daemon thread, since a data path on a dead file server must not keep the app from exiting.
+        # Use a daemon thread, because a data path on a dead file server must not keep the app from exiting.
         here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
@@ -363,7 +363,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.post_message(self.Reviewed(number, review, overridden))
 
     def _show_reading(self, number: int, place: Path) -> None:
-        """Show that the review waits for a process that reads the headers of a data path."""
+        """Show that the review is waiting for a process reading the headers at a data path."""
         if number == self._asked:
             self.query_one(ReviewText).show_review(Review(summary=f"reading the headers in {place} …"))
 
@@ -384,7 +384,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             then(event.review)
 
     def _show_changes(self, form: SettingForm) -> None:
-        """Show how many settings were changed, and update the key that exists only for sweeps."""
+        """Show how many settings were changed, and update the sweep-only key."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
         if form.is_sweep != self._was_sweep:
@@ -393,7 +393,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review, in which case later keys must wait too."""
+        """Whether a key is still waiting for a review, so that later keys must wait too."""
         return self._then is not None
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
@@ -404,7 +404,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def draft_as_text(self, *, elsewhere: bool = False) -> str:
         """Return the form as a job file; invalid values appear as typed.
 
-        With `elsewhere`, omit this machine's Python, since the other host has its own.
+        With `elsewhere`, omit this machine's Python, because the other host has its own.
         """
         form = self.query_one(SettingForm)
         values, wrong = self._typed_into(form)
@@ -419,7 +419,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Rebuild the form, since another architecture or source has other settings, and check it afterwards."""
+        """Rebuild the form for another architecture or source, which has other settings, and check it afterwards."""
         self._settings, self._building = job_form.chosen_settings(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 

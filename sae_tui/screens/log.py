@@ -1,4 +1,4 @@
-"""The logs of a job in the full window: one rank, all ranks, or the supervisor."""
+"""A job's logs in the full window: one rank, all ranks, or the supervisor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALL = "all"
 
 
 class Reader(Protocol):
-    """A thread that reads the lines of a log."""
+    """A thread reading log lines."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -50,7 +50,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """New lines of a log; `number` identifies the reader that read them."""
+        """New log lines; `number` identifies the reader they come from."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -82,7 +82,7 @@ class LogScreen(FramedScreen):
             self._reader.stop()
 
     def show_gpus(self) -> None:
-        """Do nothing, since this screen shows no GPUs."""
+        """Do nothing because this screen shows no GPUs."""
 
     def show_jobs(self) -> None:
         self._title()
@@ -117,7 +117,7 @@ class LogScreen(FramedScreen):
 
     @property
     def job(self) -> JobView | None:
-        """The latest state of the job, or None if the job is not listed."""
+        """The job's latest state, or None if the job is not listed."""
         return next((one for one in self.session.jobs if one.id == self.job_id), None)
 
     @property
@@ -142,7 +142,7 @@ class LogScreen(FramedScreen):
         )
 
     def _title(self) -> None:
-        """Write the title. The log's source comes first, since the job's name can be long."""
+        """Write the title. The log's source comes first because the job name can be long."""
         job = self.job
         state = f" · {describe_state(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
@@ -173,7 +173,7 @@ class LogScreen(FramedScreen):
         view = self.query_one(LogView)
         view.focus()
         if view.pattern:
-            # Go to the last match first, since the view was at the end of the log.
+            # Go to the last match first because the view was at the end of the log.
             _ = view.jump(-1) or view.jump(1)
 
     def action_jump(self, direction: int) -> None:

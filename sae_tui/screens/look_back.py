@@ -1,4 +1,4 @@
-"""The time span that a screen shows: the latest samples, or a longer span that a thread reads from the store."""
+"""The time span shown on a screen: the latest samples, or a longer span read from the store by a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def span_keys(
     screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
-    """Return the keys that change a screen's span with `action_longer`; the footer and help show them as `display`."""
+    """Return the keys for changing a screen's span with `action_longer`; the footer and help show them as `display`."""
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
@@ -32,7 +32,7 @@ def span_keys(
 
 
 class LookBack(Generic[T]):
-    """The time span that a screen shows, and the data read for it.
+    """The time span shown on a screen, and the data read for it.
 
     The data belongs to a subject, such as a GPU. Late data for an earlier subject or span is not shown.
     """
@@ -41,7 +41,7 @@ class LookBack(Generic[T]):
         """Data was read and should be drawn."""
 
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
-        """Take the screen to notify, and a function that reads the last seconds of a subject as at most n columns."""
+        """Take the screen to notify, and a function for reading a subject's last seconds as at most n columns."""
         self._screen, self._read = screen, read
         self._place = 0  # index into `SPANS_S` plus 1; 0 means the latest samples
         self._due = 0.0  # time of the next read
@@ -51,7 +51,7 @@ class LookBack(Generic[T]):
 
     @property
     def span_s(self) -> int | None:
-        """The span in seconds that is read from the store, or None while the latest samples are shown."""
+        """The span read from the store, in seconds, or None while the latest samples are shown."""
         return SPANS_S[self._place - 1] if self._place else None
 
     def longer(self, by: int) -> None:
@@ -60,7 +60,7 @@ class LookBack(Generic[T]):
         self.forget()
 
     def forget(self) -> None:
-        """Discard the data, so that the next request reads it again."""
+        """Discard the data so that the next request reloads it."""
         self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
@@ -77,7 +77,7 @@ class LookBack(Generic[T]):
         return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
-        # Register the read here rather than in the caller, since a worker may be cancelled before its thread starts.
+        # Register the read here rather than in the caller, because a worker may be cancelled before its thread starts.
         self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)

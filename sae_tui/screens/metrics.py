@@ -1,4 +1,7 @@
-"""All metrics of a job in a grid. The metrics can be filtered by a regular expression, zoomed, and read at a step."""
+"""All metrics for a job in a grid.
+
+The metrics can be filtered with a regular expression, zoomed, and read at a step.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 _ZOOM = 2.0
-_STEPS_ACROSS = 60  # number of presses of an arrow key from one end of the plot to the other
+_STEPS_ACROSS = 60  # number of arrow key presses from one end of the plot to the other
 
 
 class MetricsList(Filtered):
@@ -38,7 +41,7 @@ class MetricsList(Filtered):
 
 
 class MetricsScreen(FramedScreen):
-    """Shows all metrics of the job that the watcher follows."""
+    """Shows all metrics for the job followed by the watcher."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="metrics.back", tooltip="Back to all metrics, then to the job"),
@@ -72,7 +75,7 @@ class MetricsScreen(FramedScreen):
         super().__init__(name="metrics")
         self.session = session
         self.job_id = job_id
-        self._chosen = 0  # index among the metrics that the expression matches
+        self._chosen = 0  # index among the metrics matching the expression
         self._alone = False
         # The visible range of steps (None: all steps), and the step whose values are shown (None: the latest).
         self._span: tuple[float, float] | None = None
@@ -124,7 +127,7 @@ class MetricsScreen(FramedScreen):
         return "it has no measurements" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
-        """Return the metrics that the expression matches, or all metrics and the error if the expression is invalid."""
+        """Return the metrics matching the expression, or all metrics and the error if the expression is invalid."""
         detail = self.session.detail
         assert detail is not None
         try:
@@ -133,7 +136,7 @@ class MetricsScreen(FramedScreen):
             return metrics_of(detail, ""), f"not a regular expression yet: {error}"
 
     def _all_steps(self) -> tuple[float, float] | None:
-        """Return the first and last step of any metric."""
+        """Return the first and last step over all metrics."""
         detail = self.session.detail
         series = [points for points in detail.series.values() if points] if detail else []
         return (min(one[0].step for one in series), max(one[-1].step for one in series)) if series else None

@@ -1,4 +1,4 @@
-"""The actions that are possible in each state of a job, which determine the keys that are offered."""
+"""The actions possible in each job state, which determine the keys offered."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LOOKS = frozenset({"open", "log", "mark", "compare"})
 
 
 def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
-    """Return the actions that apply to a job in its current state, most important first, each with its label.
+    """Return the actions applicable to a job in its current state, most important first, each with its label.
 
-    With `readonly`, return only actions that change nothing.
+    With `readonly`, return only actions that make no changes.
     """
     offered = _offers(job)
     return {verb: word for verb, word in offered.items() if verb in _LOOKS} if readonly else offered

@@ -26,13 +26,13 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
 
-_NAME = 13  # width in cells of the column of names
+_NAME = 13  # width of the name column, in cells
 _MOST_OF_A_PARENT = 160  # in characters; enough to identify what started a process
 _AIR: Line = ((" ", "text"),)
 
 
 def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
-    """Return the lines of a process's page in `width` cells; with `whole`, include values that may be secret."""
+    """Return the lines for a process's page in `width` cells; with `whole`, include possibly secret values."""
     known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
     lines = [line for name, value in known for line in _entry(name, value, width)]
     for place, (name, value) in enumerate(around.shown(whole=whole)):
@@ -67,11 +67,11 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # the interval at which the monitor lists the GPUs' processes
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # the choice listed above the signals, which stops the rank's job
+_JOB = "job"  # the choice for stopping the rank's job, listed above the signals
 
 
 class ProcessPage(TextScreen):
-    """The full page of a process; if `may_show`, a key shows values that may be secret."""
+    """The full page for a process; if `may_show`, a key reveals possibly secret values."""
 
     BINDINGS = [
         Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
@@ -94,7 +94,7 @@ class ProcessPage(TextScreen):
         self.draw_again()
 
     def hide_values(self) -> None:
-        """Hide values that may be secret."""
+        """Hide possibly secret values."""
         if self.shows_all:
             self.action_show_values()
 
@@ -117,7 +117,7 @@ class ProcessList(Filtered):
     PLACEHOLDER = "words, user:ada, gpu:1"
 
     class Read(Message):
-        """The processes on some GPUs were read again."""
+        """The processes on some GPUs were reread."""
 
         def __init__(self, gpus: Sequence[int], processes: Sequence[ProcessDetails]) -> None:
             super().__init__()
@@ -157,14 +157,14 @@ class ProcessList(Filtered):
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if gpus != self._gpus:
             self._processes = None
-        # Request the SM shares again, since the previous list cancels its request when it closes.
+        # Request the SM shares again, because the previous list cancels its request when it closes.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
         # Read immediately if a new process appears or the first SM shares arrive.
         is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
         self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # Reading a process that hangs can hang too, so never start a second read in the meantime.
+        # Reading a hung process can hang too, so never start a second read in the meantime.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), shares)

@@ -41,7 +41,7 @@ class ProcessesScreen(FramedScreen):
         self.show_gpus()
 
     def show_gpus(self) -> None:
-        """Show the processes that are currently on the GPUs."""
+        """Show the processes currently on the GPUs."""
         if not self.is_mounted:
             return
         samples = self.session.monitor.latest()

@@ -27,7 +27,7 @@ class SettingsScreen(FramedScreen):
     """Shows the content of the settings file. `draft` keeps the unsaved input of each setting while the screen is
     closed.
 
-    Saving writes only changed settings, so that changes made to the file by other programs are kept.
+    Saving writes only changed settings, so that other programs' changes to the file are kept.
     """
 
     BINDINGS = [
@@ -51,10 +51,10 @@ class SettingsScreen(FramedScreen):
         self._draft = draft
         self._read_settings = read_settings
         self._path = session.data.settings_file
-        # The parsed content of the file, including invalid settings, and the reason if it cannot be read.
+        # The file's parsed content, including invalid settings, and the reason if the file cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
-        # Maps each setting that is in the file but not applied to the reason.
+        # Maps each setting in the file that is not applied to the reason.
         self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
@@ -82,7 +82,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def keys_offered(self) -> FooterOffer:
-        """Put the save key first, before the keys of the focused widget."""
+        """Put the save key first, before the focused widget's keys."""
         return FooterOffer(("settings.save", "settings.reset", "settings.find"))
 
     def _read(self) -> None:
@@ -94,7 +94,7 @@ class SettingsScreen(FramedScreen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The new value of each changed setting, as a dict by name; invalid values are left out."""
+        """The new value for each changed setting, as a dict by name; invalid values are left out."""
         values, _ = self.query_one(SettingForm).values()
         typed = {
             name: values.get(name, setting.default) for name, setting in _settings().items() if name in self._draft
@@ -113,7 +113,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
-        """Return the error of each invalid setting, changed or not, as a dict by name."""
+        """Return the error for each invalid setting, changed or not, as a dict by name."""
         values, wrong = self.query_one(SettingForm).values()
         for name in values.get("hosts", []):
             try:
@@ -141,7 +141,7 @@ class SettingsScreen(FramedScreen):
         self.query_one(SettingForm).find()
 
     def action_reset(self) -> None:
-        """Restore the saved value of the field under the cursor; if the field is unchanged, restore its default."""
+        """Restore the saved value for the field under the cursor; if the field is unchanged, restore its default."""
         for row in self.query_one(SettingForm).rows:
             if row.has_focus_within:
                 name, default = row.field.path, row.field.setting.default
