@@ -1,4 +1,4 @@
-"""The colour themes: four of this project, and one that uses the terminal's own colours.
+"""The colour themes: four from this project, and one using the terminal's own colours.
 
 The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. A
 terminal with 256 colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all
@@ -149,8 +149,8 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# Maps each value of the setting `theme` to its theme and to a variant for terminals with only 16 colours. Terminals
-# with 16 colours cannot show the surface colours.
+# Maps each value of the setting `theme` to its theme and a variant for 16-colour terminals. Terminals with 16 colours
+# cannot show the surface colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),
     "light": (LIGHT.name, _TERMINAL),
@@ -162,5 +162,5 @@ OWN_THEMES = (DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND, HIGH_CONTRAST_16, COLOUR
 
 
 def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
-    """Return the name of the theme that implements the setting's value in a terminal with the given colour system."""
+    """Return the name of the theme implementing the setting's value in a terminal with the given colour system."""
     return THEMES[chosen][color_system == "standard"]

@@ -1,4 +1,4 @@
-"""The app's driver for browsers: exchanges packets over standard input and output, which the server relays."""
+"""The app's driver for browsers: exchanges packets with the server over standard input and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 
 # Textual's input thread looks up the parser and decoder classes under these names in its own module.
 vars(web_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
-# Environment variables for this process only, which the jobs that it launches must not inherit.
+# Environment variables for this process only; launched jobs must not inherit them.
 _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")
 
 

@@ -1,7 +1,7 @@
-"""Textual's terminal driver, modified to restore the terminal only after all of the app's output is written.
+"""Textual's terminal driver, modified to restore the terminal only after writing all of the app's output.
 
 While the app uses the terminal, nothing else writes to it: standard error goes to a log. Termination signals quit the
-app, so that the terminal is restored.
+app so that the terminal is restored.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda
 _STDERR = 2
 # Without a handler, these signals would kill the app immediately and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# The app must quit within this time after such a signal, in seconds.
-# systemd and container runtimes send SIGKILL after 10 s or more.
+# The number of seconds within which the app must quit after such a signal. systemd and container runtimes send SIGKILL
+# after 10 s or more.
 _QUIT_LIMIT_S = 5.0
 # Terminate an unfinished sequence, then restore the modes that Textual has changed: paste, wrap, resize reports, mouse,
 # keyboard protocol, alternate screen, cursor and focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
-# The log is emptied once it exceeds `_MOST_LOGGED` bytes. Its size is checked whenever the app has drawn another
-# `_DRAWN_PER_LOOK` bytes.
+# The log is emptied once it exceeds `_MOST_LOGGED` bytes. Its size is checked after every `_DRAWN_PER_LOOK` bytes drawn
+# by the app.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
 class StderrAside:
-    """The original standard error, on which the app draws, while descriptor 2 goes to a log.
+    """The original standard error, used for drawing the app while descriptor 2 goes to a log.
 
     Libraries such as NVML and the C library write directly to descriptor 2, which would corrupt the screen.
     """
@@ -81,11 +81,11 @@ class StderrAside:
 class Quitter:
     """Quits the app on SIGTERM, SIGHUP or SIGINT; kills the process if that takes too long or a second signal arrives.
 
-    The app cannot quit in time if it is busy, if its disk hangs, or if the terminal accepts no output.
+    The app cannot quit in time if it is busy, its disk hangs, or the terminal accepts no output.
     """
 
     def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
-        """Take a function that quits the app with an exit code, and one that restores the terminal immediately."""
+        """Take a function for quitting the app with an exit code, and one for restoring the terminal immediately."""
         self.code = 0
         self._quit_app, self._restore = quit_app, restore
         self._signalled, self._signal = os.pipe()
@@ -99,7 +99,7 @@ class Quitter:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        # Start no thread and take no lock here, since a signal handler can interrupt the main thread anywhere.
+        # Start no thread and take no lock here, because a signal handler can interrupt the main thread anywhere.
         is_first, self.code = not self.code, 128 + number
         self._hurry()
         if is_first:
@@ -178,7 +178,7 @@ class TerminalDriver(LinuxDriver):
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
 
     def _restore_at_once(self) -> None:
-        """Restore the terminal from any thread, if the app is using it; discard output that it has not accepted."""
+        """Restore the terminal from any thread, if the app is using it; discard output it has not accepted."""
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
@@ -212,7 +212,7 @@ class TerminalDriver(LinuxDriver):
     def _sigcont_application(self, *args: Any) -> None:
         """Take back the terminal if it was given up. After any other stop, Textual would read the input twice.
 
-        An app that is quitting leaves the terminal alone, since the shell already controls it.
+        An app that is quitting leaves the terminal alone, because the shell already controls it.
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
@@ -269,7 +269,7 @@ class Stopper:
 
 
 def has_shell() -> bool:
-    """Return True if a shell with job control started this process and can continue it after a stop."""
+    """Return True if this process was started by a shell with job control that can continue it after a stop."""
     import psutil
 
     group, session = os.getpgrp(), os.getsid(0)
@@ -287,7 +287,7 @@ def give_away(app: App[None]) -> Iterator[None]:
     """Give the terminal to another program; raise `SuspendNotSupported` if the app has no terminal.
 
     ctrl+c and ctrl+\\ in that program do not quit the app, and the shell handles ctrl+z, whereas Textual would stop the
-    app even if no shell can continue it. Exceptions are raised after the block, since Textual takes back the terminal
+    app even if no shell can continue it. Exceptions are raised after the block, because Textual takes back the terminal
     only if the block raises nothing.
     """
 
@@ -303,8 +303,8 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # Use handlers instead of ignoring signals, since the other program would inherit ignored signals.
-    # The app cannot quit while it waits for the other program.
+    # Use handlers instead of ignoring signals, because the other program would inherit ignored signals. The app cannot
+    # quit while it waits for the other program.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     acts[signal.SIGTSTP] = stop

@@ -1,4 +1,4 @@
-"""Handles keys in the order in which they were typed, even if many arrive at once.
+"""Handles keys in the order they were typed, even if many arrive at once.
 
 Textual 8.2 passes a character to the focused field immediately, but a bound key first bubbles up to the app through the
 queue of every widget in between. The screen or field that such a key opens receives keys only several messages later.
@@ -22,7 +22,7 @@ from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 _LONGEST_S = 5.0
 # A key that quits the app is dispatched after this time, even if earlier keys are still waiting.
 _URGENT_AFTER_S = 1.0
-# How often to poll a screen on which a key is still waiting for an answer.
+# How often to poll a screen where a key is still waiting for an answer.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -50,7 +50,7 @@ class KeysInOrder(App[None]):
     async def on_event(self, event: events.Event) -> None:
         """Queue typed keys and dispatch them in turn; dispatch all other events immediately."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
-            return  # there is no screen for input that arrives while the app exits
+            return  # there is no screen for input arriving while the app exits
         if not isinstance(event, Typed) or event.is_forwarded:
             await super().on_event(event)
         elif event is self._dispatched:
@@ -86,13 +86,13 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Dispatch a key that quits the app before other queued keys if an earlier key is stuck."""
+        """Dispatch a key that quits the app ahead of other queued keys if an earlier key is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
 
     async def _wait_until_handled(self, event: Typed) -> None:
-        """Wait until the key and everything that it caused have been handled."""
+        """Wait until the key and everything caused by it have been handled."""
         await _wait_for_queue(self)
         for pump in self._path:
             if event._stop_propagation:

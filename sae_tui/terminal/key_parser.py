@@ -1,8 +1,8 @@
 """Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
-A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, or replies to
-that program's queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and
-interprets an unknown sequence as keys.
+A terminal may send any bytes: text in another encoding, mouse reports enabled by an earlier program, or replies to that
+program's queries. Textual 8.2 stops reading at the first byte that is not UTF-8 and at some sequences, and interprets
+an unknown sequence as keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FEWEST_PASTED = 4
 _PAUSE_S = 3.0
 _ESC = "\x1b"
 # Escape followed by another key in one read. Excluded are alt with backspace, tab, b and f, which terminals send for a
-# single key, and which move and delete in text fields.
+# single key to move and delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
 # A complete ECMA-48 sequence: a key, a mouse report or a reply. The alternatives match, in this order:
 # - a function key of the Linux console, or an old mouse report (see `TerminalDecoder`);
@@ -47,11 +47,11 @@ _SEQUENCE = re.compile(
     r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
     r"|\x1b\\)"
 )
-# An incomplete sequence or paste marker, which further input may complete.
+# An incomplete sequence or paste marker that further input may complete.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
-# Sequences that Textual handles and that do not represent keys.
+# Sequences handled by Textual that do not represent keys.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
-# The maximum number of characters of an unterminated string that the parser keeps while it waits for the end.
+# The maximum number of characters of an unterminated string kept by the parser while waiting for the end.
 _LONGEST_STRING = 1024
 # No screen has more columns or lines than this, and mouse positions in pixels are below 2^16.
 _MOST_CELLS, _MOST_PIXELS = 2000, 65535
@@ -59,7 +59,7 @@ _OLD_REPORT = b"\x1b[M"
 
 
 class Packet(events.Event, bubble=False):
-    """Announces several keys that arrived in one read; the keys follow as separate events."""
+    """Announces several keys arriving in one read; the keys follow as separate events."""
 
     def __init__(self, keys: Iterable[events.Key]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class TerminalDecoder:
         self._read_at = 0.0
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """Return the text of these bytes, up to the last complete character."""
+        """Return these bytes as text, up to the last complete character."""
         now, before = time.monotonic(), self._read_at
         if now - before > constants.ESCAPE_DELAY:
             self._begun, self._n_left = b"", 0
@@ -108,7 +108,7 @@ class PacketParser(XTermParser):
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
-        # The received text of a paste, or characters that may turn out to be its start marker.
+        # The pasted text received so far, or characters that may turn out to be its start marker.
         self._pending = ""
         self._pasting = False
         self._read_at = 0.0
@@ -146,7 +146,7 @@ class PacketParser(XTermParser):
             return None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        """Return the keys of a sequence, or an empty list if its numbers do not represent characters."""
+        """Return the keys in a sequence, or an empty list if its numbers do not represent characters."""
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
             for key in keys:
@@ -169,7 +169,7 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 begun = _BEGUN.search(keys)
                 if begun and (begun[0] != _ESC or not marker):
-                    # Drop an incomplete sequence before a marker, since its remainder can no longer arrive.
+                    # Drop an incomplete sequence before a marker, because its remainder can no longer arrive.
                     keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)

@@ -1,7 +1,7 @@
-"""The plain look, for terminals that show only ASCII: each symbol is drawn as an ASCII character of the same width.
+"""The plain look for ASCII-only terminals: each symbol is drawn as an ASCII character of the same width.
 
 Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, and curves use `*`. The layout does not
-change, so other code is not affected.
+change, so other code is unaffected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
-# Terminals that show only ASCII or, like the Linux console, a few blocks but no braille.
-# TERM=vte is GNOME's terminal, which shows all characters.
+# Terminals that show only ASCII or, like the Linux console, a few blocks but no braille. TERM=vte is GNOME's terminal,
+# which can show all characters.
 _PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
@@ -67,7 +67,7 @@ class Plain(LineFilter):
 
 
 def _of_scrollbar(segment: Segment) -> bool:
-    """Return True for the end of a scrollbar, whose block characters do not represent values of a history."""
+    """Return True for the end of a scrollbar, where block characters do not represent history values."""
     return bool(segment.style and "@mouse.down" in segment.style.meta)
 
 

@@ -1,4 +1,4 @@
-"""A browser session: a separate process of the app, which writes to one browser and reads that browser's keys."""
+"""A browser session: a separate app process that writes to one browser and reads that browser's keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _HEAD = 5  # bytes: the kind of a packet, and the size of its payload
 _LARGEST_PACKET = 8 << 20
 _CHUNK = 64 << 10
 _KEPT_ERRORS = 4096
-# How many seconds the process has to exit after SIGTERM before it is killed.
+# How many seconds the process has to exit after SIGTERM before being killed.
 _LEAVE_S = 2.0
-# Environment variables that describe the terminal of the server; they do not apply to a browser.
+# Environment variables describing the server's terminal; they do not apply to a browser.
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 
@@ -80,7 +80,7 @@ class AppProcess:
         self._closing = True
         has_ended = self._output.at_eof()
         signal_all(self._process, signal.SIGTERM)
-        # An app that is blocked while writing its screen would never exit, so read its output.
+        # An app blocked while writing its screen would never exit, so read its output.
         draining = asyncio.create_task(self._drain())
         code = await asyncio.to_thread(end, self._process, _LEAVE_S)
         draining.cancel()
@@ -121,7 +121,7 @@ def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
             return b"".join(drawn), b"", True
         if stop > len(data):
             break
-        # Ignore other packets, such as requests to open a link, since another user may share the browser.
+        # Ignore other packets, such as requests to open a link, because another user may share the browser.
         if kind == b"D":
             drawn.append(data[at + _HEAD : stop])
         at = stop

@@ -1,4 +1,4 @@
-"""The page of a session: the terminal from textual-serve, without content from other sites."""
+"""The page for a session: the terminal from textual-serve, without content from other sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 
 MISSING = "serve needs a terminal for browsers: pip install 'sae-tui[web]'"
-# Maps the name of a file in the page to its path in textual-serve and its content type.
+# Maps the name of each page file to its path in textual-serve and its content type.
 _BROUGHT = {
     "terminal.js": ("js/textual.js", "text/javascript"),
     "terminal.css": ("css/xterm.css", "text/css"),
@@ -26,12 +26,12 @@ body { font: 16px "Roboto Mono", monospace; }
 .closed, body.-first-byte .opening, body.-closed .opening { display: none; }
 body.-closed .closed { display: block; }
 """
-# Without this script, no key reaches the terminal until the user clicks. This script must run after textual-serve's
+# Without this script, no key reaches the terminal until the user clicks. This script must run after the textual-serve
 # script.
 _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """
-# The script of textual-serve connects each element of the class `textual-terminal`. That script also records the
+# The textual-serve script connects each element of the class `textual-terminal`. That script also records the
 # connection state in the classes of the body.
 _PAGE = """\
 <!DOCTYPE html>
@@ -57,7 +57,7 @@ Asset = tuple[str, bytes]  # content type and content
 
 
 def read_assets() -> Mapping[str, Asset]:
-    """Return a dict that maps the name of each file of the page to its content; raise `UserError` if one is missing."""
+    """Return a dict mapping the name of each page file to its content; raise `UserError` if one is missing."""
     spec = importlib.util.find_spec("textual_serve")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(MISSING)
@@ -73,7 +73,7 @@ def read_assets() -> Mapping[str, Asset]:
 
 
 def page(host: str, base: str) -> Asset:
-    """Return the page for a browser that connected to `host` (name and port); its files are below `base`."""
+    """Return the page for a browser that connected to `host` (name and port); its files are under `base`."""
     title = f"sae-tui on {socket.gethostname()}"
     names = {"title": title, "base": base, "address": f"ws://{host}{base}"}
     return "text/html", _PAGE.format(**{name: html.escape(value) for name, value in names.items()}).encode()

@@ -23,7 +23,7 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# The time limit for requests other than sessions. The limit is long, since loading the terminal's files (1 MB) takes a
+# The time limit for requests other than sessions. The limit is long because loading the terminal's files (1 MB) takes a
 # while over a slow connection.
 PATIENCE_S = 60.0
 # Pasted text arrives in a single message.
@@ -33,7 +33,7 @@ _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
 # A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. The
-# interval must be long, since a slow connection may queue the ping behind a lot of output.
+# interval must be long because a slow connection may queue the ping behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
@@ -63,7 +63,7 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
     Call `tell` with the port and the address once the server is reachable, and `warn` with the reason when a session
     fails.
     """
-    # Do not log requests from other users, since their bytes must not reach this terminal.
+    # Do not log requests from other users, because their bytes must not reach this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
     asyncio.get_running_loop().set_exception_handler(_Complaints(warn))
     looks, listening = Looks(argv, warn), _listen(port)
@@ -96,7 +96,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _end_on_signals() -> asyncio.Future[int]:
-    """Return a future that a termination signal completes; ignored signals, as after `nohup`, remain ignored."""
+    """Return a future completed by a termination signal; ignored signals, as after `nohup`, remain ignored."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -124,11 +124,11 @@ class Looks:
 
     @property
     def base(self) -> str:
-        """The path prefix of everything that is served."""
+        """The path prefix for everything served."""
         return f"/{self._token}/"
 
     def be_at(self, port: int) -> None:
-        """Accept only requests whose Host header names this port, as a guard against DNS rebinding.
+        """Accept only requests with this port in the Host header, as a guard against DNS rebinding.
 
         "localhost" is not accepted either: in a browser it may be ::1, on which another user can listen.
         """
@@ -241,7 +241,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run the coroutines until one of them returns. A disconnect of the browser or the app is not an error."""
+    """Run the coroutines until one of them returns. It is not an error if the browser or the app disconnects."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -299,7 +299,7 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def stay(self) -> None:
-        """Remove the time limit of this connection."""
+        """Remove the time limit for this connection."""
         if self._hanging_up:
             self._hanging_up.cancel()
 
@@ -313,7 +313,7 @@ class _Connection(web.RequestHandler):
 class _Complaints:
     """Reports each of asyncio's error messages once, except connection errors.
 
-    Repeated messages would let another user fill the terminal or the log of the server.
+    Repeated messages would let another user fill the server's terminal or log.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

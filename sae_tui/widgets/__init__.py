@@ -1,1 +1,1 @@
-"""Widgets that depend on Textual and, within this project, only on the settings in the contract."""
+"""Widgets depending on Textual and, within this project, only on the settings in the contract."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sae_tui.format import count, fit, tall_sparkline
 from sae_tui.widgets.lines import SHADES, Line, Span
 
-_AXIS = 5  # width in cells of the numbers to the left of the plot
+_AXIS = 5  # width of the numbers to the left of the plot, in cells
 _TALL = 5  # minimum height at which the middle of the axis is labelled
 
 
@@ -24,8 +24,8 @@ def area(
 ) -> list[Line]:
     """Return the heading and, below it, `height` rows of `width` cells each.
 
-    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, which
-    is marked if the other quantity, `others`, has a value in the same column. `cursor` is a column to mark.
+    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, marked
+    if the other quantity, `others`, has a value in the same column. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
@@ -47,12 +47,12 @@ def shaded(rows: Sequence[str], style: str) -> list[Span]:
 
 
 def columns_of(width: int) -> int:
-    """Return the number of history columns of an area that is `width` cells wide."""
+    """Return the number of history columns in an area `width` cells wide."""
     return max(0, width - _AXIS - 2)
 
 
 def time_axis(begin: str, end: str, width: int) -> Line:
-    """Return the time axis below areas that are `width` cells wide, labelled at both ends."""
+    """Return the time axis below areas `width` cells wide, labelled at both ends."""
     space = columns_of(width)
     return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, space - len(begin))), width), "dim"),)
 
@@ -70,7 +70,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:
 
 
 def _axis(ceiling: float | None, height: int) -> list[str]:
-    """Return a label for each row of an axis that starts at 0: at its ends, and in the middle if it fits."""
+    """Return a label for each row of an axis starting at 0: at its ends, and in the middle if it fits."""
     if not ceiling:
         return [""] * height
     labels = [count(ceiling), *[""] * (height - 2), "0"][:height]

@@ -1,4 +1,4 @@
-"""A dialog that asks for one line of text."""
+"""A dialog asking for one line of text."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from sae_tui.widgets.lines import PALETTE, Line, LineView, Span, cut
 
 # Colours repeat after eight curves, glyphs after 34.
 GLYPHS = "●▲■◆○△□◇abcdefghijklmnopqrstuvwxyz"
-AXIS = 9  # width in cells of the numbers to the left of the plot, and of its edge
+AXIS = 9  # width of the numbers to the left of the plot, and of its edge, in cells
 _COLOURS = ("$primary", "$warning", "$success", "$error", "$secondary", "$accent", "$foreground", "$text-muted")
 _BLANK, _BRAILLE = " ", 0x2800
 
@@ -27,18 +27,21 @@ class Chart(LineView):
 
 
 def glyph(number: int) -> Span:
-    """Return the glyph of a curve, in its colour."""
+    """Return a curve's glyph, in its colour."""
     return GLYPHS[number % len(GLYPHS)], f"curve{number % len(_COLOURS)}"
 
 
 class Canvas:
-    """A grid of cells in which later drawings cover earlier ones."""
+    """A grid of cells where later drawings cover earlier ones."""
 
     def __init__(self, width: int, height: int) -> None:
         self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
 
     def draw(self, rows: Sequence[str], style: str) -> None:
-        """Draw braille over existing cells. A cell with two curves gets the dots of both, in the later one's colour."""
+        """Draw braille over existing cells.
+
+        A cell with two curves gets the dots from both, in the later curve's colour.
+        """
         for cells, row in zip(self._cells, rows, strict=True):
             for x, char in enumerate(row):
                 if ord(char) > _BRAILLE:

@@ -1,4 +1,4 @@
-"""A dialog that asks for confirmation before a destructive action."""
+"""A dialog asking for confirmation before a destructive action."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
 
-# A question that has less space than this is considered unreadable.
+# A question with less space than this is considered unreadable.
 LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 
@@ -88,7 +88,7 @@ class Confirm(Dialog[bool]):
             self.action_answer(event.button.id == "yes")
 
     def action_scroll(self, by: int) -> None:
-        """Scroll a question that is longer than the screen."""
+        """Scroll a question longer than the screen."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     def action_take_other(self) -> None:

@@ -1,4 +1,4 @@
-"""The base class of all dialogs."""
+"""The base class for all dialogs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Filter(Input):
 
     def action_leave(self, keep: bool) -> None:
         self.value = self.value if keep else ""
-        # Move the focus immediately, since the next key is intended for the table.
+        # Move the focus immediately, because the next key is intended for the table.
         self.query_ancestor(Filtered).focus_rows()
 
 
@@ -41,7 +41,7 @@ class Found(LineView):
 
 
 class Filtered(Vertical):
-    """A table with a line above it that is visible while there is a filter or a message to show."""
+    """A table with a line above it, visible while there is a filter or message to show."""
 
     DEFAULT_CSS = """
     Filtered { height: 1fr; min-height: 1; }
@@ -62,7 +62,7 @@ class Filtered(Vertical):
 
     @property
     def words(self) -> str:
-        """The text of the filter."""
+        """The filter text."""
         return self.query_one(Filter).value
 
     @property
@@ -73,7 +73,7 @@ class Filtered(Vertical):
     def say(self, text: str) -> None:
         """Show a message on the right of the line. Hide the line if there is neither a message nor a filter."""
         self.set_class(self.filtering or bool(text), "-in-use")
-        # Hide the input field if there is no filter, since an empty field would look like a filter.
+        # Hide the input field if there is no filter, because an empty field would look like a filter.
         self.set_class(not self.filtering, "-unfiltered")
         self.query_one(Found).say(text)
 

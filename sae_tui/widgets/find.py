@@ -1,4 +1,4 @@
-"""A dialog that finds one of many items by parts of its name."""
+"""A dialog for finding one of many items by parts of its name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Find(Dialog[str | None]):
 
 
 def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
-    """Return the items that contain all words: exact names first, then names that start with the first word."""
+    """Return the items containing all words: exact names first, then names that start with the first word."""
     words = text.lower().split()
     matches = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
 

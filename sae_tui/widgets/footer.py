@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from sae_tui.widgets.lines import Line, LineView, Span
 
-# Keys that are never omitted, even if the terminal is narrow.
+# Keys that are never omitted, even on a narrow terminal.
 _ALWAYS = ("quit", "help")
 # Keys that type a character into a text field but that Textual 8.2 does not treat as printable.
 _TYPED = ("slash", "plus", "minus", "less_than_sign", "greater_than_sign")
@@ -23,7 +23,7 @@ _APART = "  "
 
 @dataclass(frozen=True, slots=True)
 class FooterOffer:
-    """The keys that a screen offers, by binding id: which to show first, which to hide, and alternative labels."""
+    """The keys offered by a screen, by binding id: which to show first, which to hide, and alternative labels."""
 
     first: Sequence[str] = ()
     hidden: frozenset[str] = frozenset()
@@ -117,7 +117,7 @@ def _line(places: Sequence[tuple[int, FooterKey]], width: int) -> Line:
 
 
 def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
-    """Return the entries of the active bindings for the left and for the right end."""
+    """Return the entries for active bindings, for the left and right ends."""
     offer = screen.keys_offered() if hasattr(screen, "keys_offered") else FooterOffer()
     typing = isinstance(screen.focused, Input)
     active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
@@ -125,7 +125,7 @@ def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
     shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
     right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
     order = {name: place for place, name in enumerate(offer.first)}
-    # Unless an order is given, bindings of the focused widget precede the screen's, which precede the app's.
+    # Unless an order is given, the focused widget's bindings precede the screen's, which precede the app's.
     left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
     left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
     return [_entry(screen.app, one, offer.words) for one in left], right

@@ -12,7 +12,7 @@ from textual.widgets import Label
 
 Frame = Literal["framed", "ruled", "bare"]
 
-FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # rows that each kind of frame takes
+FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # rows taken by each kind of frame
 # A smaller window shows only the top line of each frame, with the title. Below `RULED_FROM_ROWS`, there are no frames.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
@@ -25,7 +25,7 @@ def frame_of(width: int, height: int) -> Frame:
 
 
 class HeadingLine(Label):
-    """Shows the title of a screen's main panel if there is no frame to contain it."""
+    """Shows the title of a screen's main panel if there is no frame for it."""
 
     DEFAULT_CSS = """
     HeadingLine { display: none; width: 100%; height: 1; background: $panel; text-style: bold; }
@@ -37,7 +37,7 @@ class FramedScreen(Screen[None]):
     """A screen whose panels (widgets of class `panel`) show as much of their frames as the window size allows."""
 
     def on_compose(self) -> None:
-        # Set the classes before there are widgets, since setting them later would make Textual recompute all styles.
+        # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
@@ -47,7 +47,7 @@ class FramedScreen(Screen[None]):
         """Give the class `-focus-within` to the focused widget and its ancestors.
 
         A rule with `:focus-within` would make Textual restyle everything in the panel whenever the focus moves inside
-        it, which doubles the time to handle a key in a long form.
+        it, doubling the time to handle a key in a long form.
         """
         old, new = (set(one.ancestors_with_self if one else ()) - {self, self.app} for one in (before, now))
         for node in old ^ new:

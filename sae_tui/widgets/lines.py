@@ -1,4 +1,4 @@
-"""A view of styled lines that repaints only the spans that changed.
+"""A view of styled lines that repaints only changed spans.
 
 Over ssh, the cost of a monitor is the number of bytes it sends: an entire row takes ten times as many bytes as its two
 changed digits. A single view also replaces dozens of widgets.
@@ -42,7 +42,7 @@ PALETTE = {
     "trough": "on $panel",
     "rail": "$foreground 30%",
     "swapped": "bold",
-    # The shades of GPU utilisation.
+    # The shades for GPU utilisation.
     "load0": "on $surface",
     "load1": "on $primary 10%",
     "load2": "on $primary 20%",
@@ -65,7 +65,7 @@ _OF_16 = {
 
 
 class LazyLines(Sequence[Line]):
-    """A sequence of lines that are created only when they are accessed, so that invisible lines cost no time."""
+    """A sequence of lines created only on access, so that invisible lines cost no time."""
 
     def __init__(self, count: int, make: Callable[[int], Line]) -> None:
         self._count, self._make = count, make
@@ -98,7 +98,7 @@ class LineView(ScrollView, can_focus=False):
     }
     """
 
-    fixed_lines = 0  # lines at the top that do not scroll
+    fixed_lines = 0  # number of lines at the top that do not scroll
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)
@@ -122,7 +122,7 @@ class LineView(ScrollView, can_focus=False):
 
     @property
     def has_title(self) -> bool:
-        """Whether the view is a panel with a frame that can contain a title."""
+        """Whether the view is a panel with a frame that can show a title."""
         return self.has_class("panel") and frame_of(*self.screen.size) != "bare"
 
     def show_titled(self, title: Line, lines: Sequence[Line], hint: str = "") -> None:
@@ -137,7 +137,7 @@ class LineView(ScrollView, can_focus=False):
 
     def _write_title(self) -> None:
         """Write the title into the frame, in the current colours."""
-        # The title itself has the colour of the frame, which shows the focus.
+        # The title itself has the frame's colour, which shows the focus.
         plain = Style(bold=False)
         parts = [text if style == "title" else (text, plain + self._look(style)) for text, style in self._framed]
         entitle(self, Content.assemble(*parts), self._hint)
@@ -149,7 +149,7 @@ class LineView(ScrollView, can_focus=False):
 
     @property
     def plain(self) -> str:
-        """The text of all lines and of the frame, for tests and for copying."""
+        """The text in all lines and the frame, for tests and copying."""
         lines = [(*self._framed, _behind(self._hint)), *self._lines] if self._framed else self._lines
         return "\n".join("".join(text for text, _ in line) for line in lines)
 
@@ -211,7 +211,7 @@ def _apart(text: str, style: str) -> tuple[Span, ...]:
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:
-    """Return the cells of a line that differ, as regions; a line whose spans have moved is a single region."""
+    """Return the differing cells in a line, as regions; a line with moved spans is a single region."""
     if old == new:
         return []
     if [cell_len(text) for text, _ in old] != [cell_len(text) for text, _ in new]:

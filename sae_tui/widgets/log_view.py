@@ -39,7 +39,7 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
-        # The number of lines that match the search.
+        # The number of lines matching the search.
         self.n_found = 0
         # The text to show if there are no lines.
         self._nothing = ""
@@ -90,7 +90,7 @@ class LogView(LineView, can_focus=True):
     def search(self, text: str) -> None:
         """Search for a string, ignoring case.
 
-        Regular expressions are not supported, since some take minutes on one line.
+        Regular expressions are not supported, because some take minutes on one line.
         """
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
@@ -125,7 +125,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def action_shift(self, direction: int) -> None:
-        """Scroll the lines sideways, since long lines are truncated instead of wrapped."""
+        """Scroll the lines sideways, because long lines are truncated instead of wrapped."""
         self._left = shift(self._left, direction, [text for _, text in self._all], self._space)
         self.refresh()
 

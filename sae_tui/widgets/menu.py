@@ -1,4 +1,4 @@
-"""A drop-down menu that Enter or Space opens. As in a text field, the arrow keys move the focus to another field."""
+"""A drop-down menu opened with Enter or Space. As in a text field, the arrow keys move the focus to another field."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from textual.events import Resize
 from sae_tui.format import UNKNOWN, count, fit, number
 from sae_tui.widgets.lines import Line, LineView
 
-# The bit of a braille character for a dot at (column, row) in its 2 x 4 cell.
+# The braille character bit for a dot at (column, row) in its 2 x 4 cell.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-_AXIS = 8  # width in cells of the numbers to the left of the plot
+_AXIS = 8  # width of the numbers to the left of the plot, in cells
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
 _NEAR = 1e-9  # allowed relative rounding error between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots
@@ -58,7 +58,7 @@ class Plot(LineView):
     ) -> None:
         """Draw the finite points of a series, oldest first; `note` is shown after the latest value.
 
-        If `cursor` is a step, the value at that step is shown instead of the latest value. The points `behind` are a
+        If `cursor` is a step, the value at that step is shown instead of the latest value. The points `behind` form a
         second curve, drawn dim on the same axes. `span` is the range of steps; the default is the range of the points.
         """
         self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span
@@ -133,7 +133,7 @@ def _finite(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, 
 
 
 def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:
-    """Return the range of the axis, which reaches at least `least_top`; a flat series gets a margin above and below."""
+    """Return the axis range, reaching at least `least_top`; a flat series gets a margin above and below."""
     low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
@@ -184,14 +184,14 @@ def braille(
 def place(
     point: tuple[float, float], columns: int, rows: int, xs: tuple[float, float], ys: tuple[float, float]
 ) -> tuple[int, int]:
-    """Return the column and row of a point on a grid of `columns` x `rows`; row 0 is the top."""
+    """Return a point's column and row on a grid of `columns` x `rows`; row 0 is the top."""
     (x, y), (first, last), (low, high) = point, xs, ys
     column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
     return column, round((high - max(low, min(high, y))) / (high - low) * (rows - 1))
 
 
 def _strokes(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """Return the rows that the line between two dots covers in each column, as (column, top, bottom)."""
+    """Return the rows covered in each column by the line between two dots, as (column, top, bottom)."""
     if start is None or start[0] >= end[0]:
         rows = (end[1], end[1]) if start is None else sorted((start[1], end[1]))
         return [(end[0], rows[0], rows[1])]

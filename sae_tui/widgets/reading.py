@@ -1,4 +1,4 @@
-"""A dialog that shows text over the screen below."""
+"""A dialog showing text over the screen below."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Page(LineView, can_focus=True):
 
 
 class TextScreen(Dialog[None]):
-    """Shows the lines that `lines` returns for the width; Escape closes it."""
+    """Shows the lines returned by `lines` for the width; Escape closes the dialog."""
 
     BINDINGS = [
         Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to the previous screen"),
@@ -57,7 +57,7 @@ class TextScreen(Dialog[None]):
         yield box
 
     def hide_values(self) -> None:
-        """Hide text that must not appear in a screenshot; most pages have nothing to hide."""
+        """Hide text that must not appear in screenshots; most pages have nothing to hide."""
 
     def draw_again(self) -> None:
         """Rebuild the lines after their content has changed."""

@@ -27,7 +27,7 @@ class Field:
     """A setting and its path in the job file, such as `train.lr`; with `several`, a list of values makes a sweep.
 
     `label` is shown before the field; it is the setting's name unless another field has the same name. `section` is the
-    heading above it, by default the section in the path.
+    heading above the field, by default the section in the path.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Field:
         return ", ".join(value) if self.setting.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
-        """Return the entered value, or None for the default; raise `ValueError` with a description of valid values."""
+        """Return the entered value, or None for the default; raise `ValueError` describing valid values."""
         if not text.strip() and not self.setting.required:
             return None
         value = self.setting.read(text, several=self.several)
@@ -71,7 +71,7 @@ class Field:
 class SettingRow(Horizontal):
     """A label, an input field and, on the right, the help or the problem.
 
-    A hidden row is empty until `fill` is called, since creating every editor makes opening a form four times slower.
+    A hidden row is empty until `fill` is called, because creating every editor makes opening a form four times slower.
     """
 
     DEFAULT_CSS = """
@@ -188,7 +188,7 @@ class SettingRow(Horizontal):
     def _options(self) -> list[tuple[Text, str]]:
         """Return the values to choose from, and the current value if it is not one of them.
 
-        A file may contain several values or an unknown value. Values are never parsed as markup, since a file may
+        A file may contain several values or an unknown value. Values are never parsed as markup, because a file may
         contain any text.
         """
         words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
@@ -269,7 +269,7 @@ class SettingForm(Vertical):
         return [row for row in self.children if isinstance(row, SettingRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return two dicts by path: the valid values, and the problems of the other fields."""
+        """Return two dicts by path: the valid values, and the problems with the other fields."""
         values: dict[str, Any] = {}
         problems: dict[str, str] = {}
         for row in self.rows:
@@ -284,7 +284,7 @@ class SettingForm(Vertical):
 
     @property
     def texts(self) -> dict[str, str]:
-        """A dict that maps the path of each field to its text."""
+        """A dict mapping each field's path to its text."""
         return {row.field.path: row.text for row in self.rows}
 
     @property
@@ -293,13 +293,13 @@ class SettingForm(Vertical):
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
-        """Return the paths of the settings that are invalid or differ from `values`."""
+        """Return the paths of settings that are invalid or differ from `values`."""
         now, problems = self.values()
         usual = {field.path: field.setting.default for field in self._fields}
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
-        """Put the cursor into the field with this path, if it exists, and scroll it into view."""
+        """Put the cursor in the field with this path, if it exists, and scroll it into view."""
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
@@ -334,7 +334,7 @@ class SettingForm(Vertical):
             row.original = row.field.show(original.get(row.field.path, row.field.setting.default))
 
     def say(self, problems: Mapping[str, str], overridden: Mapping[str, str], warnings: Mapping[str, str]) -> None:
-        """Show at each field its problem, its warning, or the effect of another setting on it."""
+        """Show each field's problem, warning, or the effect of another setting on it."""
         for row in self.rows:
             path = row.field.path
             row.say(problems.get(path, ""), overridden.get(path, ""), warnings.get(path, ""))

@@ -1,4 +1,4 @@
-"""A table whose cursor belongs to a row's key, so that re-sorting never selects another row.
+"""A table with the cursor tied to a row's key, so that re-sorting never selects another row.
 
 The built-in `DataTable.sort` keeps the cursor's index, so that "stop the selected job" would stop the wrong job.
 """
@@ -33,7 +33,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: a key that sorting does not change, and one span per column.
+    """A row: a key unaffected by sorting, and one span per column.
 
     The cell at index `spill` extends over the empty cells after it. The cursor skips headings.
     """
@@ -44,7 +44,7 @@ class Row:
     is_heading: bool = False
 
 
-# The keys of every list that has a cursor and an `action_move`.
+# The keys for every list with a cursor and an `action_move`.
 MOVES = (
     Binding("up,k", "move(-1)", "Up", show=False),
     Binding("down,j", "move(1)", "Down", show=False),
@@ -154,7 +154,7 @@ class KeyedTable(LineView, can_focus=True):
         widths = _fit_columns(self.columns, self.size.width)
         heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
         if self.rows or not self.empty:
-            # Bind the current rows and the current cursor, since both may change before a line is drawn again.
+            # Bind the current rows and the current cursor, because both may change before a line is redrawn.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
             rows, columns = self.rows, self.columns
 
@@ -181,7 +181,7 @@ def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
-    """Return the widths of the columns that fit; drop the least important ones, and widen the columns that grow."""
+    """Return the widths of the columns that fit; drop the least important ones, and widen the growing columns."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
         fitting.remove(max(fitting, key=lambda column: column.drop))
