@@ -1,1 +1,1 @@
-"""Terminal app that monitors GPUs and launches SAE training jobs. Importing this package loads no other module."""
+"""Terminal app for monitoring GPUs and launching SAE training jobs. Importing this package loads no other module."""

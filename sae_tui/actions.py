@@ -391,7 +391,7 @@ class Actions:
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
         """Apply a function from the module `edits` to each job in a worker thread, and report the results.
 
-        Edits run one at a time, since each may depend on the previous one.
+        Edits run one at a time, because each may depend on the previous one.
         """
 
         def act() -> str:

@@ -47,7 +47,7 @@ _LEAVE_S = 5.0
 
 
 class OwnThreads(ThreadPoolExecutor):
-    """Runs every call in a new daemon thread, so that a call that hangs never delays another.
+    """Runs every call in a new daemon thread, so that a hung call never delays another.
 
     The default executor of asyncio has min(32, cores + 4) threads: a few hung reads would block all actions.
     """
@@ -147,8 +147,7 @@ class SaeApp(KeysInOrder, Notices):
             data, monitor, watcher, settings, alerts, self, readonly=readonly, hosts=hosts, given=given
         )
         dashboard = Dashboard(self.session, settings.monitor_view_default)
-        # `Refresh` sets the theme, which makes Textual read all styles again, so it is created before any style is
-        # read.
+        # `Refresh` sets the theme, making Textual reread all styles, so it is created before any style is read.
         self.redraw = Refresh(self, self.session, dashboard, make_hosts)
         self.session.go = self.router = Router(self, self.session, dashboard, self.redraw)
         self._painter = Painter()
@@ -166,7 +165,7 @@ class SaeApp(KeysInOrder, Notices):
         super().panic(*renderables)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Ignore missing widgets while the app quits, since Textual 8.2 no longer mounts widgets then."""
+        """Ignore missing widgets while the app is quitting, because Textual 8.2 no longer mounts widgets then."""
         if not (self._exit and isinstance(error, NoMatches)):
             super()._handle_exception(error)
 
@@ -229,7 +228,7 @@ class SaeApp(KeysInOrder, Notices):
         return commands(screen, self.router, self.redraw.choose_theme)
 
     def export_screenshot(self, **options: Any) -> str:
-        """Draw the screen as SVG. First hide the values of environment variables, since users share screenshots."""
+        """Draw the screen as SVG. First hide environment variable values, because users share screenshots."""
         for screen in self.screen_stack:  # a dialog shows the screen below it
             if isinstance(screen, TextScreen):
                 screen.hide_values()
@@ -259,7 +258,8 @@ class SaeApp(KeysInOrder, Notices):
     def action_suspend_process(self) -> None:
         """Suspend the app until the user enters `fg`, if it runs in a shell that can resume it."""
         if self._driver and self._driver.can_suspend and has_shell():
-            # Suspend the process group, as the terminal does, since the shell may wait for a wrapper such as `uv run`.
+            # Suspend the process group, as the terminal does, because the shell may be waiting for a wrapper such as
+            # `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
             self.notify("Not suspended: no shell here could resume the app.")

@@ -129,7 +129,7 @@ def tall_sparkline(
 ) -> list[str]:
     """Return a sparkline of `height` rows, top row first, with the same axis and columns as `sparkline`.
 
-    `others` contains the values of another quantity. A column that has a value only in `others` shows a rail.
+    `others` contains the values of another quantity. A column with a value only in `others` shows a rail.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))

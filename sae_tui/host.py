@@ -46,7 +46,7 @@ class Host:
         return self._load
 
     def _read(self, elapsed_s: float | None) -> HostLoad:
-        # Importing psutil takes 15 ms, so import it at the first reading, which follows the first frame.
+        # Importing psutil takes 15 ms, so import it at the first reading, after the first frame.
         import psutil
 
         before, self._moved = self._moved, _bytes_moved()

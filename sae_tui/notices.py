@@ -57,7 +57,7 @@ class Notice(Notification):
 
 
 class Notices(App[None]):
-    """Shows notifications on one line, and keeps the last 100 so that they can be read again."""
+    """Shows notifications on one line, and keeps the last 100 for rereading."""
 
     def __init__(self) -> None:
         super().__init__()

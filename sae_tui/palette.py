@@ -44,7 +44,7 @@ class Palette(CommandPalette):
         return super().dismiss(cast(None, result)) if self.app.screen is self else AwaitComplete()
 
     def _action_command_list(self, action: str) -> None:
-        # Textual 8.2 cannot page through a list whose visible area is empty.
+        # Textual 8.2 cannot page through a list with an empty visible area.
         if self.query_one(CommandList).scrollable_content_region.area:
             super()._action_command_list(action)
 
@@ -140,7 +140,7 @@ def _keys(screen: Screen[object]) -> Mapping[str, str]:
 
 
 def _display(title: Content, key: str | None) -> Content:
-    """Return the title preceded by its key, which is padded to a fixed width."""
+    """Return the title preceded by its key, padded to a fixed width."""
     return Content.assemble((f"{key or '':>{_KEY_WIDTH}}  ", "$text-accent"), title)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Session:
     """Gives screens the current GPUs, jobs and settings; monitor and watcher threads keep them up to date."""
 
-    go: Navigation  # set by the app once the router exists, since the router needs the session
+    go: Navigation  # set by the app once the router exists, because the router needs the session
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Session:
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
-        """Return a short description of each GPU's use, with the name of the description's style."""
+        """Return a short description of each GPU's use, with its style name."""
         return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> StatusContent:
-        """Return the content of the status line: the host, a summary, and any problem."""
+        """Return the status line content: the host, a summary, and any problem."""
         views = self.hosts.views if self.hosts else ()
         words = summary(
             self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden, others=views

@@ -238,7 +238,7 @@ def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
 def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
     """Apply the changes to the file, but keep its comments, its order and invalid entries.
 
-    A value of None removes the setting, which restores its default. Raise `UserError` if the file cannot be changed.
+    A value of None removes the setting, restoring its default. Raise `UserError` if the file cannot be changed.
     """
     if not os.path.lexists(path):
         save_settings(path, msgspec.structs.replace(Settings(), **changes))

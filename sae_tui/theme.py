@@ -1,8 +1,7 @@
 """The colour themes: four from this project, and one using the terminal's own colours.
 
-The greys of page, surface and panel remain distinct in a terminal with 256 colours, which is common over ssh. A
-terminal with 256 colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all
-three as black.
+The greys of page, surface and panel remain distinct in a 256-colour terminal, common over ssh. A terminal with 256
+colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as black.
 
 Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is
 power and progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
@@ -89,8 +88,8 @@ HIGH_CONTRAST = Theme(
         "style-full": "bold underline #000000 on #ffd75f",
     },
 )
-# Based on the palette of Okabe and Ito (2008), with lighter colours for text.
-# The colours for good and bad differ in brightness and in blue, which people with red-green colour blindness can see.
+# Based on the palette of Okabe and Ito (2008), with lighter colours for text. The colours for good and bad differ in
+# brightness and in blue, visible to people with red-green colour blindness.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",

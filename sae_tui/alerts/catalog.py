@@ -59,7 +59,7 @@ class AlertKind(NamedTuple):
     passed_s: float = 0.0
 
     def rule(self, settings: Settings) -> Rule | None:
-        """Return the rule for this kind of alert, or None if the setting is 0, which turns it off."""
+        """Return the rule for this kind of alert, or None if it is turned off with the setting 0."""
         bound: float = getattr(settings, self.setting)
         if bound <= 0:
             return None
@@ -82,7 +82,7 @@ def _on_gpu(sample: GpuSample, value: float | None, words: str, held: Holders) -
         "gpu_uuid": sample.uuid,
         "job_id": job.id if job else None,
     }
-    # Identify the GPU by its index, since its UUID is unknown if it was lost before the app started.
+    # Identify the GPU by index, because its UUID is unknown if it was lost before the app started.
     return MeasuredValue(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 

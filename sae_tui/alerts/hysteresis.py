@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-# The value for a measurement whose object no longer exists, such as a removed GPU.
+# The value used when the measured object, such as a removed GPU, no longer exists.
 GONE = -math.inf
 # An alert raised three times within an hour is flapping: a periodic fault should not raise an alert each time. A
 # flapping alert is cleared only after 5 min of good values, or twice the longest good period in the last hour if that

@@ -52,7 +52,7 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return this host's active alerts, and all hosts' alerts from the last 24 hours.
 
-    Another host's active alert is omitted 24 hours after it was raised, since the app on that host may be closed. If
+    Another host's active alert is omitted 24 hours after it was raised, because the app on that host may be closed. If
     there are more than `MOST` alerts, omit the oldest cleared alerts.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
@@ -67,8 +67,7 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    The 24 hours end at the latest alert if that is earlier than `now`, so that no alert is deleted if the clock is
-    ahead.
+    The 24 hours end at the latest alert if that is earlier than `now`, so no alert is deleted if the clock is ahead.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -35,7 +35,7 @@ def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: flo
     """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
     The program `timeout` kills the command even if this process has exited. The message is kept in memory rather than
-    in a temporary file, since the disk may be full.
+    in a temporary file because the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
     try:
@@ -83,7 +83,7 @@ class Alerts:
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
-        # Maps the key of each active alert whose value is unknown to the time when the value became unknown.
+        # Maps the key of each active alert with an unknown value to the time when the value became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
         # Unreported changes, and the earliest time of the next report.
         # The keys are (kind of alert, whether the alert was cleared).
@@ -210,12 +210,12 @@ def as_ranges(numbers: Sequence[int]) -> str:
 
 
 def _ended(alert: Alert, now: float) -> Alert:
-    """Return the alert as cleared now, but never before it was raised, since the clock may have been set back."""
+    """Return the alert as cleared now, but never before it was raised, because the clock may have been set back."""
     return msgspec.structs.replace(alert, cleared=max(now, alert.raised)) if alert.cleared is None else alert
 
 
 class AlertWatcher:
-    """Checks for alerts at regular intervals, on a separate thread, since reading the free disk space may hang.
+    """Checks for alerts at regular intervals, on a separate thread because reading the free disk space may hang.
 
     `samples` returns None until the GPUs are known. `changed` contains the alerts raised or cleared since the start,
     oldest first; `on_change` is called after each addition. If several apps run on a host, only the app holding the
@@ -313,7 +313,7 @@ class AlertWatcher:
         self._to_write.put((changed, alerts.recent))
 
     def _write_down(self, reports: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
-        """Run the user's command and write the file on a separate thread, since the disk may hang."""
+        """Run the user's command and write the file on a separate thread because the disk may hang."""
         while True:
             changed, recent = reports.get()
             try:

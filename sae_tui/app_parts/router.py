@@ -1,4 +1,4 @@
-"""Opens screens above the dashboard, and closes them again.
+"""Opens and closes screens above the dashboard.
 
 Other screens are imported when first opened, because importing all of them took a tenth of the startup time.
 """
@@ -128,8 +128,9 @@ class Router:
             self._keep(new)
 
     def _keep(self, new: LaunchScreen) -> None:
-        """Show a new launch form. The form is installed as a screen of the app, so that it keeps its content while
-        other screens are shown.
+        """Show a new launch form.
+
+        The form is installed as an app screen so that it keeps its content while other screens are shown.
         """
         self.show_dashboard()
         self._forget_form()
@@ -145,7 +146,7 @@ class Router:
             self._kept = None
 
     def after_launch(self, job_id: int | None) -> None:
-        """Select the new job and discard its form; if there is no new job, show the form again."""
+        """Select the new job and discard its form; if there is no new job, return to the form."""
         if job_id is None:
             self.new_job()
         else:
@@ -163,7 +164,7 @@ class Router:
         self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
-        """Run the checks on a separate GPU source, since the monitor's source is in use."""
+        """Run the checks on a separate GPU source because the monitor's source is in use."""
         from sae_tui.doctor.base import CheckedMachine
         from sae_tui.doctor.examine import CHECKS, PROBES, examine
         from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
@@ -175,7 +176,7 @@ class Router:
         )
 
     def show_help(self) -> None:
-        """Show the keys of the current screen in a help screen above it."""
+        """Show the current screen's keys in a help screen above it."""
         from sae_tui.screens.help import HelpScreen
 
         self._app.push_screen(HelpScreen(self._app.screen))

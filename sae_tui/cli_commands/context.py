@@ -128,7 +128,7 @@ def _check_folder(root: Path, limit_s: float) -> str:
         with contextlib.suppress(OSError):  # `stat` may use a cache, but listing a folder does not
             os.listdir(root)
 
-    # Run the check in a thread, since a call that hangs in the kernel cannot be interrupted, not even with Ctrl-C.
+    # Run the check in a thread, because a call hanging in the kernel cannot be interrupted, not even with Ctrl-C.
     answer, words = on_thread(check), f"the data folder {root} does not respond"
     try:
         with tell_when_slow(lambda: warn(f"{words} yet")):

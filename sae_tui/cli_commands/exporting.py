@@ -73,7 +73,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class AskedGpus:
-    """Reads the GPUs only while clients send requests, since a GPU cannot be reset while its driver is open."""
+    """Reads the GPUs only while clients are sending requests: a GPU cannot be reset while its driver is open."""
 
     def __init__(self, sampler: Sampler, source_name: str) -> None:
         self._sampler, self._name = sampler, source_name

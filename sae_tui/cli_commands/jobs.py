@@ -118,7 +118,7 @@ def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, An
 
 
 def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print one job and its events; with `--wait`, wait until the job ends and return its exit code."""
+    """Print one job and its events; with `--wait`, wait until it ends and return the exit code for its final state."""
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
@@ -281,7 +281,7 @@ def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched",
 
 
 def _what_came_of(view: JobView) -> str:
-    """Return why a job failed or the path of its output, or "" if there is neither."""
+    """Return why a job failed or its output path, or "" if there is neither."""
     if view.error:
         return f": {view.error}"
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
@@ -323,7 +323,7 @@ def _reached(job: JobView) -> Reached:
 
 
 def _reader(context: CommandContext, job_id: int) -> JobReader:
-    """Return a reader that has already polled the job; raise `UserError` if the job does not exist."""
+    """Return a reader that has polled the job once; raise `UserError` if the job does not exist."""
     reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:

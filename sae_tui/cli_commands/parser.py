@@ -23,7 +23,7 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# Modules whose commands act on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
+# Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
@@ -166,7 +166,7 @@ class CommandParser(output.SafeParser):
 
 
 class ShowVersion(argparse.Action):
-    """Looks up the version only on request, since the lookup takes a tenth of a command's startup time."""
+    """Looks up the version only on request, because the lookup takes a tenth of a command's startup time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version

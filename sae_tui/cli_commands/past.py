@@ -164,7 +164,7 @@ def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> I
 
 
 def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield the lines of a JSON array of objects; each object is given as a sequence of lines."""
+    """Yield the lines of a JSON array of objects; each object is passed as a sequence of lines."""
     yield "["
     for position, lines in enumerate(objects):
         if position:

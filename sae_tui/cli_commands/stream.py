@@ -98,7 +98,7 @@ class GpuSide:
         return self._sampler.status is not SamplerStatus.OPENING and all(answers)
 
     def close(self) -> None:
-        """Stop reading; if a thread hangs in the driver, exit the process, since Python would wait for this thread."""
+        """Stop reading; if a thread hangs in the driver, exit the process: Python would wait for the thread."""
         if not self._sampler.stop(timeout=0.2):
             os._exit(Exit.DONE)
 
@@ -122,7 +122,7 @@ def _tell(message: Message) -> None:
 
 
 def _is_over(wait_s: float) -> bool:
-    """Wait up to `wait_s`; return whether standard input has ended, which means that the client has disconnected."""
+    """Wait up to `wait_s`; return whether standard input has ended, meaning that the client has disconnected."""
     deadline = time.monotonic() + max(0.0, wait_s)
     while True:
         ready, _, _ = select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))

@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def job_id_in(text: str) -> int | None:
-    """Return the text as a job id, or None if it is not a number but, for example, the name of a folder."""
+    """Return the text as a job id, or None if it is not a number but, for example, a folder name."""
     return int(text) if re.fullmatch(r"\d{1,18}", text) else None
 
 

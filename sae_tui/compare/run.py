@@ -159,7 +159,7 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
-        """Return a sample whose token count is interpolated linearly from the count at the latest step."""
+        """Return a sample with a token count interpolated linearly from the count at the latest step."""
         job, heartbeat = self._job, self._live.heartbeat
         steps, tokens = (heartbeat.step, heartbeat.tokens) if heartbeat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)

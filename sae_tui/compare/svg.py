@@ -12,8 +12,8 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
-# The Okabe-Ito palette, which is safe for all types of colour blindness. Yellow is omitted because it is too light on a
-# white background.
+# The Okabe-Ito palette, safe for all types of colour blindness. Yellow is omitted because it is too light on a white
+# background.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
@@ -52,7 +52,7 @@ def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
 
 
 def _box(points: Sequence[tuple[float, float]], view: CurveView, bottom: float) -> PlotArea:
-    """Return a plot area whose axes cover all points."""
+    """Return a plot area with axes covering all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):

@@ -39,9 +39,9 @@ UNFINISHED = "unfinished"
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
-# Token counts within this factor are considered equal, since a run always ends with a complete step.
+# Token counts within this factor are considered equal, because a run always ends with a complete step.
 LIKE = 1.02
-# This value is listed with the settings, since an automatic batch size is smaller in a short run.
+# This value is listed with the settings, because an automatic batch size is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
 # Training settings, meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
@@ -74,7 +74,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """A value that is compared between runs, and whether lower or higher is better, or None if neither."""
+    """A value compared between runs, and whether lower or higher is better, or None if neither."""
 
     name: str
     title: str
@@ -87,7 +87,7 @@ def word_of(metric: str) -> Callable[[float], str]:
     return functools.partial(measure, series=series_named(metric))
 
 
-# Results that an imported SAE also has once it has been evaluated.
+# Results also available for an imported SAE once it has been evaluated.
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
@@ -190,7 +190,7 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
     """Return the row with the best value marked; for quality results, only finished runs are ranked.
 
     Values from unfinished runs get a different mark. Values measured on training batches are never marked as best,
-    since they are lower than held-out values, and lowest if a run overfits.
+    because they are lower than held-out values, and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line

@@ -154,7 +154,7 @@ def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the environment as passed by the shell, since Python itself adds LC_CTYPE under LANG=C."""
+    """Return the environment as passed by the shell, because Python itself adds LC_CTYPE under LANG=C."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

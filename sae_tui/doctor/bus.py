@@ -49,7 +49,7 @@ class Probed(msgspec.Struct, frozen=True):
 def check_bus(box: CheckedMachine) -> Iterator[Finding]:
     """Measure the bus if all GPUs are idle; locks prevent jobs from starting on them in the meantime.
 
-    If packages are missing, return without a finding, since `check_torch` reports them.
+    If packages are missing, return without a finding, because `check_torch` reports them.
     """
     if not box.python and missing_of_trainer():
         return

@@ -40,7 +40,7 @@ class Tested(msgspec.Struct, frozen=True):
 def check_training(box: CheckedMachine) -> Iterator[Finding]:
     """Run a small training job on the first idle GPU. A lock keeps other jobs off this GPU during the test.
 
-    If packages are missing, return without a finding, since `check_torch` reports them.
+    If packages are missing, return without a finding, because `check_torch` reports them.
     """
     if not box.python and missing_of_trainer():
         return
@@ -68,7 +68,7 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
-    """Return the vendor whose GPUs the training environment's PyTorch supports."""
+    """Return the vendor of the GPUs supported by the training environment's PyTorch."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 

@@ -1,7 +1,7 @@
 """Checks whether running jobs survive the user's logout.
 
-A process can leave its Unix session, but not the control group in which logind placed it. That control group belongs to
-either the login session or the user's service manager. KillUserProcesses= kills the processes in the login session. The
+A process can leave its Unix session, but not the control group assigned by logind. That control group belongs to either
+the login session or the user's service manager. KillUserProcesses= kills the processes in the login session. The
 service manager stops with the user's last login session, unless lingering is enabled for the user.
 """
 
@@ -42,7 +42,7 @@ def guarantee(data: DataDir) -> Finding:
 
 
 def _of_manager(name: str, *, lingers: bool) -> Finding:
-    """Return the finding for jobs under the user's service manager, whose unit is `name`."""
+    """Return the finding for jobs under the user's service manager, with unit `name`."""
     if lingers:
         return Finding("ok", "logout", f"jobs continue after a logout, because of linger; they belong to {name}")
     sentence = f"jobs are killed soon after your last logout, because they belong to {name} and linger is off"

@@ -21,7 +21,7 @@ COMFORTABLE_BYTES = 10 << 30
 
 
 def check_folder(box: CheckedMachine) -> Iterator[Finding]:
-    """Check that a file can be created in the data folder; the unnamed test file leaves nothing behind."""
+    """Check that a file can be created in the data folder; the test file is unnamed, so nothing is left behind."""
     root, folder = box.data.root, _existing(box)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -35,7 +35,7 @@ def check_folder(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_space(box: CheckedMachine) -> Iterator[Finding]:
-    """Check the free space, since each checkpoint of a large SAE takes several gibibytes."""
+    """Check the free space, because each checkpoint of a large SAE takes several gibibytes."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
     sentence = f"{gibibytes(disk.free)} free of {gibibytes(disk.total)} in {folder}"
@@ -51,7 +51,7 @@ def check_space(box: CheckedMachine) -> Iterator[Finding]:
 def check_file_system(box: CheckedMachine) -> Iterator[Finding]:
     """Check that the data folder is on a local disk.
 
-    SQLite's write-ahead log needs shared memory between processes, which a network file system does not provide.
+    SQLite's write-ahead log needs shared memory between processes, which network file systems do not provide.
     """
     name = network_file_system(_existing(box))
     if name is None:
@@ -64,7 +64,7 @@ def check_file_system(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_file_locks(box: CheckedMachine) -> Iterator[Finding]:
-    """Check that file locks work in the data folder, since they protect stores, runs and GPUs."""
+    """Check that file locks work in the data folder, because they protect stores, runs and GPUs."""
     if problem := no_locks(_existing(box)):
         sentence, _, remedy = problem.partition("; ")
         yield Finding("error", "file locks", sentence, remedy)

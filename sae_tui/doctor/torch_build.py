@@ -17,7 +17,7 @@ from trainer.contract.wording import join_words, plural
 
 # The time limit for importing torch; the first import from a network disk takes half a minute.
 LIMIT_S = 60.0
-# Compute capabilities of GPUs, such as GeForce, whose fp64 speed is 1/32 or 1/64 of their fp32 speed.
+# Compute capabilities of GPUs, such as GeForce, with an fp64 speed 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 _ADAM_IN_FP32 = (2, 8)
 # Skip garbage collection and torch's shutdown, which are not needed here and took a third of the time.
@@ -175,7 +175,7 @@ def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
 
 
 def _updates_fast(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Recommend a newer torch if the fused Adam computes in fp64 and a GPU is slow at fp64."""
+    """Recommend a newer torch if the installed fused Adam computes in fp64 and a GPU is slow at fp64."""
     numbers = build.version.split(".")[:2]
     if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) >= _ADAM_IN_FP32:
         return

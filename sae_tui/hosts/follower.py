@@ -90,7 +90,7 @@ class HostFollower:
         self.cut()
 
     def cut(self) -> None:
-        """Stop ssh; the thread then starts ssh again."""
+        """Stop ssh; the thread then restarts ssh."""
         if link := self._link:
             link.stop()
 
@@ -140,7 +140,7 @@ class HostFollower:
         """Mark a host as silent after 5 s without data, and cut a connection after 30 s of silence.
 
         ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
-        heartbeat, since a message with many jobs can take more than 30 s over a slow connection.
+        heartbeat, because a message with many jobs can take more than 30 s over a slow connection.
         """
         if (link := self._link) is None:
             return
@@ -172,7 +172,7 @@ class HostFollower:
 
     def _take_gpus(self, message: RemoteGpus) -> None:
         now = time.time()
-        # Keep buffers only for the indices in this message, so that a host cannot fill the memory by sending new
+        # Keep buffers only for the indices in this message, so that a host cannot exhaust memory by sending new
         # indices.
         self._rings = {gpu.index: self._rings.get(gpu.index) or Ring() for gpu in message.gpus}
         for gpu in message.gpus:

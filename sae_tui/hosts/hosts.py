@@ -69,7 +69,7 @@ class Hosts:
 
         `gpus` selects GPUs on that host in the format of `--gpus`: `auto:2`, `0,1` or `cpu`.
         """
-        # The user has already allowed the job's code in the form. Pass the flag only if the job contains code, since
+        # The user has already allowed the job's code in the form. Pass the flag only if the job contains code, because
         # older versions lack the flag.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]

@@ -29,7 +29,7 @@ class CausePanel(DetailPanel, can_focus=True):
         return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
 
     def _draw(self) -> None:
-        # Draw even without a size, since an empty panel has no size.
+        # Draw even without a size, because an empty panel has no size.
         if self._detail:
             self._redraw(self._detail)
 

@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The jobs table, whose row keys are job ids. `marked` contains the jobs that a bulk action applies to."""
+    """The jobs table, with job ids as row keys. `marked` contains the jobs that a bulk action applies to."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)

@@ -230,7 +230,7 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
             text = text[1:]
         kept.insert(0, (text, style))
         space -= cell_len(text)
-        # If half of a wide character is cut off, an empty cell remains, which the next span must not fill.
+        # If half of a wide character is cut off, an empty cell remains that the next span must not fill.
         if not space or text != whole:
             break
     return [(" " * space, "text"), *kept]

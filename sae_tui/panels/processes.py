@@ -78,7 +78,7 @@ def describe(entry: ProcessRow) -> tuple[str, str]:
         sign = "▾" if entry.is_open else "▸"
         return f"{sign} job {entry.job.id}, {plural(entry.n_below, 'rank')}: {entry.job.name}", "good"
     if entry.job:
-        # The name comes last, since a narrow column truncates the end.
+        # The name comes last because a narrow column truncates the end.
         return f"rank {entry.rank} of job {entry.job.id}: {entry.job.name}", "good"
     text = f"[{process.container}] " if process.container else ""
     if entry.is_parent:

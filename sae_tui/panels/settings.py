@@ -27,7 +27,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
         return (("Settings", "title"),)
 
     def toggle_defaults(self) -> None:
-        """Show settings with default values too, or hide them again."""
+        """Show or hide settings with default values."""
         self._shows_defaults = not self._shows_defaults
         self._draw()
 

@@ -43,7 +43,7 @@ class CardPanel(LineView, can_focus=True):
         self._draw()
 
     def _draw(self) -> None:
-        # Reserve a column for the scrollbar, which appears if there are more lines than rows.
+        # Reserve a column for the scrollbar shown if there are more lines than rows.
         width = max(20, self.size.width - 1)
         if isinstance(self._shown, Card):
             self.show(card_lines(self._shown, width))

@@ -240,7 +240,7 @@ class Dashboard(FramedScreen):
         return "map"
 
     def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Compute the rows of each panel; apply them if the layout has changed."""
+        """Compute the rows for each panel; apply them if the layout has changed."""
         view, (width, height) = self._view(n_gpus), self.size
         inside = width - 2 * (frame_of(width, height) == "framed")
         rows = arrange(
@@ -309,7 +309,7 @@ class Dashboard(FramedScreen):
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 
     def select(self, job_id: int | None) -> None:
-        """Put the cursor on a job, which may not be listed yet."""
+        """Put the cursor on a job that may not be listed yet."""
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
 

@@ -39,7 +39,7 @@ WORDS: dict[Order, str] = {
 class Opened(Message):
     """The feature files for a job's SAEs were opened; `opened` maps each SAE's label to its feature file.
 
-    If opening failed, `problem` explains why. A `question` that is not empty offers to create the files.
+    If opening failed, `problem` explains why. A non-empty `question` offers to create the files.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
 
 
-# The most useful keys, which the footer shows first.
+# The most useful keys, shown first in the footer.
 _KEYS = [
     f"job.{name}"
     for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")

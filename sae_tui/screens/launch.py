@@ -216,7 +216,7 @@ class LaunchScreen(FramedScreen):
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:
-        # Send the form as typed, since values that are invalid here, such as paths, may be valid on the other host.
+        # Send the form as typed, because values invalid here, such as paths, may be valid on the other host.
         if self.session.hosts:
             launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)

@@ -85,7 +85,7 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     return shown
 
 
-# Opening a job file changes about twenty fields at once, which should cause only one review.
+# Opening a job file changes about twenty fields at once but should cause only one review.
 _SETTLE_S = 0.05
 
 

@@ -111,7 +111,7 @@ class LogScreen(FramedScreen):
         self._title()
 
     def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> Reader:
-        """Return a reader that follows the chosen log; it calls `on_lines` from any thread."""
+        """Return a reader following the chosen log; it calls `on_lines` from any thread."""
         chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
         return LogReader(chosen, on_lines)
 

@@ -54,7 +54,7 @@ class SettingsScreen(FramedScreen):
         # The file's parsed content, including invalid settings, and the reason if the file cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
-        # Maps each setting in the file that is not applied to the reason.
+        # Maps each unapplied setting in the file to the reason.
         self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:

@@ -17,7 +17,7 @@ _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")
 
 
 class BrowserDriver(WebDriver):
-    """Textual's driver for browsers, which also counts written bytes and handles keys like `TerminalDriver`."""
+    """Textual's driver for browsers, extended to count written bytes and handle keys like `TerminalDriver`."""
 
     n_written = 0  # bytes
 

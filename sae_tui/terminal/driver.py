@@ -47,7 +47,7 @@ _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 class StderrAside:
     """The original standard error, used for drawing the app while descriptor 2 goes to a log.
 
-    Libraries such as NVML and the C library write directly to descriptor 2, which would corrupt the screen.
+    Libraries such as NVML and the C library write directly to descriptor 2 and would corrupt the screen.
     """
 
     def __init__(self, log: Path | None) -> None:
@@ -246,7 +246,7 @@ class Stopper:
     """Handles SIGTSTP outside of the event loop: closes the GPU driver and stops the process.
 
     A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. The process therefore handles
-    the second stop after the first one, since a nested pause would wait for that lock forever.
+    the second stop after the first one, because a nested pause would wait for that lock forever.
     """
 
     def __init__(self, app: Any) -> None:

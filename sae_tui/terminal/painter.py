@@ -64,7 +64,7 @@ class Painter:
         if isinstance(renderable, ChopsUpdate):
             return self.lean(renderable)
         if isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
-            # Textual 8.2 repaints the entire screen whenever something changes behind a dialog, which costs 18 KB per
+            # Textual 8.2 repaints the entire screen whenever something changes behind a dialog, at a cost of 18 KB per
             # second.
             return self.lean_whole(renderable)
         if renderable is not None:

@@ -47,7 +47,7 @@ def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
 
 
 class Plain(LineFilter):
-    """Draws everything in ASCII; with `letters`, keeps non-ASCII letters, which occur in names."""
+    """Draws everything in ASCII; with `letters`, keeps non-ASCII letters, as found in names."""
 
     def __init__(self, *, letters: bool = True) -> None:
         super().__init__()

@@ -96,6 +96,6 @@ class Confirm(Dialog[bool]):
         self.action_answer(True)
 
     def action_answer(self, answer: bool) -> None:
-        """Accept an answer, but ignore a yes that was typed before the question was readable."""
+        """Accept an answer, but ignore a yes typed before the question was readable."""
         if not answer or any(question.painted for question in self.query(_Question)):
             self.dismiss(answer)

@@ -1,4 +1,4 @@
-"""An input line above a table that filters its rows by words, with the number of results on the right."""
+"""An input line above a table for filtering its rows by words, with the number of results on the right."""
 
 from __future__ import annotations
 

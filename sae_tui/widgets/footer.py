@@ -50,7 +50,7 @@ class FooterKey:
 
 
 class Footer(LineView):
-    """Shows the active bindings that have `show`; the screen's `keys_offered` can hide, order and rename them.
+    """Shows the active bindings with `show`; the screen's `keys_offered` can hide, order and rename them.
 
     Entries that do not fit are omitted entirely, starting from the end.
     """

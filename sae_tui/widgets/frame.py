@@ -34,7 +34,7 @@ class HeadingLine(Label):
 
 
 class FramedScreen(Screen[None]):
-    """A screen whose panels (widgets of class `panel`) show as much of their frames as the window size allows."""
+    """A screen with panels (widgets of class `panel`) showing as much of their frames as the window size allows."""
 
     def on_compose(self) -> None:
         # Set the classes before there are widgets: setting them later would make Textual recompute all styles.

@@ -15,7 +15,7 @@ from textual.widgets._select import SelectCurrent, SelectOverlay
 class Words(SelectOverlay):
     """The open menu.
 
-    The menu ignores the page keys if it has no visible area, as in a tiny window, since Textual 8.2 would fail.
+    The menu ignores the page keys if it has no visible area, as in a tiny window, because Textual 8.2 would fail.
     """
 
     def action_page_up(self) -> None:

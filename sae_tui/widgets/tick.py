@@ -1,4 +1,4 @@
-"""A checkbox whose state is readable without colours."""
+"""A checkbox with a state readable without colours."""
 
 from __future__ import annotations
 
