@@ -205,7 +205,7 @@ examples:
   sae-train bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
 
 it runs steps on random data of the job's shape, so that reading data is not included. The floor is the time of the
-encoder's single dense matrix product on this machine, or of the step's memory traffic at the measured bandwidth,
+encoder's single dense matmul on this machine, or of the step's memory traffic at the measured bandwidth,
 whichever is longer: no step that computes every pre-activation can be faster.
 {_EXITS}
 """
@@ -237,7 +237,7 @@ host, `run` needs no such port; on a cluster, neither does sae-tui with launch.b
 """
 
 SELF_TEST = """\
-The checks do not read or write your data. They compare sparse products and selections with float64, and the FVU of
+The checks do not read or write your data. They compare sparse matmuls and selections with float64, and the FVU of
 every architecture in every precision with the CPU. They also check whether the host waits for the GPU in a step,
 whether batches are copied correctly during a step, and whether an interrupted run resumes bit-identically. --full also
 compares the reserved memory with the estimate. No other process should use the GPU during the checks.

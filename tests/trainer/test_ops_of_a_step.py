@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.saes.topk import TopK
 
 TABLE = Path(__file__).with_name("ops_of_a_step.csv")
-# k is small enough, compared with d_sae, for every architecture to use sparse products.
+# k is small enough, compared with d_sae, for every architecture to use sparse matmuls.
 SMALL = {"d_sae": 2048, "k": 16}
 
 

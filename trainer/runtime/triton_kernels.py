@@ -90,7 +90,7 @@ METRIC_SUMS = Kernels("trainer.metrics.triton_interval", "metric sums", 1)
 OPTIMIZER_STEPS = Kernels("trainer.optimizers.triton_update", "optimizer steps", 4)
 RECONSTRUCTION_ERRORS = Kernels("trainer.saes.kernels.triton_errors", "reconstruction errors", 5)
 SELECTIONS_ACROSS_RANKS = Kernels("trainer.saes.kernels.triton_entries", "selections across ranks", 1)
-SPARSE_PRODUCTS = Kernels("trainer.saes.kernels.triton_sparse", "sparse products", 10, by_dtype=True)
+SPARSE_PRODUCTS = Kernels("trainer.saes.kernels.triton_sparse", "sparse matmuls", 10, by_dtype=True)
 TOKENS_SINCE_FIRED = Kernels("trainer.saes.kernels.triton_since_fired", "tokens since fired", 3)
 
 

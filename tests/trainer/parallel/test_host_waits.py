@@ -30,7 +30,7 @@ CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "u
 
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     ranks, mode = one_of_ranks(*GRIDS[grid])
-    # k is small enough, compared with a rank's latents, for every architecture to use sparse products.
+    # k is small enough, compared with a rank's latents, for every architecture to use sparse matmuls.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
     return recorded_step(job_of(sae, {"batch_size": 32} | train, mode | parallel), 16, dead=True, parallel=ranks)
 

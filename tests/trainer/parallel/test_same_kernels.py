@@ -49,7 +49,7 @@ def test_one_rank_per_host_compiles_first_and_no_rank_uses_a_failed_kernel(
     assert sorted(tried) == [0, 0, 1, 2]
     assert withheld == [{SPARSE, SCALE}] * 3
     expected = [
-        "sparse products run without Triton, which is slower: it fails on rank 1 (cache gone)",
+        "sparse matmuls run without Triton, which is slower: it fails on rank 1 (cache gone)",
         "gradient scales run without Triton, which is slower: it fails (no fp8)",
     ]
     assert reported == [expected] * 3

@@ -244,7 +244,7 @@ def test_activations_in_evaluation_match_those_in_training(kind: str) -> None:
 
 @pytest.fixture
 def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
-    """Return a function that makes an SAE presize its buffers as on a GPU, and use sparse products at any density."""
+    """Return a function that makes an SAE presize its buffers as on a GPU, and use sparse matmuls at any density."""
     monkeypatch.setattr(latent_capacity, "DENSE", 1)
 
     def go(sae: Penalised) -> None:

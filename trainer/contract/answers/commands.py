@@ -217,7 +217,7 @@ _PLAN = typed(
         "model_gpus": "Number of GPUs that only run the language model.",
         "model_why": 'Why this number of `model_gpus` was chosen; "": no reason given.',
         "lr": "Peak learning rate of each SAE, by its label.",
-        "precision": 'Precision of the matrix products; "": not chosen yet.',
+        "precision": 'Precision of the matmuls; "": not chosen yet.',
     },
 )
 _BENCH = fields(
@@ -226,7 +226,7 @@ _BENCH = fields(
         "device": (str, "Name of the device."),
         "ranks": (int, "Number of processes."),
         "torch": (str, "Version of torch."),
-        "precision": (str, "Precision of the matrix products."),
+        "precision": (str, "Precision of the matmuls."),
         "architecture": (str, "Architecture of the SAE."),
         "optimizer": (str, "Optimizer."),
         "d_in": (int, "Width of the activations."),
@@ -242,7 +242,7 @@ _BENCH = fields(
             fields(
                 "Floor",
                 {
-                    "encoder_product_ms": (float, "Time of the encoder's dense matrix product, in ms."),
+                    "encoder_product_ms": (float, "Time of the encoder's dense matmul, in ms."),
                     "traffic_bytes": (float, "Number of bytes that a step reads and writes."),
                     "bandwidth_bytes_per_s": (float, "Measured memory bandwidth, in bytes per second."),
                     "traffic_ms": (float, "`traffic_bytes` divided by `bandwidth_bytes_per_s`, in ms."),
@@ -263,7 +263,7 @@ _PROBE = fields(
     {
         "device": (str, "Name of the device."),
         "ranks": (int, "Number of devices."),
-        "precision": (str, "Precision of the matrix products."),
+        "precision": (str, "Precision of the matmuls."),
         "flops_per_s": (list_of(float), "Floating-point operations per second of each rank."),
         "memory_bytes_per_s": (list_of(float), "Memory bandwidth of each rank, in bytes per second."),
         "bus_bytes_per_s": (

@@ -233,7 +233,7 @@ class Train(msgspec.Struct, frozen=True):
         1.0
     )
     precision: Annotated[
-        Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Precision of the matrix products; weights stay fp32.")
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Precision of the matmuls; weights stay fp32.")
     ] = "auto"
     seed: Annotated[int, about("Seed of the initial weights and the order of the data.", ge=0)] = 0
     log_every: Annotated[int, about("Logs metrics every N steps.", unit="steps", advanced=True, ge=1)] = 10

@@ -72,7 +72,7 @@ def test_a_nan_is_chosen_and_does_not_count_as_a_buffer_overflow(bound: Any) -> 
 
 @pytest.fixture
 def sizer(monkeypatch: pytest.MonkeyPatch) -> BufferSizer:
-    """Return a `BufferSizer` that uses sparse products only if the buffer holds at most a quarter of all values."""
+    """Return a `BufferSizer` that uses sparse matmuls only if the buffer holds at most a quarter of all values."""
     monkeypatch.setattr(latent_capacity, "DENSE", 4)
     return BufferSizer()
 
