@@ -114,7 +114,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], handler: Any, between: Callable[[], object] = lambda: None) -> None:
-        """Bind the address; `between` is called about twice per second."""
+        """Bind the address; while serving, call `between` about twice per second."""
         self._capacity = threading.Semaphore(MOST_AT_ONCE)
         self._between = between
         super().__init__(address, handler)

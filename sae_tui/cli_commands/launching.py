@@ -193,7 +193,7 @@ def _devices(where: Placement, job: AnyJob) -> str:
 
 
 def _source(context: CommandContext) -> str:
-    """Return the name of the GPU source that lets a supervisor find the same GPUs."""
+    """Return the name that a supervisor uses to open a GPU source with the same GPUs."""
     return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 

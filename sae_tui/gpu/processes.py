@@ -76,7 +76,7 @@ class ProcessReader:
     ) -> tuple[ProcessDetails, ...]:
         """Return all processes without duplicates, in descending order of GPU memory.
 
-        `sm_percents` maps each GPU index to a dict mapping pids to percentages of multiprocessors.
+        `sm_percents` maps each GPU index to a dict mapping pids to SM utilisation in percent.
         """
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:

@@ -57,7 +57,7 @@ class _SampledGpu:
     took_s: float = 0.0  # The duration of the last read.
     buffered: tuple[RingReading, ...] | None = None  # The driver's buffer at the first healthy read.
     details: GpuDetails | None = None
-    sm_percents: Mapping[int, int] = field(default_factory=dict)  # Maps pids to percentages of multiprocessors.
+    sm_percents: Mapping[int, int] = field(default_factory=dict)  # Maps pids to SM utilisation in %.
 
 
 class Sampler:

@@ -74,7 +74,7 @@ class Sensor:
     def meaning(self) -> str:
         """The value's description in the JSON reference."""
         unit = self.unit
-        return f"{self.words}{f', in {unit.words}' if unit else ''}; null: {self.null}."
+        return f"{self.words}{f', in {unit.words}' if unit else ''}; null if {self.null}."
 
     @property
     def metric(self) -> str:

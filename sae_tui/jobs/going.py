@@ -109,7 +109,7 @@ def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
-        # A killed process may have left a temporary file, so compare the name.
+        # A killed process may have left a temporary file behind, so check that the file has the evaluation's name.
         return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
     return []
 

@@ -34,9 +34,9 @@ _GAP = 2
 class Printable(LineFilter):
     """Blocks text that could control the terminal, regardless of which widget draws it.
 
-    Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 codes and the control characters of right-to-left
-    text. The filter preserves the text width, because the layout depends on it: zero-width characters are removed, and
-    other unprintable characters are replaced by a mark.
+    Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 codes and bidirectional control characters.
+    The filter preserves the text width, because the layout depends on it: zero-width characters are removed, and other
+    unprintable characters are replaced by a mark.
     """
 
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:

@@ -111,7 +111,10 @@ class AppProcess:
 
 
 def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
-    """Return the output in complete packets, the remaining bytes, and True if the app has announced its exit."""
+    """Return the output from all complete packets, the leftover bytes, and whether the output ends here.
+
+    The output ends if the app has announced its exit or sent an oversized packet.
+    """
     drawn: list[bytes] = []
     at = 0
     while len(data) - at >= _HEAD:

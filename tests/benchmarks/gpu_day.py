@@ -387,7 +387,7 @@ def several_words(answer: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:,.1f}" for name, value in answer.items() if isinstance(value, int | float))
 
 
-# Maps part names to the functions summarising these parts. The first key found in the part's name is used.
+# Maps part names to the functions that summarise them. The first key found in the part's name is used.
 _WORDS: dict[str, Callable[[Any], str]] = {
     "checks": lambda answer: f"{answer['checks']} checks on {answer['device']}",
     "products": lambda answer: f"{answer['checks']} checks on {answer['device']}",

@@ -124,7 +124,7 @@ def since_fired(sae: Any) -> None:
 
 
 def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds per step, and the host's milliseconds per step while the device is idle."""
+    """Return the time per step, and the time the host takes to launch a step on an idle device, in milliseconds."""
     steps.take(WARM_UP)
     whole = milliseconds(lambda: steps.take(N_TIMED), device) / N_TIMED
     host = []

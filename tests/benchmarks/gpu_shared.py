@@ -119,7 +119,10 @@ def job_of(size: Size, kind: str, precision: str, mode: str) -> JobConfig:
 
 
 def trained(job: JobConfig, x: Tensor, parallel: Parallel) -> dict[str, Any]:
-    """Train on x at every step; return the FVU over the last steps, and where the host waits during another step."""
+    """Train on x at every step.
+
+    Return the FVU over the last steps, and the places in the code where the host waits for the GPU in one more step.
+    """
     set_matmul_precision(resolve_precision(job.train.precision, parallel.device))
     torch.manual_seed(0)
     learner = Learner(job, x.shape[1], None, parallel)

@@ -36,8 +36,8 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The number of calls between two clock readings on a GPU, so that launches overlap with computation as in a training
-# step.
+# On a GPU, the number of calls between clock readings, large enough that launches overlap with computation as they do
+# in a training step.
 CALLS = 10
 
 

@@ -143,7 +143,7 @@ def test_cpu_rows_are_for_one_process_one_per_core_and_the_requested_number(gpus
     assert forecasts[0].seconds == expected.seconds
 
 
-def test_a_model_too_large_to_share_a_gpu_is_planned_on_its_own_gpus(tmp_path) -> None:
+def test_a_model_too_large_to_share_a_gpu_gets_its_own_gpus(tmp_path) -> None:
     (tmp_path / "text.txt").write_text("a cat sat")
     (tmp_path / "config.json").write_text(
         json.dumps({"hidden_size": 3584, "num_hidden_layers": 40, "dtype": "float16"})

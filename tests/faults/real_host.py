@@ -194,7 +194,7 @@ def require_nothing_left(box: Box) -> None:
     try:
         wait_for(lambda: not living(), "the end of all processes", 20)
     except AssertionError:
-        raise AssertionError(f"still living: {living()}") from None
+        raise AssertionError(f"still alive: {living()}") from None
     assert not box.control.leases(), box.control.leases()
     assert not (box.data.root / "runs" / "double-booking").exists(), "one GPU was given to two jobs"
 

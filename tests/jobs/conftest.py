@@ -131,7 +131,7 @@ class Box:
         return self.job(job_id)
 
     def living(self, job_id: int) -> list[int]:
-        """Return the pids of all living ranks of the job."""
+        """Return the pids of all live ranks of the job."""
         return [rank.pid for rank in self.control.ranks(job_id) if rank.process.is_alive()]
 
     def end_everything(self) -> None:

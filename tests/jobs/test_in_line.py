@@ -209,7 +209,7 @@ def test_a_job_does_not_start_after_a_failed_job_missing_from_the_store(box):
     delete_store(box)
     box.wait_for(lambda: listed(box, second), "its row to be restored")
     wanted = f"comes after job {first}, which is not in the list; `sae-tui repair` restores it"
-    box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "its reason to wait")
+    box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "why it waits")
     assert box.job(second).state == JobState.QUEUED
     assert len(list(repair(box.data))) == 1
     box.wait_for(lambda: "which failed" in (box.job(second).waits_for or ""), "what the repair has found")

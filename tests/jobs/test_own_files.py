@@ -74,7 +74,7 @@ def test_sbatch_options_from_a_job_list_writable_by_others_are_not_used(box, by_
     assert not by_slurm.exists()
 
 
-def test_the_group_may_read_but_not_write_executed_files(box, tmp_path: Path) -> None:
+def test_the_group_may_read_but_not_write_files_that_get_executed(box, tmp_path: Path) -> None:
     for folder, mode in ((tmp_path, 0o700), (tmp_path / "shared", 0o2770)):
         folder.mkdir(exist_ok=True)
         folder.chmod(mode)

@@ -46,7 +46,7 @@ def test_after_a_restart_the_queue_continues_in_the_same_order(box):
     assert revive.start_all(box.data, start_fake) == [held, after]
     assert revive.start_all(box.data, start_fake) == []
     waiting = f"comes after job {runs}, which was lost; resume job {runs}, or stop waiting for it: `sae-tui after"
-    box.wait_for(lambda: box.job(after).waits_for.startswith(waiting), "the reason to wait")
+    box.wait_for(lambda: box.job(after).waits_for.startswith(waiting), "the reason for waiting")
     assert [(box.job(job_id).state, box.job(job_id).queued) for job_id in before] == [
         (JobState.QUEUED, queued) for queued in before.values()
     ]
@@ -88,7 +88,7 @@ def test_only_the_owner_of_a_job_restarts_its_supervisor(box):
     assert box.job(theirs).state == JobState.QUEUED
 
 
-def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_to_wait(box, capfd):
+def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_for_waiting(box, capfd):
     def fails(*_):
         raise UserError("no process can be made")
 

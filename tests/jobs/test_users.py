@@ -100,7 +100,7 @@ def test_users_sharing_a_folder_see_each_others_jobs_and_wait_for_their_gpus(pla
         wait_for(lambda: ann.state(first) == "running", "the first job to run", 90)
         second = bob.json("launch", job_file(place, "bobs", steps=3), "--gpus", "0")["id"]
         assert [row["name"] for row in bob.json("jobs")] == ["bobs", "anns"]
-        wait_for(lambda: bob.json("job", second)["waits_for"], "a reason to wait")
+        wait_for(lambda: bob.json("job", second)["waits_for"], "a reason for waiting")
         assert f"GPU 0 is held by job {first}" in bob.json("job", second)["waits_for"]
         assert bob.json("job", first)["user"] != bob.json("job", second)["user"]
         # Bob can read the output of Ann's job and ask it to stop.

@@ -1,4 +1,4 @@
-"""Extraction jobs that are killed and restarted, in forks of this process, which has imported transformers.
+"""Extraction jobs killed and restarted in forks of this process, which has already imported transformers.
 
 `killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
 folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is then

@@ -139,7 +139,7 @@ async def test_a_job_can_be_renamed_and_get_a_note(make_app, data, three) -> Non
         assert stored(data, 3).name == "delta"
 
 
-async def test_a_queued_job_shows_its_reason_to_wait_and_keys_move_and_hold_it(make_app, data, three) -> None:
+async def test_a_queued_job_shows_why_it_waits_and_can_be_moved_and_held_with_keys(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)

@@ -36,7 +36,7 @@ class Transfer:
         self._device = device
 
     def begin(self) -> Empty:
-        """Return an allocator for the next batch's memory; called, like `send`, by the reading thread."""
+        """Return an allocator for the next batch's memory; called, like `send`, by the reader thread."""
         return empty_rows
 
     def send(self, pair: Pair) -> Sent:

@@ -172,7 +172,7 @@ def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> ActivationEntries:
-    """Return the nonzero activations for rows [n, d_in] of one text, without outliers and non-finite rows."""
+    """Return the nonzero activations for rows [n, d_in] of one text, excluding outliers and non-finite rows."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):

@@ -39,7 +39,7 @@ from trainer.extraction.state import ExtractionState
 
 # The number of tokens in one forward pass. Two fp32 copies of the logits for these tokens are kept in memory.
 TOKENS_AT_ONCE = 1024
-# Sites with rows that are in the residual stream or are added to it. The input of an MLP is excluded because it is
+# Sites whose rows are in the residual stream or are added to it. The input of an MLP is excluded because it is
 # normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 

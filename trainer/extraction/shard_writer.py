@@ -32,7 +32,7 @@ Raw = NDArray[np.uint8]
 # The number of shard bytes to shuffle, hash, sum and write at a time.
 _PIECE_BYTES = 2**22
 # The number of rows to sum at a time, small enough to fit into a core's cache as float64. With 4096 rows, which do not
-# fit, summing took half of the extraction time spent outside the model.
+# fit into the cache, the summation took half of the extraction time spent outside the model.
 _ROWS_AT_ONCE = 256
 # The largest number of values converted by torch in the calling thread; for more values, torch starts threads.
 _NUMBERS_ALONE = 2**15 - 1

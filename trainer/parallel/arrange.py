@@ -45,11 +45,11 @@ def arrange(
     may_take: int | None = None,
     model_why: str = "",
 ) -> Arranged:
-    """Measure the ranks, resolve the open settings of `job`, and return the job, this rank's mode and the plan.
+    """Measure each rank's speed and free memory, and resolve the "auto" settings of `job`.
 
-    All ranks use the same measurements, so they return the same job and plan. `shape` contains the widths of the data,
-    and `box_file` contains speeds from earlier runs. `may_take` is a rank's memory limit in bytes, and `model_why` is
-    the reason for the placement of the language model.
+    Return the job, this rank's mode and the plan. All ranks use the same measurements, so they return the same job and
+    plan. `shape` contains the widths of the data, and `box_file` contains speeds from earlier runs. `may_take` is a
+    rank's memory limit in bytes, and `model_why` is the reason for the placement of the language model.
     """
     precision, device = _precision_of_all(world, job.train.precision), world.device
     job = job.replace("train", precision=precision)

@@ -264,8 +264,8 @@ def set_order_of_sums(deterministic: bool) -> None:
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
     """Raise `UserError` if this rank would be exchanging tensors with other ranks from a MIG slice.
 
-    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA shows a process only one slice, regardless of its
-    local rank, so the device index is limited to the visible devices.
+    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA exposes only one slice to a process, regardless
+    of its local rank, so the device index is clamped to the visible devices.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""AuxK: a loss that makes dead latents reconstruct the error of living latents (Gao et al. 2024, arXiv 2406.04093)."""
+"""AuxK: a loss that makes dead latents reconstruct the error of live latents (Gao et al. 2024, arXiv 2406.04093)."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Traits(NamedTuple):
     unit_decoder: bool = True
     # The initial norm of the encoder columns, unless the job sets one.
     encoder_scale: float = 0.3
-    # The encoder norm of a revived latent, as a fraction of the living latents' mean. Bricken et al. 2023 use 0.2, so
+    # The encoder norm of a revived latent, as a fraction of the live latents' mean. Bricken et al. 2023 use 0.2, so
     # that a revived latent does not immediately fire on everything.
     revived_share: float = 0.2
     # Sparse matmuls read W_enc and W_dec only in the matmul dtype.
@@ -87,7 +87,7 @@ class Declared(NamedTuple):
     # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
     # Whether the tensor is [d_sae] and is in pre-activation units. When a latent is revived, its biases are set to a
-    # fraction of the living latents' mean, and its other parameters, except W_enc and W_dec, to 0.
+    # fraction of the live latents' mean, and its other parameters, except W_enc and W_dec, to 0.
     is_bias: bool = False
     # The lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
@@ -398,7 +398,7 @@ class Sae(nn.Module, ABC):
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
         """Set the encoder directions `reads` [n, d_in] and decoder directions `writes` [n, d_out] of n latents.
 
-        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the living latents'
+        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the live latents'
         mean bias, and their other parameters become 0.
         """
         living = ~self.latents.whole(latents)

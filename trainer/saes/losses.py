@@ -72,9 +72,9 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
     """Return the error left unexplained by the dead latents: `weight` · Σ‖error + explained‖² over tokens.
 
-    `error` is x_hat − y of the living latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
+    `error` is x_hat − y of the live latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
     weight is 1 / (variance of y − x_hat), as in Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` is a target
-    and gets no gradient; otherwise, the living latents would learn to make errors that are easy for dead latents to
+    and gets no gradient; otherwise, the live latents would learn to make errors that are easy for dead latents to
     reconstruct.
     """
     # Check that the sparse kernels work in this dtype: a GPU may not support bf16, and the self-test of the error

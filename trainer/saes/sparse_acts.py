@@ -23,7 +23,7 @@ class ByLatent(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """The number of valid entries: the exact number `n` (0-dim, on their device), and the host's estimate of it."""
+    """The number of valid entries: the exact count `n` (0-dim, on the entries' device) and the host's estimate."""
 
     n: Tensor
     expected: int

@@ -22,7 +22,7 @@ from trainer.saes.sparse_acts import Acts
 class TopK(Sae):
     """An SAE that keeps the k largest activations of each token; dead latents learn to reconstruct the error.
 
-    During the first `k_anneal_fraction` of the run, the number of latents per token falls linearly from
+    During the first `k_anneal_fraction` of the run, the number of latents per token decreases linearly from
     `k_anneal_start` (d_in if None) to k. Evaluation always uses k.
     """
 

@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """Compare each architecture's FVU on the device, in each precision of `among`, with its FVU on the CPU in fp32."""
+    """For each precision in `among`, compare each architecture's FVU on the device with its FVU on the CPU in fp32."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]

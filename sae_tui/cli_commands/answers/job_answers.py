@@ -137,7 +137,7 @@ _CAUSE = typed(
         "log": "Last lines of the rank's log.",
         "others": "How the other ranks ended.",
         "stacks": 'Where each rank was when one hung; "" if no rank hung.',
-        "resumes": 'What a resume would do; "" if a resume does not help.',
+        "resumes": 'What resuming would do; "" if resuming would not help.',
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )

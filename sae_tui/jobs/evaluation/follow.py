@@ -76,11 +76,11 @@ class RunningEvaluation:
         """Evaluate with `command`, or with the requested interpreter if `command` is empty, and record the outcome."""
         try:
             if not self._has_device():
-                return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
+                return self._tell(STOPPED, "was not evaluated: it was stopped while waiting for a GPU")
             self._tell(STARTED, f"is being evaluated on {self._going.where}")
             code = self._run(command)
             if code is None:
-                self._tell(STOPPED, "was not evaluated: stopped; earlier results are kept")
+                self._tell(STOPPED, "was not evaluated: it was stopped; earlier results are kept")
             elif code:
                 self._tell(FAILED, failure(self._paths, code), "warning")
             else:

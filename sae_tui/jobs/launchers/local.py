@@ -89,7 +89,7 @@ class RankGroup(RankStates[RankProcess]):
         return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
 
     def end(self) -> None:
-        """Send SIGTERM to all living ranks; calls more than 5 s later send SIGKILL."""
+        """Send SIGTERM to all live ranks; calls more than 5 s later send SIGKILL."""
         if self._ending_since is None:
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)

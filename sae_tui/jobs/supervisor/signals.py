@@ -48,7 +48,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return a process's living children. When a child dies, the subreaper becomes the parent of its children."""
+    """Return a process's live children. When a child dies, the subreaper becomes the parent of its children."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

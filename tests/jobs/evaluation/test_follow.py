@@ -208,7 +208,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
     evaluation = RunningEvaluation(box.data, Request(job_id))
     box.control.request(job_id, "stop-evaluation")
     evaluation.run(["sh", "-c", "exec sleep 5"])
-    assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; earlier results are kept"]
+    assert box.messages(job_id, STOPPED) == ["was not evaluated: it was stopped; earlier results are kept"]
     assert box.control.open_requests(job_id) == set()
 
 
@@ -242,7 +242,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
     assert now
     assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
     assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; earlier results are kept"
-    message = f"job {job_id} was not evaluated: stopped; earlier results are kept"
+    message = f"job {job_id} was not evaluated: it was stopped; earlier results are kept"
     assert request.wait_for_end(box.data, job_id) == (False, message)
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
@@ -262,7 +262,7 @@ def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Bo
     assert now
     assert now.words == "evaluation waits: no GPU is free"
     request.stop(box.data, job_id)
-    message = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
+    message = f"job {job_id} was not evaluated: it was stopped while waiting for a GPU"
     assert request.wait_for_end(box.data, job_id) == (False, message)
 
 

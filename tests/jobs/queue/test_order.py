@@ -143,7 +143,7 @@ def test_jobs_sharing_a_gpu_never_need_more_memory_than_it_has(case):
 
 
 @given(boards_and_lines())
-def test_a_job_gets_either_all_of_its_gpus_from_the_allowed_ones_or_a_reason_to_wait(case):
+def test_a_job_gets_either_all_of_its_gpus_from_the_allowed_ones_or_a_reason_for_waiting(case):
     board, line = case
     decisions = turns(line, board, NOW)
     assert decisions.keys() == {one.id for one in line}
@@ -273,7 +273,7 @@ def test_a_job_that_shares_gpus_may_use_another_users_gpu_with_enough_memory():
         (job(1, gpus_wanted=4), "4 GPUs: GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
     ],
 )
-def test_a_reason_to_wait_names_every_unavailable_gpu(one, said):
+def test_a_reason_for_waiting_names_every_unavailable_gpu(one, said):
     board = [held_gpu(0, 60.0), gpu(1, unusable="it is lost")]
     assert turns([one], board, NOW)[1].waits_for == said
 

@@ -151,7 +151,7 @@ def test_a_started_job_reports_a_hanging_supervisor_once_its_last_heartbeat_is_o
     second.locks.release()
 
 
-def test_a_reason_to_wait_is_logged_once(box):
+def test_a_reason_for_waiting_is_logged_once(box):
     first, second = queued(box), queued(box)
     entry = line(box, second)
     assert [entry.try_start() for _ in range(3)] == [False] * 3

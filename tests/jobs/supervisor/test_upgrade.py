@@ -54,7 +54,7 @@ def test_a_job_waits_while_the_package_is_only_partly_installed(box, installed):
     text = left.read_text()
     left.unlink()
     edits.release(box.data, box.control, job_id)
-    box.wait_for(lambda: box.job(job_id).waits_for == "sae-tui is being upgraded", "the reason to wait")
+    box.wait_for(lambda: box.job(job_id).waits_for == "sae-tui is being upgraded", "the reason for waiting")
     left.write_text(text)
     assert box.wait_ended(job_id).state == JobState.FINISHED
 

@@ -158,7 +158,7 @@ def test_the_architectures_in_a_job_file_are_found_without_parsing_the_file() ->
         ({"state": JobState.RUNNING, "waits_for": "GPU 0"}, ""),
     ],
 )
-def test_a_queued_job_shows_its_reason_to_wait(fields, said) -> None:
+def test_a_queued_job_shows_its_reason_for_waiting(fields, said) -> None:
     assert waits(job(**fields)) == said
 
 

@@ -159,7 +159,7 @@ def test_only_time_without_a_batch_counts_as_waiting(activations: Path, eventual
         assert batches.waited_s - before < 0.1
 
 
-def test_closing_stops_the_reading_thread(activations: Path) -> None:
+def test_closing_stops_the_reader_thread(activations: Path) -> None:
     before = set(threading.enumerate())
     with open_batches(Shards(path=str(activations))) as batches:
         batches.next()

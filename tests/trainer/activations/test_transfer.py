@@ -32,7 +32,7 @@ class LateLane:
     def __init__(self) -> None:
         self.waiting: deque[Callable[[], object]] = deque()
         self.n_begun, self.pinned_bytes = 0, 0
-        # The reading thread and the training thread both wait for copies, so the queue needs a lock.
+        # The reader thread and the training thread both wait for copies, so the queue needs a lock.
         self.lock = threading.Lock()
 
     def pinned(self, n_bytes: int) -> Tensor:

@@ -248,7 +248,7 @@ def test_models_on_separate_devices_read_ahead_only_up_to_a_limit(make: Make, mo
     stream.begin(0, 1, CPU)
     stream.next_rows()
     assert is_ahead.wait(60)
-    # Restoring a position stops the reading threads, so the counts stop changing.
+    # Restoring a position stops the reader threads, so the counts stop changing.
     stream.restore({"batch": 0})
     assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]

@@ -1,4 +1,4 @@
-"""Tests for measuring speeds on ranks with very little memory. The ranks are real processes with a memory limit."""
+"""Tests of speed measurement on ranks with very little memory. The ranks are real processes with a memory limit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests that other tools compute the same results as the exported SAE.
 
-Each tool reads the format written for it. `make model` downloads the tools. Tests for missing tools are skipped.
+Each tool reads the format written for it. `make model` downloads the tools. Tests whose tool is missing are skipped.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
     for step in (0, begin // 2, begin):
         assert after.lr_factor(step) == pytest.approx(before.lr_factor(step))
         assert after.progress(step) == pytest.approx(before.progress(step))
-    # From the time of the request, the learning rate falls linearly, and reaches 0 after the last step.
+    # From the request on, the learning rate decays linearly, reaching 0 after the last step.
     full = before.lr_factor(begin)
     steps = sorted({begin, begin + 1, begin + length // 2, cool_down.end - 1})
     assert [after.lr_factor(step) for step in steps] == pytest.approx(

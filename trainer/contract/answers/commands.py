@@ -33,20 +33,20 @@ _RUN = fields(
     {
         "run_dir": (str, "Absolute path of the run folder, which is the argument of `resume`."),
         "output_path": _OUTPUT,
-        "steps": (int | None, "Number of completed steps; null: no steps were recorded."),
-        "tokens": (int | None, "Number of training tokens; null: no steps were recorded."),
-        "tokens_per_s": (float | None, "Tokens per second; null: not measured."),
+        "steps": (int | None, "Number of completed steps; null if no steps were recorded."),
+        "tokens": (int | None, "Number of training tokens; null if no steps were recorded."),
+        "tokens_per_s": (float | None, "Tokens per second; null if not measured."),
         **metrics(),
         "outlier_fraction": (
             float | None,
-            "Share of rows that were left out because of a huge norm (0 to 1); null: not measured.",
+            "Share of rows that were left out because of a huge norm (0 to 1); null if not measured.",
         ),
         "not_finite_fraction": (
             float | None,
-            "Share of rows that were left out because they are not finite (0 to 1); null: not measured.",
+            "Share of rows that were left out because they are not finite (0 to 1); null if not measured.",
         ),
         **HOW_FAR,
-        "best_sae": (str | None, "Sweep: label of the SAE that the metrics describe; null: not measured."),
+        "best_sae": (str | None, "Sweep: label of the SAE that the metrics describe; null if not measured."),
         "saes": (by_name(_SAE_OF_A_SWEEP), "Sweep: the result of each SAE, by its label."),
         "state": _STATE,
     },
@@ -69,11 +69,11 @@ _INSPECTION = fields(
         "n_looked_at": (int, "Number of random rows that were checked."),
         "gamma": (
             float | None,
-            "Norm of the mean row divided by the rows' root mean square distance from it; null: not defined.",
+            "Norm of the mean row divided by the rows' root mean square distance from it; null if undefined.",
         ),
-        "scale": (float | None, "Root mean square distance of the rows from their mean; null: not defined."),
-        "median_norm": (float | None, "Median norm of a row; null: not defined."),
-        "largest_norm": (float | None, "Largest norm of a row; null: not defined."),
+        "scale": (float | None, "Root mean square distance of the rows from their mean; null if undefined."),
+        "median_norm": (float | None, "Median norm of a row; null if undefined."),
+        "largest_norm": (float | None, "Largest norm of a row; null if undefined."),
         "outliers": (int, "Number of rows with a huge norm."),
         "not_finite": (int, "Number of rows that are not finite."),
         "zero_rows": (int, "Number of rows of zeros."),
@@ -84,10 +84,10 @@ _INSPECTION = fields(
         "subnormal": (float, "Share of values that are subnormal in fp16 (0 to 1)."),
         "hold_out": (str, 'Unit in which training holds out rows by default: "texts", "blocks" or "rows".'),
         "n_held_out": (int, "Number of rows that training holds out by default; 0: there are too few rows."),
-        "n_texts": (int, "Number of texts held out; 0: not known."),
+        "n_texts": (int, "Number of texts held out; 0 if unknown."),
         "copies": (
             float | None,
-            "Share of the held-out rows that are identical to a training row (0 to 1); null: not compared.",
+            "Share of the held-out rows that are identical to a training row (0 to 1); null if not compared.",
         ),
         "findings": (
             list_of(
@@ -165,7 +165,7 @@ _CARDS = fields(
                     "Report card",
                     written_to=(
                         str | None,
-                        "Folder of the written report card; null: not written, as the folder contains other weights.",
+                        "Folder of the report card; null if not written because the folder contains other weights.",
                     ),
                 )
             ),
@@ -182,7 +182,7 @@ _ESTIMATE = fields(
         "model_gpus": (int, "Number of GPUs that only run the language model."),
         "per_model_gpu": (
             or_null(_MEMORY),
-            "Memory needed per GPU that only runs the language model; null: there is no such GPU.",
+            "Memory needed per GPU that only runs the language model; null if there is no such GPU.",
         ),
     },
 )
@@ -191,9 +191,9 @@ _ESTIMATE_OF_EXTRACTION = fields(
     {
         "per_gpu": (by_name(int), "Memory of each component in bytes, by the component's name, and `total`."),
         "disk_bytes": (int, "Size of the files that the extraction will write, in bytes."),
-        "disk_free_bytes": (int | None, "Free space on the output disk, in bytes; null: not known."),
+        "disk_free_bytes": (int | None, "Free space on the output disk, in bytes; null if unknown."),
         **_SPEED,
-        "seconds": (float | None, "Estimated duration, in s; null: not known."),
+        "seconds": (float | None, "Estimated duration, in s; null if unknown."),
     },
 )
 _PHASES = ("forward_encode", "forward_rest", "backward", "metrics", "exchange", "update")
@@ -208,7 +208,7 @@ _PLAN = typed(
         "micro_batch": "Tokens per micro-batch on the rank with the most tokens.",
         "micro_batches": "Micro-batches per step.",
         "step_s": "Expected time of a step, in s.",
-        "needs_bytes": "Memory of the rank that needs the most, in bytes.",
+        "needs_bytes": "Memory needed by the most demanding rank, in bytes.",
         "token_shares": "Share of the tokens that each row of ranks processes.",
         "latent_shares": "Share of the latents that each column of ranks stores.",
         "reason": 'Why this mode was chosen; "": the job file sets it.',
@@ -230,7 +230,7 @@ _BENCH = fields(
         "architecture": (str, "Architecture of the SAE."),
         "optimizer": (str, "Optimizer."),
         "d_in": (int, "Width of the activations."),
-        "d_out": (int | None, "Width of the outputs; null: the same as `d_in`."),
+        "d_out": (int | None, "Width of the outputs; null if the same as `d_in`."),
         "d_sae": (int, "Number of latents."),
         "n_saes": (int, "Number of SAEs that are trained in one run."),
         "tokens_per_step": (int, "Tokens per step."),
@@ -252,8 +252,8 @@ _BENCH = fields(
             "Lower bound of the step time on this machine.",
         ),
         "of_floor": (float, "Lower bound divided by the step time (0 to 1)."),
-        "peak_memory_bytes": (int | None, "Peak of the reserved memory, in bytes; null: not known."),
-        "sent_bytes": (float | None, "Number of bytes that a rank sends per step; null: not counted."),
+        "peak_memory_bytes": (int | None, "Peak of the reserved memory, in bytes; null if unknown."),
+        "sent_bytes": (float | None, "Number of bytes that a rank sends per step; null if not counted."),
         "plan": (_PLAN, "The plan that the ranks chose."),
         "expected_step_ms": (float, "Step time predicted by the cost model, in ms."),
     },
@@ -268,9 +268,9 @@ _PROBE = fields(
         "memory_bytes_per_s": (list_of(float), "Memory bandwidth of each rank, in bytes per second."),
         "bus_bytes_per_s": (
             float | None,
-            "Bandwidth of an all-reduce, in bytes per second; null: there is only one device.",
+            "Bandwidth of an all-reduce, in bytes per second; null if there is only one device.",
         ),
-        "latency_s": (float | None, "Latency of a small all-reduce, in s; null: there is only one device."),
+        "latency_s": (float | None, "Latency of a small all-reduce, in s; null if there is only one device."),
         "pairs": (by_name(float), "Bandwidth between each pair of devices, in bytes per second."),
     },
 )
@@ -304,7 +304,7 @@ _EXTRACT = fields(
         "outputs": (by_name(str), "Output folder of each hook, as a value for `data.path`."),
         "n_tokens": (int, "Number of rows per hook."),
         "left_out": (by_name(int), "Number of rows that were left out, by reason."),
-        "tokens_per_s": (float | None, "Tokens that the model read per second; null: it read no tokens."),
+        "tokens_per_s": (float | None, "Tokens that the model read per second; null if it read no tokens."),
     },
 )
 _HEADERS = fields(
@@ -320,8 +320,8 @@ _HEADERS = fields(
                         "n_tokens": "Number of rows.",
                         "d_in": "Width of a row.",
                         "dtype": "Type of the stored values.",
-                        "lists": "Byte offset of the list offsets, and bytes per offset; null: the file has no lists.",
-                        "column": "Parquet column to decode; null: the file is in another format.",
+                        "lists": "Byte offset of the list offsets, and bytes per offset; null if there are no lists.",
+                        "column": "Parquet column to decode; null if the file is in another format.",
                         "file": "Path of the file.",
                         "first_row": "Index of the first of these rows in the file.",
                     },

@@ -136,7 +136,7 @@ def _check_rows(job: JobConfig) -> list[Problem]:
 
 
 def _check_mirrors(job: JobConfig) -> list[Problem]:
-    """Report mirrors whose library is not installed on the machine running the job."""
+    """Report each metrics mirror whose package is not installed on the machine running the job."""
     missing = [name for name in job.train.mirrors if not is_installed(MIRRORS[name].package)]
     return [
         Problem("train.mirror", f"{name} is not installed; run `pip install {MIRRORS[name].package}`, or leave it out")

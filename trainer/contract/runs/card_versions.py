@@ -37,7 +37,7 @@ _CHANGING = ("measured", "seconds", "device")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A current or older report card of an SAE.
+    """A current or older report card for an SAE.
 
     `number` is 1 for the first report card. `features` is None if the features file is not stored.
     """

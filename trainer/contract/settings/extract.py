@@ -28,7 +28,7 @@ PARTS = ".parts"
 
 
 class Extract(msgspec.Struct, frozen=True):
-    """The section `[extract]`: which rows to keep, and where to write them."""
+    """The `[extract]` section: which rows to keep, and where to write them."""
 
     n_tokens: Annotated[int, about("Rows to store per hook.", unit="tokens", ge=1)] = 1_000_000
     output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"

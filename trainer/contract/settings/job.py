@@ -37,7 +37,7 @@ J = TypeVar("J", bound="AnyJob")
 
 
 class DataSettings(msgspec.Struct, frozen=True):
-    """The section `[data]`: the source of the activations, and how rows are held out, left out or scaled."""
+    """The `[data]` section: the source of the activations, and how rows are held out, left out or scaled."""
 
     settings: SourceSettings
     source: Annotated[Choice, about("Where activations come from.")] = "shards"
@@ -112,7 +112,7 @@ def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
 
 
 class SaeSettings(msgspec.Struct, frozen=True):
-    """The section `[sae]`: the architecture, size and initialisation of the dictionary."""
+    """The `[sae]` section: the architecture, size and initialisation of the dictionary."""
 
     settings: ArchitectureSettings
     architecture: Annotated[Choice, about("Architecture of the SAE: how latents are made sparse.")] = "topk"
@@ -177,14 +177,15 @@ class SaeSettings(msgspec.Struct, frozen=True):
 
 
 class Train(msgspec.Struct, frozen=True):
-    """The section `[train]`: length, learning rate, precision and reporting."""
+    """The `[train]` section: length, learning rate, precision and reporting."""
 
     settings: OptimizerSettings
     batch_size: (
         Annotated[
             int,
             about(
-                "Tokens per data-parallel rank and micro-batch; auto: 4,096, or fewer for 500 steps or to fit.",
+                "Tokens per data-parallel rank and micro-batch; auto: 4,096, or fewer if needed to reach 500 steps"
+                " or to fit in memory.",
                 unit="tokens",
                 ge=1,
             ),
@@ -277,7 +278,7 @@ class Train(msgspec.Struct, frozen=True):
 
 
 class ParallelSettings(msgspec.Struct, frozen=True):
-    """The section `[parallel]`: how the ranks share the work."""
+    """The `[parallel]` section: how the ranks share the work."""
 
     mode: Annotated[Choice, about('"auto": the fastest mode that fits, by a cost model of this machine.')] = "auto"
     latent_ranks: Annotated[
@@ -307,7 +308,7 @@ class ParallelSettings(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The section `[launch]`: where and how the job runs."""
+    """The `[launch]` section: where and how the job runs."""
 
     settings: msgspec.Struct = NoSettings()
     gpus: (

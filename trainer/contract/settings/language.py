@@ -48,7 +48,7 @@ KeepSpecial = Annotated[bool, about("Keeps the rows of special tokens such as BO
 
 
 class Model(msgspec.Struct, frozen=True):
-    """The section `[model]`: the language model, and the hooks at which its activations are read."""
+    """The `[model]` section: the language model, and the hooks at which its activations are read."""
 
     path: ModelPath
     hooks: Annotated[
@@ -70,7 +70,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class TextSettings(msgspec.Struct, frozen=True):
-    """The section `[text]`: the text read by the model."""
+    """The `[text]` section: the text read by the model."""
 
     path: TextPath | None = None
     dataset: Dataset | None = None

@@ -58,7 +58,7 @@ def longest_since_fired(
 ) -> DeadLatents | None:
     """Return the n longest-silent dead latents, sorted by index.
 
-    Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer than n latents are dead, living
+    Silence is capped at 2^31 − 1 tokens, and ties go to the lower index. If fewer than n latents are dead, live
     latents fill the remaining entries. The bias has the matmul dtype, `dtype`. Return None if no kernel applies.
     """
     if (triton := DEAD_LATENTS.on(since_fired, dtype)) and triton.fits(since_fired, dead_after):

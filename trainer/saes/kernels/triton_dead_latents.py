@@ -127,7 +127,7 @@ def _find_longest_since_fired(
         dead += is_dead.to(tl.int32)
         dead_before += (is_dead & (latents < first)).to(tl.int32)
     n_dead, n_above_before = tl.sum(dead, axis=0), tl.sum(dead_before, axis=0)
-    # If at most n latents are dead, the first living ones, which all compare equal, fill the remaining positions.
+    # If at most n latents are dead, the first live ones, which all compare equal, fill the remaining positions.
     bound, n_above, n_equal_before = -1, n_dead, first - n_above_before
     if n_dead > n:
         silent_for = _since_fired_of_dead(since_fired, tl.arange(0, HELD), n_latents, dead_after)
@@ -153,7 +153,7 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the number of tokens since each latent in a block fired, int32; -1 for living latents and padding."""
+    """Return the number of tokens since each latent in a block fired, int32; -1 for live latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)

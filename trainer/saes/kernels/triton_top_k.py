@@ -403,8 +403,8 @@ def _count_digits(
     """Count the high digits in a tile or, with `high_digits`, the low digits of values in the bound's bin.
 
     Other values are counted as digit 0, which does not affect the search, since it starts from the highest digit. A
-    separate digit for these values would need 512 bins. For every 32 bins, each thread counts the bits of a mask once
-    per value, which takes a GPU eight times as long as an addition.
+    digit of their own, the 257th, would need 512 bins, the next power of two. For every 32 bins, each thread counts the
+    bits of a mask once per value, which takes a GPU eight times as long as an addition.
     """
     indices = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, indices, n_values, INFINITY, BITS)

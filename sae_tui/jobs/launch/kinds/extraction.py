@@ -57,7 +57,7 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
 
     def row(self, data: DataDir, job: ExtractJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
         fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
-        # If a job is resumed without a new outlook, keep its earlier estimates.
+        # If a job is resumed without a new estimate of its needs, keep the earlier estimates.
         if isinstance(look := placement.look, ExtractionOutlook):
             fields |= {
                 "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
