@@ -84,8 +84,7 @@ sae-tui job 2 --wait --json
 
 `heldout_fvu` (lower is better) and `heldout_l0` in the output of `job` are measured on held-out rows; `fvu` is measured
 on the last training batches and is too optimistic. `card` has `figures` with standard errors: `fvu`, `l0`, `dead`. An
-export is a folder that SAELens loads; `--format` selects other formats. `output_path` of a job is already such a
-folder.
+export is a folder that SAELens loads, as is a job's `output_path`; `--format` selects other formats.
 
 ```sh
 sae-tui compare 1 2 --json
