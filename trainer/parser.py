@@ -72,7 +72,7 @@ def make_parser() -> SafeParser:
     _add_import(add("import", "create a run from an SAE that another tool trained", IMPORT))
     judge = add("eval", "write the report card of a trained SAE, measured on held-out rows", EVAL)
     _add_eval(judge)
-    _add_job(add("estimate", "estimate the time and the memory per GPU of a job before it runs", ESTIMATE))
+    _add_job(add("estimate", "estimate a job's time and its memory per GPU before it runs", ESTIMATE))
     bench = add("bench", "measure the step time of a job on this machine, by phase", BENCH)
     _add_job(bench, nargs="?")
     for command in (run, extract, join, resume, judge, bench):

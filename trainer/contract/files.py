@@ -33,7 +33,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
 
 
 def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Atomically write a file controlling what programs do on behalf of its owner, such as settings.
+    """Atomically write a file that controls what programs do on behalf of its owner, such as settings.
 
     A group that shares the folder may read the file but not change it. Without `durable`, the call does not wait for
     the disk, and a power cut may lose the file.

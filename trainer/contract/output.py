@@ -78,7 +78,7 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
 def has_done(what: str) -> None:
     """Record a completed action, such as "job 3 is launched", before the command prints its result.
 
-    If the output is lost, the exit code is `Exit.UNTOLD`, telling scripts not to repeat the command.
+    If the output is lost, the exit code is `Exit.UNTOLD`, so that scripts do not repeat the command.
     """
     _DONE.append(what)
 

@@ -40,7 +40,7 @@ class RunPaths:
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
-        """Free disk space reserved for the last checkpoint by a killed process in the run."""
+        """Free disk space that a killed process of the run had reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
             folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -158,7 +158,7 @@ class DataDir:
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id with files in this folder (0 if there is none), even if the store lacks the job."""
+        """Return the highest job id with files in this folder, even if the store lacks the job; 0 without any files."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)

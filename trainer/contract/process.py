@@ -114,7 +114,7 @@ def machine_id() -> str:
 
 
 def in_container() -> bool:
-    """Return whether this process is running in a container, where processes are numbered differently from the host."""
+    """Return whether this process is in a container, where processes are numbered differently than on the host."""
     return "/" in boot_id()
 
 

@@ -53,7 +53,7 @@ def distrust_of_folder(folder: Path) -> str:
 
 
 def distrust_of_file(file: Path) -> str:
-    """Return why a file's content must not be trusted, for example because others can write to it; "" if it is safe."""
+    """Return why a file's content must not be trusted, for example because of its owner; "" if it can be trusted."""
     return distrust_of_open(file, file.stat())
 
 
@@ -105,7 +105,7 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file controlling what programs do on behalf of this user.
+    """Open a file that controls what programs do on behalf of this user.
 
     Raise `UserError` if anyone but this user and root can write to the file, and `OSError` if it is missing.
     """

@@ -56,7 +56,7 @@ class Reporter:
     def __init__(self, progress: RunProgress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
-        # The start of the current interval, or None before the first batch to exclude model loading time.
+        # The start of the current interval, or None before the first batch, so model loading time is excluded.
         self._since: float | None = None
 
     def advance(self, n_kept: int) -> None:

@@ -98,7 +98,7 @@ def running_spec(run_dir: Path) -> RankSpec:
 
 
 def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
-    """Write a file telling the ranks in an attempt to stop, or to cool down and finish early."""
+    """Write a file that asks the ranks in an attempt to stop, or to cool down and finish early."""
     paths = RunPaths(run_dir)
     private_folder(paths.attempt(attempt))
     refuse_link(paths.attempt(attempt))
@@ -168,7 +168,7 @@ class Foreground:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills the ranks because both SIGTERM and SIGHUP are sent at the end of a session.
+        # Only a second Ctrl-C kills the ranks: at the end of a session, both SIGTERM and SIGHUP are sent.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()

@@ -129,7 +129,7 @@ class RankWork(Generic[J]):
         raise NotImplementedError
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
-        """Return a progress writer: to the run's store or, if the store is on another host, to a file.
+        """Return a progress writer for the run's store or, if the store is on another host, for a file.
 
         Delete the history after the step in the heartbeat `at`.
         """

@@ -238,7 +238,7 @@ def _tell_plan(plan: Plan, file: Path, progress: RunProgress) -> None:
 
 def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
     """Report that transfers go through host memory, and record that for later jobs."""
-    # Do not record this on a cluster because its nodes would write to the submitting host's file.
+    # Do not record this on a cluster: its nodes would write to the submitting host's file.
     if spec.by_files or not spec.box_file:
         progress.event("staged", staging.SENTENCE, "warning")
         return

@@ -47,7 +47,8 @@ def test_a_name_that_cannot_be_a_module_path_is_refused(text: str) -> None:
 
 
 def test_the_error_for_an_unknown_transformer_lens_hook_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"^has no site attn.hook_z; the known sites are blocks.3.hook_") as error:
+    wanted = r"^has no site attn.hook_z; the known sites are blocks.3.hook_resid_pre, "
+    with pytest.raises(ValueError, match=wanted) as error:
         parse_hook("blocks.3.attn.hook_z")
     assert str(error.value).endswith("blocks.3.hook_attn_out")
 

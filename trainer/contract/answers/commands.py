@@ -124,7 +124,7 @@ _EXPORT = fields(
         "saes": (by_name(str), "Sweep: the folder of each SAE, by its label."),
         "left_out": (
             by_name(str),
-            "Sweep: the reason why the format cannot represent an SAE, for each SAE that was left out, by label.",
+            "Sweep: why the format cannot represent each SAE that was left out, by label.",
         ),
         "notes": (list_of(str), "What the format cannot represent; omitted if nothing is left out."),
         "pushed": (_PUSHED, "With --push."),
@@ -139,7 +139,7 @@ _EXPORTED_SET = fields(
         "layers": (by_name(int), "Step of each layer's checkpoint, by layer."),
         "left_out": (
             by_name(str),
-            "The reason why the format cannot represent an SAE, for each SAE that was left out, by label.",
+            "Why the format cannot represent each SAE that was left out, by label.",
         ),
         "notes": _NOTES,
         "pushed": (_PUSHED, "With --push."),
@@ -165,7 +165,7 @@ _CARDS = fields(
                     "Report card",
                     written_to=(
                         str | None,
-                        "Folder of the report card; null if not written because the folder contains other weights.",
+                        "Folder of the report card; null if it was not written: the folder contains other weights.",
                     ),
                 )
             ),

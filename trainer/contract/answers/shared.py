@@ -34,7 +34,7 @@ FAILURE = typed(
     },
 )
 REFUSAL = whole(
-    "The problems; a command that fails with a non-zero exit code prints only them",
+    "The problems: the only output of a command that fails with a non-zero exit code",
     fields(
         "",
         {
@@ -127,7 +127,7 @@ _TEXT_ROWS = typed(
     no_number_is_null=True,
 )
 _LOSSES = {
-    "n_tokens": "Number of tokens over which the losses are averaged.",
+    "n_tokens": "Number of tokens over which the cross-entropies are averaged.",
     "ce": "Cross-entropy of the unchanged model, in nats; null if undefined.",
     "ce_with_sae": "Cross-entropy with reconstructions in place of activations, in nats; null if undefined.",
     "ce_with_zeros": "Cross-entropy with zeros in place of activations, in nats; null if undefined.",

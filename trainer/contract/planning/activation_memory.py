@@ -95,7 +95,7 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that a rank exchanges in a pass: its candidates or its summed reconstructions, if larger."""
+    """Return the bytes that a rank exchanges in a pass: the larger of its candidates and summed reconstructions."""
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 

@@ -29,7 +29,7 @@ UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """The facts about a GPU used by the checks; `busy` and `unhealthy` are either empty or contain the reason."""
+    """The facts about a GPU that the checks need; `busy` and `unhealthy` are either empty or contain the reason."""
 
     index: int
     name: str

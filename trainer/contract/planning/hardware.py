@@ -74,7 +74,7 @@ _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
 # The precisions that "auto" can resolve to, from the most to the least widely supported.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
 
-# A measured rate; it must not be 0 because time estimates divide by it.
+# A measured rate. Time estimates divide by it, so it must not be 0.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -189,7 +189,7 @@ def slowest(names: Iterable[str]) -> str:
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds, or no speeds if the file is missing or corrupt, because they can be remeasured.
+    """Return the measured speeds, or no speeds if the file is missing or corrupt; they can be remeasured.
 
     A host without its own file reads `box.json`, written by earlier versions for all hosts.
     """

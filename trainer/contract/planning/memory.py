@@ -25,7 +25,7 @@ PROCESS_BYTES = 570 * 2**20
 # Memory reserved by PyTorch's allocator beyond a step's tensors, with expandable segments: holes between long-lived
 # tensors, and the unused ends of the last 20 MiB pages. On an H200, holes added 1 to 24 % to the size of the tensors.
 # In 324 simulated steps, the median was 11.4 % (the value used here), and the 95th percentile was 27 %. The size of the
-# holes cannot be predicted from tensor sizes. The amount depends on where the first update places its state, and on
+# holes cannot be predicted from tensor sizes. It depends on where the first update places its state, and on
 # whether the largest tensors in later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The

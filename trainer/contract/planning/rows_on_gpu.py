@@ -16,7 +16,7 @@ MOST_TOKENS = 8192
 
 
 def bytes_of_rows(work: Workload) -> int:
-    """Return the maximum size in bytes of a training rank's prefetched batches and held-out rows, stored in fp32."""
+    """Return the maximum size in bytes of a training rank's prefetched batches and held-out rows if all are fp32."""
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
     # If each rank reads only a shard of every batch, the rank stores its shards of two batches, its shard of a third

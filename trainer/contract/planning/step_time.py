@@ -134,7 +134,8 @@ def reads_parts(work: Workload, speeds: Speeds, ranks_of_host: int) -> bool:
 def text_parts(work: Workload) -> int:
     """Return the number of shards into which the text for the language models is split.
 
-    There is one shard per separate model GPU or, without such GPUs on a single machine, one per rank.
+    Each separate model GPU has one shard. Without such GPUs, there is one shard per rank on a single machine, and one
+    per data-parallel rank on several machines.
     """
     return work.model_gpus or (work.ranks if work.job.launch.nodes == 1 else work.data_ranks)
 
@@ -240,7 +241,7 @@ def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _skip_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds for a skip connection's matmuls, for its output and its weight gradient."""
+    """Return the time in seconds for a skip connection's two matmuls: its output and its weight gradient."""
     tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
     rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
     return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s

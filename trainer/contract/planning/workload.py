@@ -153,7 +153,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether ZeRO-1 shards the optimizer state; this excludes optimizers that average the weights.
+        """Return whether ZeRO-1 shards the optimizer state; it never does if the optimizer averages the weights.
 
         The optimizer must also be elementwise.
         """

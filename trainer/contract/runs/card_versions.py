@@ -86,7 +86,7 @@ def versions(folder: Path) -> list[Version]:
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the latest version measured on the given weights, or None if there is none."""
+    """Return the latest version measured on the given weights, or None."""
     return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 

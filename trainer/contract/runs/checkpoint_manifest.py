@@ -92,7 +92,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down for a run of `planned` steps; None if there is none or if the run length has changed."""
+        """Return the cool-down for a run of `planned` steps, or None if it has none or its length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property

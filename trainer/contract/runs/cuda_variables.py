@@ -35,7 +35,7 @@ def presets(base: Mapping[str, str]) -> dict[str, str]:
 def _caches() -> dict[str, str]:
     """Return local folders for compiled kernels, writable only by this user, or {} if there are none.
 
-    A folder created by another user is not used because ranks execute the compiled kernels.
+    Ranks execute the compiled kernels, so a folder created by another user is not used.
     """
     folder = _LOCAL / f"sae-tui-{os.getuid()}"
     with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 class FolderRecord(msgspec.Struct, frozen=True):
     """The shards in a folder, ordered by row number; new shards come last.
 
-    Held-out rows are chosen from the first `split_rows` rows, those that existed when the run started.
+    Held-out rows are chosen from the first `split_rows` rows, which existed when the run started.
     """
 
     field: str
@@ -72,7 +72,7 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return records of each hook's current data, without samples because reading samples takes time.
+    """Return records of each hook's current data, without samples, which take time to read.
 
     If the run was already trained on the shards in `before`, those shards come first, with their samples, and new
     shards follow. Raise `JobFileError` if one of the recorded shards has changed.
@@ -131,7 +131,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Return a sentence about the first shard with fewer bytes than recorded, or None if there is none."""
+    """Return a sentence about the first shard with fewer bytes than recorded, or None."""
     for folder in record:
         for shard in folder.shards:
             try:

@@ -109,7 +109,7 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[st
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return a dict mapping each part to its time on this device type in seconds, summed over the report cards."""
+    """Return a dict mapping each part to its time in seconds on this device type, summed over the report cards."""
     seconds: dict[str, float] = {}
     for card in cards:
         for name, part in card.parts.items():

@@ -1,4 +1,4 @@
-"""Reads features files, written by evaluations to record what each latent fires on, without torch or numpy."""
+"""Reads, without torch or numpy, the features files in which evaluations record what each latent fires on."""
 
 from __future__ import annotations
 

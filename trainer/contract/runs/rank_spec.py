@@ -62,7 +62,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def n_devices(self) -> int:
-        """The number of devices in the job: one per rank, plus those that only run the language model."""
+        """The number of devices in the job: one per rank, plus the devices that only run the language model."""
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
@@ -103,7 +103,7 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the command line that runs a rank with this Python or with `python`; the environment contains the rank.
+    """Return the command line that runs a rank with this Python or `python`; the environment contains its number.
 
     `any_owner` skips the owner check for the spec. This is meant for a process that has just written all files in the
     run, because some file systems report one owner for all files, or report all files as writable by everyone.

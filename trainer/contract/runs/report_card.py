@@ -223,7 +223,7 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """The time, data and settings used to measure one part of a report card.
+    """When, on which data and with which settings one part of a report card was measured.
 
     `measured` is the time in seconds since the epoch. `step` is the SAE's training step, or 0 if unknown. `text` names
     the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or "" if

@@ -1,4 +1,4 @@
-"""Reads a run's job file; settings newer than the version that started the run are set to keep its behaviour."""
+"""Reads a run's job file; settings that did not exist when the run started get values that match its behaviour."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return overrides for settings newer than the run whose defaults would change its behaviour."""
+    """Return overrides for settings that are newer than the run and whose defaults would change its behaviour."""
     raw = read_toml(job_file, read)
     sections = class_of(raw).sections
     # A run's job file contains all settings in its version, so a missing setting did not exist in that version.

@@ -17,7 +17,7 @@ _LayersOf = Callable[[str], Sequence[int]]
 
 
 def of_training(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return a training job file's table with each hook without a layer replaced by one hook per layer.
+    """Return the table from a training job file, with each hook that names no layer replaced by one hook per layer.
 
     If no layers are known, the table is returned unchanged.
 
@@ -37,7 +37,7 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
 
 
 def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
-    """Return an extraction job file's table with its hooks expanded: ranges, both ends of MLPs, all layers."""
+    """Return the table from an extraction job file with its hooks expanded: ranges, both ends of MLPs, all layers."""
     model = raw.get("model")
     given = model.get("hooks") if isinstance(model, Mapping) else None
     if not isinstance(model, Mapping) or not isinstance(given, list) or not given:

@@ -123,7 +123,7 @@ class CurveAxis(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """How one of the value series in a run is named, formatted, compared and displayed."""
+    """How one of a run's series of values is named, formatted, compared and displayed."""
 
     title: str
     # The name in the log, if it differs from the name in the store.

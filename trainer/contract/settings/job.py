@@ -369,7 +369,7 @@ class Launch(msgspec.Struct, frozen=True):
     ) = None
 
 
-# The setting naming the hooks for the rows; each SAE in a sweep reads the rows for one hook.
+# The setting that names the hooks; each SAE in a sweep reads the rows for one hook.
 HOOK = "data.hook"
 
 
@@ -396,7 +396,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def with_all_layers(cls, raw: Mapping[str, Any], bases: Sequence[Path]) -> Mapping[str, Any]:
-        """Return a job file's table with each hook without a layer replaced by one hook per layer."""
+        """Return the table from a job file, with each hook that names no layer replaced by one hook per layer."""
         return raw
 
     @classmethod

@@ -29,7 +29,7 @@ _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
 # The number of values per token at the peak of a block, as a multiple of the model's width: the input, queries, keys
 # and values, and the hidden layer of the MLP with its gate.
 _WIDTHS_PER_TOKEN = 20
-# The throughput of a forward pass, relative to that of large matmuls.
+# The throughput of a forward pass, as a share of the throughput of large matmuls.
 READING_SPEED = 0.5
 _CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
@@ -61,7 +61,7 @@ class ModelSize(msgspec.Struct, frozen=True):
         return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
 
     def pass_bytes(self, n_tokens: int, context: int, value_bytes: int) -> int:
-        """Return the peak size of the activations in bytes for a forward pass over contexts of `context` tokens."""
+        """Return the peak size in bytes of the activations in a forward pass over contexts of `context` tokens."""
         tokens = max(n_tokens, context)
         mask = tokens * context
         return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes

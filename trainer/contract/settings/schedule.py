@@ -68,8 +68,8 @@ class Schedule(msgspec.Struct, frozen=True):
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:
     """Return the share of the peak learning rate at a step (0 to total_steps - 1).
 
-    The share rises linearly during the warm-up, stays at 1, and then decays linearly. The share is never 0 because a
-    zero rate would waste a step.
+    The share rises linearly during the warm-up, stays at 1, and then decays linearly. The share is never 0: a zero
+    rate would waste a step.
 
     With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.112 without warm-up, and
     0.115, 0.116 and 0.118 with a warm-up over 2, 5 and 10 % of the steps. With a warm-up over 5 % of the steps, the FVU

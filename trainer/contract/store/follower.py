@@ -22,7 +22,7 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # How many times the file was opened. The device and inode do not suffice because a new file may get a deleted
+        # How many times the file was opened. The device and inode do not suffice: a new file may get a deleted
         # file's inode.
         self._times_opened = 0
 

@@ -20,8 +20,8 @@ _LONGEST_NAME = 60
 def holder_of(path: Path) -> int | None:
     """Return the pid of another process blocking writes to this store, or None if no such process is visible.
 
-    A process on another host, or outside this PID namespace, is not visible. The store is not opened here because
-    closing it would drop this process's own locks on it.
+    A process on another host, or outside this PID namespace, is not visible. This function does not open the
+    store: closing it would drop this process's own locks on it.
     """
     with contextlib.suppress(OSError):
         table = Path("/proc/locks").read_bytes()

@@ -341,7 +341,7 @@ _NEWEST = (
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
     """Add new names and return a dict mapping every name to its id.
 
-    The ids are not cached because a failed write rolls back its new names.
+    The ids are not cached: a failed write rolls back its new names.
     """
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
