@@ -187,7 +187,7 @@ class _UnseenRows:
         is_like = [part.ndim == 2 and part.shape[1] == own.shape[1] for part, own in zip((x, y), first, strict=True)]
         if not all(is_like) or len(x) != len(y) or not len(x) or (x is y) != (first[0] is first[1]):
             raise UserError(
-                f"held_out: must have the same shape as the batches of data, {_shapes(*first)}, not {_shapes(x, y)}"
+                f"held_out: must be shaped like the batches of data, {_shapes(*first)}, not {_shapes(x, y)}"
             )
 
     def of_hook(self, hook: int) -> _UnseenRows:

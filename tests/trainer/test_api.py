@@ -43,9 +43,7 @@ def test_held_out_rows_are_evaluated_and_determine_the_threshold(architecture: s
 
 def test_held_out_rows_with_a_different_shape_cause_a_one_sentence_error() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
-        with pytest.raises(
-            UserError, match=r"^held_out: must have the same shape as the batches of data, \[128, 16\], not "
-        ):
+        with pytest.raises(UserError, match=r"^held_out: must be shaped like the batches of data, \[128, 16\], not "):
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
 
 

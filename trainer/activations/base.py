@@ -57,7 +57,7 @@ def in_fp32(pair: Pair) -> Pair:
 
 
 def norms_of(rows: Tensor) -> Tensor:
-    """Return the norms [n] of rows [n, d] in fp32; norms that overflow, or of non-finite rows, are inf or NaN."""
+    """Return the norms [n] of rows [n, d] in fp32; overflowing norms and norms of non-finite rows are inf or NaN."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
     return norms
 

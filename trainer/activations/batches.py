@@ -40,20 +40,20 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch, and the exchange of its rows among the ranks reading one part each."""
+    """A batch, and the exchange of its rows among ranks that each read one part."""
 
     coming: BatchInTransfer
     exchange: Exchange
 
 
 class Batches:
-    """Yields this rank's rows for each micro-batch, starting at position `start` on, with outliers replaced.
+    """Yields this rank's rows for each micro-batch, starting at position `start`, with outliers replaced.
 
     `outliers` is empty or has one entry per hook: a token that is an outlier at one hook is kept at the other hooks. If
     `replaces` is False, outliers are only counted here, and the training step replaces them.
 
-    The tokens in a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, the tokens
-    in a step change if the shares change.
+    The tokens in a step do not depend on the number of micro-batches or on the ranks' shares. For a stream, this holds
+    only as long as the shares do not change.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Batches:
         return Arriving(item, Exchange(pair, item.token_slice.length, self._data.readers))
 
     def close(self) -> None:
-        """Stop the thread; this is required before another reader opens the same files in this process.
+        """Stop the thread; this is required before another reader of the same files starts in this process.
 
         If ranks read together, or each read a part of a batch, all ranks must call this after the same batch.
         """

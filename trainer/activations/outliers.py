@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# The limit for jobs without `data.max_norm`, as a multiple of the median norm. The optimizer computes fourth powers,
-# which would overflow fp32 for larger rows.
+# The limit if `data.max_norm` is 0, as a multiple of the median norm. The optimizer computes fourth powers, which would
+# overflow fp32 for larger rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -62,7 +62,7 @@ class Outliers:
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Replace each row to leave out with the kept row before it (cyclically), and count the replaced rows.
+        """Replace each row to leave out with the last kept row before it (cyclically), and count the replaced rows.
 
         The batch size stays the same, so the host need not wait for the GPU. `note` counts the total number of rows.
         """

@@ -244,7 +244,7 @@ def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Text
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
-    """Return the metadata written next to the shards by the extraction, or {} if there is none."""
+    """Return the metadata written next to the shards by the extraction, or {} if it is missing."""
     return read_json(file, dict[str, Any]) or {}
 
 

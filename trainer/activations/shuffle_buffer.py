@@ -82,7 +82,7 @@ class StreamRows:
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the rest of the current chunk, or the next chunk if none is left, or None at the end of the stream."""
+        """Return the rest of the current chunk or, if nothing is left, the next chunk; None at the stream's end."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
@@ -93,7 +93,7 @@ class StreamRows:
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position returned earlier by `place`; the rows to skip must be read."""
+        """Go to a position returned earlier by `place`; this reads the rows to skip."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -118,7 +118,7 @@ class StreamRows:
         self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
 
     def _has_rows(self) -> bool:
-        """Return whether there is another row; read the next chunk once the current chunk is exhausted."""
+        """Return whether there is another row; if the current chunk is exhausted, read the next chunk."""
         while self._n_used == len(self._chunk.x):
             chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:
@@ -220,7 +220,7 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of rows of a block; rows fill slots in the order in which the previous block freed them."""
+        """Return the slots of the given rows in a block; rows fill slots in the order the previous block freed them."""
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:
@@ -230,7 +230,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Read the next rows of the stream into slots, numbered from `first`, and return how many rows were read."""
+        """Read the next rows of the stream into slots, number the rows from `first`, and return how many were read."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]

@@ -53,7 +53,7 @@ class Texts:
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
         """Return all rows of `texts`, a subset of `counts(n_rows)`, in ascending order.
 
-        In shards that start after the first `n_rows` rows, rows are matched by text number alone, whatever the
+        In shards that start after the first `n_rows` rows, rows are matched by text number, regardless of the
         numbering.
         """
         rows, numberings = [], self._numberings(n_rows)

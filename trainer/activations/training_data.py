@@ -55,7 +55,7 @@ HALVES = (0, 1)
 
 
 class ReadRows(NamedTuple):
-    """A batch's rows in their stored dtype, and the stream's position after the batch."""
+    """A batch's rows in their stored dtype and, for a stream, the position after the batch."""
 
     x: Tensor
     y: Tensor
@@ -122,7 +122,7 @@ class TrainingData(ABC):
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
-    # The number of stored training rows, or None for a stream of unknown length.
+    # The number of stored training rows, or None for a stream, because its length is unknown.
     n_train: int | None = None
     # Whether `read` waits for other ranks. If `read` waits, all ranks must call it the same number of times.
     reads_together: bool = False

@@ -58,7 +58,7 @@ class Cards:
     def write(self) -> None:
         """Write a report card for every SAE that this rank has exported, and report the results; never raise.
 
-        Ranks only contributing tokens or latents to another rank's SAEs write no report card.
+        Ranks that only contribute tokens or latents to another rank's SAEs write no report card.
         """
         if not (self._job.train.report_card and self._trainer.data.n_held_out):
             return

@@ -62,12 +62,12 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint or in a folder on rows of `data`.
 
     For a transcoder in a folder, `targets` are its targets; `given` overrides settings in the folder's files. Return a
-    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the report card's folder
-    (`written_to`). A job file may request a language model's own Python code; this code runs only if `allows_code` is
-    set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such measurement for the same
-    weights. With `is_probed`, the SAEs of a run are probed on `n_sets` (by default 12) sets of texts read by `model`.
-    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has exported the
-    SAE. Raise `UserError` if a file cannot be read.
+    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the folder that the card was
+    written to (`written_to`). A job file may request a language model's own Python code; this code runs only if
+    `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such measurement
+    for the same weights. With `is_probed`, the SAEs of a run are probed on `n_sets` (by default 12) sets of texts read
+    by `model`. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has
+    exported the SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")

@@ -250,7 +250,7 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
     """Complete `tensors` for `write_features` from an older file for the same weights.
 
-    Either the tensors or the file may lack the latents' texts or the promoted tokens. Return {} if neither contains the
+    The tensors and the file may each lack the latents' texts or the promoted tokens. Return {} if neither contains the
     latents' texts. A damaged older file is treated as missing.
     """
     before: dict[str, Tensor] = {}

@@ -94,7 +94,7 @@ def evaluations_of(
 ) -> Iterator[Evaluation]:
     """Evaluate the SAEs in a run's latest or best checkpoint, or in the checkpoint `path`, one at a time.
 
-    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model streaming
+    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
     it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
     probed on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the
     folder has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.

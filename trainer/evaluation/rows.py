@@ -122,7 +122,7 @@ class EvaluationRows:
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """Sum the errors and spreads [n] from the last pass over each text or each block of neighbouring rows.
+        """For each text or block of neighbouring rows, sum the errors and spreads [n] from the last pass.
 
         Store the sums as `sums`, to compare SAEs measured on the same rows.
         """

@@ -55,7 +55,7 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer in its folder cannot tokenize text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # The number of documents with replaced unpaired surrogates.
+        # The number of documents in which unpaired surrogates were replaced.
         self.n_mended = 0
 
     def require_context(self, context: int) -> None:

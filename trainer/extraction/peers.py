@@ -50,7 +50,7 @@ class Alone:
         """Report how many rows this rank's share lacks, and return how many rows it must add for other ranks.
 
         A rank lacks rows if it has run out of text. The first rank that still has text adds as many of the missing rows
-        as it can, followed by the next rank with text.
+        as it can, then the next rank with text, and so on.
         """
         return 0
 

@@ -76,7 +76,7 @@ class Group:
         return local_shard(total, self).clone()
 
     def start_part_of_sum(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Start `part_of_sum`; return its result, and the transfers to finish before the result is valid."""
+        """Start `part_of_sum`; return its result, and the transfers that must finish before the result is valid."""
         return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:

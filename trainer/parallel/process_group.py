@@ -179,7 +179,7 @@ def join(
         )
         ranks = DistributedGroup(None, time)
         if _may_hang(device):
-            # If torchrun started the ranks, its agent hosts the store; in older versions, rank 0 does.
+            # Without `rendezvous`, torchrun's agent hosts the store or, in older versions, rank 0.
             first_has_store = not rendezvous and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             opening = dist.PrefixStore("open", store)
             open_connections(ranks, opening, device, on_hang, patience, first_has_store=first_has_store)

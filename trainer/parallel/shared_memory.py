@@ -149,7 +149,7 @@ class SharedRanks(Processes):
             yield places[self.index], piece
 
     def _slices(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield a memory area [size, n] for each slice of the blocks to exchange; a slot holds `n_each` slices."""
+        """Yield memory areas [size, n] and the slices of the blocks to exchange there, `n_each` slices per slot."""
         n_values = SLOT_BYTES // dtype.itemsize // n_each
         for begin in range(0, longest, n_values):
             self._n_times += 1

@@ -34,8 +34,8 @@ def even(n_rows: int, n_columns: int) -> Shares:
 def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the ranks' speeds, listed row by row of the grid.
 
-    The speed of a column is the mean over its ranks, which all have the same latents. The speed of a row is that of its
-    slowest rank. `capacity` is the largest share of all latents fitting in each rank's memory.
+    The speed of a column is the mean over its ranks, which all have the same latents. A row is as fast as its slowest
+    rank. `capacity` is the largest share of all latents fitting in each rank's memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):

@@ -1,4 +1,4 @@
-"""Measures, without blocking the rank, how long it waits for other ranks."""
+"""Measures how long a rank waits for other ranks, without blocking it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class AnyRequests(Protocol):
 
 
 class RowStore(Protocol):
-    """A store for rows. If a call raises an exception, the same rows are rewritten later."""
+    """A store for rows. If a call raises an exception, the same rows are written again later."""
 
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 

@@ -34,7 +34,7 @@ class Report:
         self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
-        # Hooks with outliers that have been reported.
+        # Hooks whose outliers have been reported.
         self._told_outliers: set[str] = set()
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 

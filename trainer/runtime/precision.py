@@ -27,7 +27,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; for an AMD GPU, return that of NVIDIA GPUs with the same fast dtypes.
+    """Return the compute capability; for an AMD GPU, return the value for NVIDIA GPUs with the same fast dtypes.
 
     For AMD GPUs, PyTorch reports the architecture number instead, such as (10, 3) for RDNA 2.
     """

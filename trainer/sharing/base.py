@@ -174,7 +174,7 @@ def count_saes(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> SharedSae:
-    """Return the exchange form of an SAE in evaluation mode."""
+    """Return the exchange form of an SAE; the SAE must be in evaluation mode."""
     return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),

@@ -110,7 +110,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """The properties of a transcoder that must be equal within a set, and its layer, unique within the set."""
+    """The properties of a transcoder that must be equal within a set, and its layer, which must be unique."""
 
     layer: int | None
     d_in: int
