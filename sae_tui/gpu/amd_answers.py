@@ -35,7 +35,7 @@ class Asking:
                 self.failed[field] = faults.sensor(error.err_code)
         except (AttributeError, self._smi.AmdSmiException):  # This AMD SMI lacks the function or these arguments.
             pass
-        except (UnicodeDecodeError, ValueError):  # A text is not UTF-8, or a serial number is not a number.
+        except (UnicodeDecodeError, ValueError):  # Text is not UTF-8, or a serial number is not a number.
             self.failed[field] = "unexpected response"
         return None
 

@@ -40,7 +40,7 @@ def load_amdsmi() -> ModuleType:
 
 
 class _OwnThread(io.StringIO):
-    """Captures output from the thread that creates it, and forwards output from other threads to `others`."""
+    """Captures output from the thread that creates this object; forwards output from other threads to `others`."""
 
     def __init__(self, others: TextIO) -> None:
         super().__init__()

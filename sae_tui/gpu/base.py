@@ -32,15 +32,15 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# If more memory than this is used by no listed process, an unlisted process must be using the GPU.
+# If more used memory than this belongs to no listed process, an unlisted process must be using the GPU.
 # A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
 # The minimum GPU memory of a compute process, which is the size of a CUDA context.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
-# A desktop occasionally raises utilisation to this percentage.
+# A desktop occasionally raises utilisation to at most this percentage.
 IDLE_PERCENT = 5
-# Limits for values from files that other users may have written; they keep sums and tables valid.
+# Limits for values from files that other users may have written; the limits keep sums and tables valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
@@ -116,7 +116,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """The most serious reason not to run jobs on the GPU, as a long and a short text; ("", "") if there is none."""
+        """The most serious reason not to run jobs on the GPU, as a long and a short text, or ("", "")."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"

@@ -124,7 +124,7 @@ class Monitor:
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
-        The dict is empty if sampling of these percentages is off or has not started yet.
+        The dict is empty if sampling of these percentages is off or has not produced any yet.
         """
         return self._sampler.sm_percents(index)
 
@@ -154,7 +154,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must continue whatever the store contains.
+                # Invalid contents of the store must not end this thread.
                 self._past_problem = f"the stored GPU history cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

@@ -177,7 +177,7 @@ RECOVERIES: Mapping[int | None, str] = {
 # Maps the type of a field's value to the union member containing the value.
 _UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
-_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The field with the same meaning on GPUs before Ampere.
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # The equivalent for GPUs before Ampere.
 
 
 class NvmlDetails:

@@ -18,7 +18,7 @@ _spellings = itertools.count(1)
 
 
 def load_pynvml() -> Any:
-    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or unrelated."""
+    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or from another package."""
     try:
         module = importlib.import_module("pynvml")
     except Exception as error:  # A different package of that name may raise any exception.

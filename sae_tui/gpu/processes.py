@@ -181,7 +181,7 @@ def _ancestors(pid: int) -> Iterable[Ancestor]:
 
 
 def container_of(pid: int) -> str:
-    """Return a process's container or cluster job, or "" if there is none or the app is running in it too."""
+    """Return a process's container or cluster job, or "" if it has none or shares it with the app."""
     theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
     return "" if theirs == ours else theirs
 

@@ -164,7 +164,7 @@ class Sampler:
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
 
-        The dict is empty if sampling of these percentages is off or has not started yet.
+        The dict is empty if sampling of these percentages is off or has not produced any yet.
         """
         return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
 
@@ -246,7 +246,7 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in (AUTO, *VENDORS):
             return False
-        # Consider only GPUs that were readable: resetting one GPU does not affect the other GPUs.
+        # Consider only GPUs that were readable before: resetting one GPU does not affect the other GPUs.
         lost = [gpu.sample.index for gpu in unread if gpu.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
@@ -426,7 +426,7 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Set an unhealthy sample's `unread_since` to the time at which the GPU became unreadable."""
+    """Set an unhealthy sample's `unread_since` to when a previously readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 

@@ -1,4 +1,4 @@
-"""Reads GPU history in a given number of columns: one GPU's latest intervals, or a stored time span."""
+"""Reads GPU history in a given number of columns: one GPU's latest intervals, or a stored time span for any GPUs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
 def stored_past(
     path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float
 ) -> RecentHistory:
-    """Return the stored history for the last `span_s` seconds of each GPU in `samples`, in at most `n` columns.
+    """Return the stored history of the GPUs in `samples` for the last `span_s` seconds, in at most `n` columns.
 
     Raise `UserError` if the store cannot be read.
     """

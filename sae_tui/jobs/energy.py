@@ -8,7 +8,7 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# The user is told if energy was measured for a smaller share of a job's time than this. The limit is below 1
+# The user is informed if energy was measured for a smaller share of a job's time than this. The limit is below 1
 # because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 

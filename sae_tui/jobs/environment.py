@@ -36,7 +36,7 @@ LIMIT_S = 60.0
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
 # A script that reports the properties of the interpreter running it. Even Python 2 can run the script, which then
-# reports its version. The alarm stops the script even if the app has exited.
+# reports that version. The alarm stops the script even if the app has exited.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()

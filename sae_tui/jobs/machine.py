@@ -84,7 +84,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Describe the host of an active job running on another machine; return "" for any other job.
+    """Describe the host of an active job on another machine; return "" for any other job.
 
     Example: `its host gpu7 has been silent for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -92,7 +92,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # The job has no files with modification times showing whether its host is silent.
+        # The job has no files, so no modification time can show whether its host is silent.
         return ""
     # Import the module here because a waiting supervisor does not need it.
     import shlex

@@ -69,7 +69,7 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Return whether a job's quality can be compared with that of other jobs, which requires completed training.
+    """Return whether a job can be compared with other jobs by quality, which requires completed training.
 
     Most of the improvement happens while the learning rate decays. Halfway through a run, the FVU is 15 % higher than
     at the end of a run that is a quarter as long. Comparing unfinished runs would favour the wrong settings.

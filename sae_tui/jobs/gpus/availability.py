@@ -21,7 +21,7 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A GPU that the user may choose; `reason` explains why it is unavailable, or what is unknown about it.
+    """A GPU that a job may request; `reason` explains why it is unavailable, or what is unknown about it.
 
     `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory available to jobs on the
     idle GPU, excluding memory reserved by the driver. `withheld` is True if only other users may use the GPU.

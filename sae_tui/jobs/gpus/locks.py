@@ -1,4 +1,4 @@
-"""File locks marking a GPU as in use for exactly as long as one of its job's processes is alive.
+"""File locks marking a GPU as in use for exactly as long as any process of its job is alive.
 
 The ranks inherit the lock descriptors. Therefore, a GPU stays locked while its rank is running, even if the
 supervisor is killed, and no locks have to be cleaned up after a crash. All locks for a machine's real GPUs are in one

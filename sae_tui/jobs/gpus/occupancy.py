@@ -1,6 +1,6 @@
 """Tracks which GPUs on this machine our jobs hold, and creates GPU sources.
 
-The functions can be called from any thread.
+All functions and methods can be called from any thread.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` available GPUs of one vendor with enough free memory, sorted by free memory."""
+    """Recommend up to `count` available GPUs of one vendor with enough free memory, those with most free first."""
     reasons, usable = {}, []
     for choice in choices:
         alone = "a MIG slice, which cannot be combined with other GPUs" if count > 1 and is_slice(choice.uuid) else ""
@@ -77,7 +77,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
     """Return the GPUs from the vendor supported by the PyTorch build.
 
-    If that vendor is unknown, return those of the vendor with the most usable GPUs, up to the required `count`.
+    If that vendor is unknown, return the GPUs of the vendor that has the most, counting at most `count`.
     """
     by_vendor: dict[str, list[GpuChoice]] = {}
     for choice in choices:

@@ -90,8 +90,7 @@ def resume(
 
     If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
-    Raise `JobFileError` if an override affects an unchangeable setting, and `UserError` if the job cannot be
-    resumed.
+    Raise `JobFileError` if an override would change a fixed setting, and `UserError` if the job cannot be resumed.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:

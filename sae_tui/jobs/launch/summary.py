@@ -55,7 +55,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return pairs of the path of each setting that can be "auto" and the value chosen for it by a job's ranks."""
+    """Return the path of each setting that can be "auto", paired with the value that a job's ranks chose."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}

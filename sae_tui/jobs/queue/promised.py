@@ -65,6 +65,6 @@ def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promi
 
 def _promises(job: Job) -> Promises:
     table = table_of(job.config)
-    # There may be a thousand jobs, and most do not write rows, so parse only those that do.
+    # There may be a thousand jobs. Most do not write rows, so parse only the jobs that do.
     writer = parse_any(table)[0] if class_of(table).writes_rows else None
     return writer.promises(f"job {job.id}") if writer else NO_PROMISES

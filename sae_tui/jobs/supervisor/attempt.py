@@ -310,7 +310,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _record_gpus(data: DataDir, job: Job) -> Recording | None:
-    """Start storing GPU samples while a job is running, in case no app is; return None if this fails.
+    """Start storing GPU samples during a job, in case no app is running; return None if this fails.
 
     Recording errors never affect the job.
     """

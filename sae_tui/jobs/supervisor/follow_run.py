@@ -93,7 +93,7 @@ class Watch:
         # Rank 0 touches its spec file to report steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
-        # The requests to stop, pause or kill the job made during this attempt.
+        # The requests made during this attempt to stop, pause or kill the job.
         self.requests: set[RequestKind] = set()
         self._is_stopping = self._asked_to_finish = False
 
@@ -203,7 +203,7 @@ class Watch:
         return was_lost
 
     def _restore_row(self) -> None:
-        """Restore the job's row in the store replacing a deleted one."""
+        """Restore the job's row in the store that has replaced a deleted one."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while the job ran; earlier events are in its run folder"

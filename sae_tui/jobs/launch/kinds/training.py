@@ -101,7 +101,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return a job's outlook on its former devices.
 
-    The only known property of these devices is how much memory the job needed on each.
+    All that is known about these devices is how much memory the job needed on each of them.
     """
     devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, capacity = CPU if placement.device == "cpu" else "", DeviceMemory(placement.had_bytes, placement.had_bytes)
@@ -125,7 +125,7 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
 def _factors(work: Workload) -> list[int]:
     """Return the factors of the effective batch size: micro-batch size, number of micro-batches, data-parallel ranks.
 
-    Factors of 1 are omitted. Return [] if the factors do not multiply to the effective batch size.
+    Factors of 1 are omitted. Return [] if the product of the factors is not the effective batch size.
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
