@@ -303,7 +303,11 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
     [
         ([5], [choice(0)], "there is no GPU 5 here; this machine has GPU 0"),
         ([0], [], "there is no GPU 0 here; this machine has no GPUs"),
-        ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
+        (
+            [0],
+            [choice(0, state="unhealthy", reason="it is lost")],
+            "GPU 0 cannot be used: it is lost; choose another GPU",
+        ),
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
         ([0, 1], [choice(0), SLICE], "GPU 1 is a MIG slice, and NCCL cannot connect slices"),
