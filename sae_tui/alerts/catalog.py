@@ -59,7 +59,7 @@ class AlertKind(NamedTuple):
     passed_s: float = 0.0
 
     def rule(self, settings: Settings) -> Rule | None:
-        """Return the rule for this kind of alert, or None if it is turned off with the setting 0."""
+        """Return the rule for this kind of alert, or None if the setting is 0, which turns it off."""
         bound: float = getattr(settings, self.setting)
         if bound <= 0:
             return None

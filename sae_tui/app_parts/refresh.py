@@ -130,7 +130,7 @@ class Refresh:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _apply(self, new: Settings) -> list[Problem]:
-        """Apply the settings, and return the problems appearing only when the settings are applied."""
+        """Apply the settings, and return the problems that are found only when they are applied."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

@@ -459,7 +459,7 @@ def _add_finding(add: Add) -> None:
     latents.add_argument(
         "--search",
         metavar="WORDS",
-        help="only latents whose max-activating examples contain these words; those that fire on the words come first",
+        help="only latents whose max-activating examples contain these words; latents firing on the words come first",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)
@@ -508,9 +508,9 @@ def _add_edit_commands(add: Add) -> None:
     )
     delete.add_argument("-y", "--yes", action="store_true", help="delete without confirmation")
     mend = add(
-        "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair the damage of a crash"
+        "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair damage left by a crash"
     )
-    gone = "also mark the jobs of this host as lost, since it no longer exists; skip jobs active in the last 3 minutes"
+    gone = "a host that no longer exists: also mark its jobs as lost, except jobs active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 

@@ -32,7 +32,7 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class StoredSamples:
-    """The stored samples for the period `--since`; `every_s` is the step in seconds, or None for raw samples."""
+    """The samples from the period given by `--since`; `every_s` is the step in seconds, or None for raw samples."""
 
     def __init__(self, context: CommandContext, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
@@ -44,7 +44,7 @@ class StoredSamples:
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Yield the samples from one GPU, whatever its index was at the time."""
+        """Yield the samples from one GPU, regardless of its index at the time."""
         with suppress(StoreMissing):
             yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 

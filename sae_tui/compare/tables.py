@@ -203,7 +203,7 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the row with the best value marked, or with every value that is not significantly worse marked."""
+    """Return the row with the best value marked or, if others are not significantly worse, with all of these marked."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:

@@ -61,7 +61,7 @@ CHECKS: tuple[Check, ...] = (
     environments.check_trainer_code,
     torch_build.check_torch,
 )
-# Checks run only on request, because they use the GPUs.
+# These checks run only on request, because they use the GPUs.
 PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
@@ -75,8 +75,8 @@ OF_FOLDER: frozenset[Check] = frozenset(
         storage.check_space,
     )
 )  # fmt: skip
-# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. Checks run
-# only on request limit the time for each program they start.
+# The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. The
+# checks in `PROBES` and `SELF_TEST` limit the time for each program they start.
 LIMIT_S = 60.0
 LIMITS_S: dict[Check, float] = {
     **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),

@@ -66,7 +66,7 @@ class MemoryBar(LineView):
     def show_need(self, need: Need | None, capacity: FreeMemory) -> None:
         """Draw the job's memory requirement and the free memory.
 
-        If there was no job to check, draw only the heading.
+        If no job could be checked, draw only the heading.
         """
         self._need, self._capacity = need, capacity
         self._draw()

@@ -93,7 +93,7 @@ class MetricGrid(Grid, can_focus=True):
         cursor: float | None,
         chosen: int | None,
     ) -> None:
-        """Draw these metrics, which must all fit, and highlight the one at index `chosen`, enlarged with Enter."""
+        """Draw these metrics, which must all fit, and highlight the one at index `chosen`; Enter enlarges it."""
         if not self.display:
             # Do not add plots to a screen that is closing, because a plot without a screen has no styles.
             return

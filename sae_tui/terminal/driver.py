@@ -178,7 +178,10 @@ class TerminalDriver(LinuxDriver):
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
 
     def _restore_at_once(self) -> None:
-        """Restore the terminal from any thread, if the app is using it; discard output it has not accepted."""
+        """Restore the terminal, from any thread, if the app is using it.
+
+        Output that the terminal has not accepted is discarded.
+        """
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
@@ -245,8 +248,8 @@ def _at_rest(app: App[Any]) -> Iterator[None]:
 class Stopper:
     """Handles SIGTSTP outside of the event loop: closes the GPU driver and stops the process.
 
-    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. The process therefore handles
-    the second stop after the first one, because a nested pause would wait for that lock forever.
+    A second SIGTSTP can interrupt the handler while it resumes reading and holds a lock. A nested pause would
+    wait for that lock forever, so the process handles the second stop after the first one.
     """
 
     def __init__(self, app: Any) -> None:

@@ -67,7 +67,7 @@ class FramedScreen(Screen[None]):
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
-    """Write a title at the top of the panel's frame and a hint at the bottom, or both at the top without a bottom."""
+    """Write a title at the top of the panel's frame and a hint at its bottom, or both at the top if it has none."""
     title = title if isinstance(title, Content) else Content(title)
     framed = frame_of(*panel.screen.size) == "framed"
     over = title if framed else _with_hint(title, hint, panel.outer_size.width)

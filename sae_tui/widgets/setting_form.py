@@ -144,7 +144,7 @@ class SettingRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
-        """Show the problem or, if there is none, the warning, or else the effect of another setting and the help."""
+        """Show the problem, or else the warning, or else the effect of another setting and the help."""
         self._problem, self._overridden, self._warning = problem, overridden, warning
         self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")
@@ -202,7 +202,7 @@ class SettingRow(Horizontal):
 class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
-    Posts `Edited` after every change; `values` returns the entered values, including those of hidden rows. Values that
+    Posts `Edited` after every change; `values` returns the entered values, including values in hidden rows. Values that
     differ from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
     """
 

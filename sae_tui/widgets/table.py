@@ -22,7 +22,7 @@ from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its title, minimum width, whether it takes spare space, and its priority for being dropped."""
+    """A column: its title, minimum width, whether it takes spare space, and its `drop` priority (highest first)."""
 
     title: str
     width: int

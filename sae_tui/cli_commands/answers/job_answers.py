@@ -287,7 +287,7 @@ _ENVIRONMENTS = fields(
 _DOCTOR = fields(
     "Problems that would prevent training",
     {
-        "ok": (bool, "Whether the findings contain no errors; if they do, the exit code is 1."),
+        "ok": (bool, "True if there are no errors; if there are, the exit code is 1."),
         "findings": (list_of(_FINDING), "Findings of all checks."),
         "job": (or_null(_REPORT), "With JOB.toml: the ways to run it; null if no job file was given."),
         "environments": (_ENVIRONMENTS, "Python environments of the app and of the trainer."),
