@@ -4,7 +4,7 @@ python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view
 
 Runs `sae-tui` from the working folder in a pseudo-terminal, on simulated NVML GPUs with constantly changing values and
 with jobs logging one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3
-KB/s). The start-up time is compared with that of a Textual app that shows a single word.
+KB/s). The start-up time is compared with the start-up time of a Textual app that shows a single word.
 """
 
 from __future__ import annotations

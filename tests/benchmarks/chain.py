@@ -3,7 +3,7 @@
     make model && .venv/bin/python tests/benchmarks/chain.py [--tokens 100_000] [--layers 12 20] [--json FILE]
 
 SmolLM2-135M reads the Python reference manual, or the text in `--text FILE`. Both trainers get the same rows in the
-same order, and the same d_sae, k, batch size and number of steps. All other settings are the defaults for each trainer.
+same order, and the same d_sae, k, batch size and number of steps. All other settings are each trainer's defaults.
 `trainer eval` evaluates both SAEs on the same held-out rows and, spliced into the model, on the same text. This text
 was not used for extraction. Probes are trained if sae-probes is installed. Then the model is run in turn by our
 extraction, a plain loop using the transformers library, and SAELens, `--repeats` times each (`peers/reading.py`). The

@@ -1,4 +1,4 @@
-"""Compares step times predicted by the cost model behind `auto` and the forecasts with measured step times.
+"""Compares measured step times with the predictions of the cost model that `auto` and the forecasts use.
 
 python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
 
@@ -23,7 +23,9 @@ ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", default="cpu:2", help="devices in the format of launch.gpus, such as cpu:2")
+    parser.add_argument(
+        "--gpus", default="cpu:2", help="devices in the format of launch.gpus, with a count, such as cpu:2"
+    )
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     device, _, ranks = options.gpus.partition(":")

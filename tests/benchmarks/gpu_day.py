@@ -9,7 +9,7 @@ SAE, a launched job and other trainers. With several GPUs, there are additional 
 NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does not
 affect the others. Parts that cannot run here, or for which no time is left, are reported as "not run". The exit code is
 1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
-docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, for testing this script.
+docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, only to test this script.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Part(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """The outcome and the result of a part (parsed if it is JSON); `why` explains why a part was not run."""
+    """The outcome of a part and its result (parsed if it is JSON); `why` explains why a part was not run."""
 
     state: str
     seconds: float = 0.0

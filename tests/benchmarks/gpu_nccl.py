@@ -1,4 +1,4 @@
-"""Checks NCCL with a single rank: every process group exchange with every dtype, inside and outside a CUDA graph.
+"""Checks NCCL with a single rank: every exchange of a process group, with every dtype, inside and outside a CUDA graph.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 

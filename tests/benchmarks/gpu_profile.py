@@ -6,9 +6,9 @@ A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some 
 Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Shapes A and B have 4,096
 tokens, in the precision selected by `auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a
 step while the GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then
-have many active latents and use dense matmuls. The floor is the minimum time printed by `python -m trainer bench` for
-this GPU. "of it" is the floor's share of the captured step time, if there is a captured step, or of the eager step
-time.
+have many active latents and therefore use dense matmuls. The floor is the minimum time printed by `python -m trainer
+bench` for this GPU. "of it" is the floor's share of the captured step time or, without a captured step, of the eager
+step time.
 """
 
 from __future__ import annotations

@@ -100,7 +100,11 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
             return {"wrong": [f"the other ranks were still running {ENDED_S:.0f} s after one was killed"]}
         finally:
             process.kill()
-    wrong = [] if process.returncode and "rank" in words else [f"exited with {process.returncode}: {words[-200:]}"]
+    wrong = (
+        []
+        if process.returncode and "rank" in words
+        else [f"the command exited with {process.returncode}: {words[-200:]}"]
+    )
     return {"ended_s": time.monotonic() - began, "said": words[-300:], "wrong": wrong}
 
 

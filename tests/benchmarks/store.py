@@ -1,4 +1,4 @@
-"""Measures how long screens wait for the store when there are many long runs, and how reporting slows down training.
+"""Measures how long screens wait for the store with many long runs, and the slowdown of training due to reporting.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
@@ -120,7 +120,7 @@ def fill_metrics(path: Path, n_steps: int) -> None:
 
 
 def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time how long a job screen takes to refresh."""
+    """Measure how long a job's screen takes to refresh."""
     path = data.run(job_id).metrics_db
     first, later, idle = [], [], []
     for _ in range(3):
@@ -145,7 +145,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
 
 
 def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | None]]:
-    """Time how long the jobs list takes to refresh."""
+    """Measure how long the jobs list takes to refresh."""
     first, changed = [], []
     for _ in range(5):
         with contextlib.closing(JobsReader(data)) as reader:

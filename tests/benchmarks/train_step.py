@@ -287,7 +287,7 @@ def peak_bytes(device: str) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """Return a value from /proc/self/status in bytes, or None on systems without this file (other than Linux)."""
+    """Return a value from /proc/self/status in bytes, or None if this file does not exist (only Linux has it)."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)

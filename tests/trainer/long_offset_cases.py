@@ -40,7 +40,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> T
 
 
 def below(n_rows: int, row: Tensor) -> Tensor:
-    """Return a matrix with `n_rows` rows, the last of which is `row` [1, ...]."""
+    """Return a matrix with `n_rows` rows, ending with `row` [1, ...]."""
     whole = torch.empty(n_rows, *row.shape[1:], dtype=row.dtype)
     whole[-1:] = row
     return whole

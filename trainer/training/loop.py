@@ -71,7 +71,7 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
         f"with {join_words(by_batch)}, latents are selected within each micro-batch, "
-        f"so the SAE differs from that of a run with {whole:,}"
+        f"so a run with {whole:,} would train a different SAE"
         if by_batch
         else "the SAE is not affected"
     )

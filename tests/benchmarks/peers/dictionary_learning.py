@@ -15,7 +15,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class DictionaryLearningTopK(Recipe):
-    """`TopKTrainer.update`: b_dec from the first batch's geometric median, unit decoder, AuxK, Adam with clipping."""
+    """`TopKTrainer.update`: b_dec from the first batch's geometric median, unit decoder, AuxK, Adam, clipping to 1."""
 
     name, package, module = "dictionary_learning topk", "dictionary-learning", "dictionary_learning"
     trainer_class = "top_k:TopKTrainer"

@@ -12,7 +12,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class SaeLensTopK(Recipe):
-    """`SAETrainer.step` on a training SAE: no normalisation, decoder of norm 0.1, Adam at 3e-4 with clipping."""
+    """`SAETrainer.step` on a training SAE: no normalisation, decoder of norm 0.1, Adam at 3e-4, clipping to 1."""
 
     name, package, module = "SaeLens topk", "sae-lens", "sae_lens"
     sae_class = "topk_sae:TopKTrainingSAE"

@@ -130,7 +130,7 @@ def test_the_target_of_an_sae_is_its_input(activations: Path) -> None:
     assert (x.dtype, x.shape) == (torch.float32, (64, 16))
 
 
-def test_a_transcoder_gets_a_target_for_every_row(activations: Path, tmp_path: Path) -> None:
+def test_a_transcoder_gets_the_target_for_every_row(activations: Path, tmp_path: Path) -> None:
     path = str(activations)
     targets = 2 * Shards(path=path).rows(np.arange(3000)).float()[:, :5]
     (tmp_path / "targets").mkdir()

@@ -134,7 +134,7 @@ def test_the_error_for_a_bad_target_names_the_row_in_both_files(activations: Pat
     assert source.place == f"{activations} with targets in {target_path}"
 
 
-def test_more_or_fewer_targets_than_rows_are_refused(activations: Path, tmp_path: Path) -> None:
+def test_fewer_targets_than_rows_are_refused(activations: Path, tmp_path: Path) -> None:
     target_path, _ = write_targets(tmp_path / "targets", [2999])
     with pytest.raises(JobFileError, match=r"^data\.target_path: .* has 2,999 rows, but .* has 3,000"):
         Shards(path=str(activations), target_path=target_path)

@@ -1,4 +1,4 @@
-"""Tests that a finished run cheaply writes correct report cards, and that write errors do not fail the run."""
+"""Tests that a finished run writes correct report cards at little cost, and does not fail if it cannot write them."""
 
 from __future__ import annotations
 

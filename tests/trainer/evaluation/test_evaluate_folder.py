@@ -1,4 +1,4 @@
-"""Tests for report cards for SAE folders, measured on the run's held-out rows or, without a run, on given rows."""
+"""Tests the report cards of SAE folders, measured on the run's held-out rows or, without a run, on given rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     # Inputs and targets have the same width, but inputs are never used as targets.
     (theirs / "card.json").unlink()
     for arguments, reason in (
-        ([str(theirs), "--data", inputs], "--targets: is required, since "),
+        ([str(theirs), "--data", inputs], f"--targets: is required, since {theirs} is a transcoder; "),
         ([alone, "--data", str(activations), "--targets", str(activations)], "mine is not a transcoder"),
         ([str(theirs), "--targets", targets], "--targets: needs --data"),
         ([alone, "--transcoder"], "--transcoder: needs --data"),

@@ -282,7 +282,7 @@ def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: Extract
     assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
 
 
-def test_ablations_at_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
+def test_text_after_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
@@ -293,7 +293,7 @@ def test_ablations_at_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob)
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_text_beyond_the_extracted_part_is_used_if_available(family: str, tmp_path: Path, job: ExtractJob) -> None:
+def test_a_model_without_an_unembedding_is_refused(family: str, tmp_path: Path, job: ExtractJob) -> None:
     other = extraction_job(make_model(tmp_path / family, family), Path(job.text.path or ""), tmp_path / "rows")
     with pytest.raises(UserError, match=r"model.path: .* choose"):
         SplicedModel(other, HOOK, CPU)

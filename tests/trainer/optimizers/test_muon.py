@@ -55,7 +55,7 @@ def test_matrix_updates_match_the_muon_algorithm(shape: tuple[int, int]) -> None
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_matrix_updates_are_about_as_large_as_those_of_adam() -> None:
+def test_matrix_updates_are_about_as_large_as_adam_updates() -> None:
     lengths = []
     for optimizer_class, settings in ((Muon, {"momentum": 0.95}), (Adam, {"state": "fp32"})):
         weight = nn.Parameter(torch.zeros(30, 200))

@@ -464,7 +464,7 @@ def test_vector_steps_match_float64_and_can_be_continued_by_torch(n: int, beta1:
     assert float(optimizer.state[vector]["step"]) == count == 5
 
 
-def test_matrices_that_are_not_stored_latent_by_latent_are_left_to_torch() -> None:
+def test_matrices_that_are_not_stored_latent_by_latent_are_left_to_the_optimizer() -> None:
     weights = nn.Parameter(rows(6, 8, 1))
     for axis, is_stepped in ((LatentAxis(0, torch.arange(6)), True), (LatentAxis(1, torch.arange(8)), False)):
         optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
@@ -472,7 +472,7 @@ def test_matrices_that_are_not_stored_latent_by_latent_are_left_to_torch() -> No
         assert (optimizer.by_rows() is not None) == is_stepped
 
 
-def test_rows_with_unsupported_widths_are_left_to_torch() -> None:
+def test_rows_with_unsupported_widths_are_left_to_the_optimizer() -> None:
     assert [width for width in (1, 16, 2300, 2302, 2304, 8192, 8196) if triton_update.fits(width)] == [
         16, 2300, 2304, 8192,
     ]  # fmt: skip

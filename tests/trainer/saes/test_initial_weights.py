@@ -70,7 +70,7 @@ def test_two_ranks_drawing_rows_in_blocks_get_the_same_rows_as_one_rank(
 
 @pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
 @pytest.mark.parametrize("normalize", ["mean_norm", "none"])
-def test_b_dec_and_mean_and_variance_are_those_of_the_normalised_data(
+def test_b_dec_and_mean_and_variance_are_computed_from_normalised_data(
     how: str, normalize: str, make_job: MakeJob
 ) -> None:
     x, sae = sample(), new_topk()

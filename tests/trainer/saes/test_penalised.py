@@ -54,7 +54,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute the losses, activations and x_hat token by token and latent by latent, with plain autograd.
 
-    Where the activation jumps, its gradient is that of a function that is linear in a window around the jump.
+    Where the activation jumps, its gradient is the gradient of a function that is linear in a window around the jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []

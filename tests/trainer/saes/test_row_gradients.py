@@ -23,7 +23,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_row_gradients_from_several_passes_are_added_even_if_none_exists_yet(
+def test_row_gradients_from_several_passes_are_added_to_a_gradient_or_create_one(
     has_gradient: bool, dtype: torch.dtype
 ) -> None:
     parameters = Weights(*map(nn.Parameter, (torch.randn(6, 4).T, torch.randn(6), torch.randn(6, 3))))

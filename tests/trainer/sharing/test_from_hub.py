@@ -1,4 +1,4 @@
-"""Tests that an SAE on the hub is read from the local cache, after downloading it if it is not cached."""
+"""Tests that an SAE on the hub is read from the local cache, and is downloaded first if it is not cached."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 class Run:
-    """Two learners for the same SAE, one of which captures its steps."""
+    """Two learners for the same SAE; only one of them captures its steps."""
 
     def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
         settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train

@@ -64,7 +64,7 @@ def test_a_skipped_step_changes_no_bit(make_job: MakeJob) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_a_set_rate_applies_to_the_decoder_and_the_auto_rate_rises_with_tied_updates(make_job: MakeJob) -> None:
+def test_a_set_rate_applies_to_the_decoder_and_auto_is_higher_with_tied_updates(make_job: MakeJob) -> None:
     asked, auto, alone = learner(make_job), learner(make_job, lr="auto"), learner(make_job, OFF, lr="auto")
     for one in (asked, auto, alone):
         one.begin_step(0)

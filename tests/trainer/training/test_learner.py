@@ -45,7 +45,7 @@ def test_micro_batches_of_any_size_yield_the_mean_gradient_over_all_tokens(
 
 @pytest.mark.parametrize(("scaling", "factor"), [("off", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
 @pytest.mark.parametrize("lr", [1e-3, "auto"])
-def test_the_learning_rate_scales_with_the_configured_tokens_per_step(
+def test_the_learning_rate_scales_with_the_tokens_per_step_as_configured(
     scaling: str, factor: float, lr: float | str, make_job: MakeJob
 ) -> None:
     train = {"lr": lr, "batch_size": 64, "accumulate": 4, "decay_fraction": 0.0}

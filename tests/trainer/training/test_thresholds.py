@@ -93,7 +93,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
-def test_ranks_sharing_the_latents_set_the_same_threshold_as_a_single_rank(
+def test_ranks_sharing_the_latents_set_the_same_thresholds_as_a_single_rank(
     architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "k": 4}, train={"precision": "fp32"})

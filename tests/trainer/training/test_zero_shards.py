@@ -117,7 +117,7 @@ def test_a_rank_keeps_fp32_weights_only_for_its_own_latents() -> None:
     assert on_all(2, bytes_of, TIMEOUT_S) == [{"divided": [0, whole // 2], "restored": [whole]}] * 2
 
 
-def test_the_next_pass_uses_weights_that_have_been_replaced() -> None:
+def test_if_the_weights_are_replaced_the_next_pass_uses_the_new_weights() -> None:
     def read(group: Threads) -> bool:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tests for selecting the values above a bound if the host must guess their number, and may guess too low."""
+"""Tests for selecting the values above a bound when the host must guess their number, and may guess too low."""
 
 from __future__ import annotations
 
