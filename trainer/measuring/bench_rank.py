@@ -72,7 +72,7 @@ class RepeatedStep:
             learner.whole_steps = replay_for(learner, job, parallel)
 
     def take_plainly(self) -> None:
-        """Stop replaying CUDA graphs, because the phases within a replayed step cannot be told apart."""
+        """Stop replaying CUDA graphs, because the phases within a replayed step cannot be distinguished."""
         for learner in self.learners:
             learner.whole_steps = None
 

@@ -1,4 +1,4 @@
-"""One rank of a probe, started by `trainer.measuring.bench`: measures its device speed and the communication speed."""
+"""One rank of a probe, started by `trainer.measuring.bench`: measures device and communication speeds."""
 
 from __future__ import annotations
 

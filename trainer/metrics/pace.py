@@ -63,8 +63,7 @@ class Pace:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
-        # GPU memory used by NCCL, kernels and the CUDA context outside the allocator after the first interval, in
-        # bytes.
+        # Bytes of GPU memory in use outside the allocator after the first interval: NCCL, kernels and the CUDA context.
         self._foreign_at_first: int | None = None
         self.begin(0.0)
 

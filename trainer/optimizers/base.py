@@ -47,7 +47,7 @@ class TiedParameter(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Σ‖g‖² over all per-latent weights, and over all weights shared by latents; each is fp64, 0-dim."""
+    """Σ‖g‖² over all per-latent weights, and over the weights that all latents share; both are fp64, 0-dim."""
 
     of_latents: Tensor
     of_all: Tensor
@@ -120,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def use_trained_weights(self) -> None:
-        """Load the weights to be evaluated and saved into the parameters, if training steps use other weights."""
+        """Load the weights for evaluation and saving into the parameters, if training steps use other weights."""
 
     def use_stepped_weights(self) -> None:
         """Undo `use_trained_weights`."""

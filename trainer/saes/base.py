@@ -411,7 +411,7 @@ class Sae(nn.Module, ABC):
                 own.movedim(dim, 0)[latents] = share * self._mean(own, living) if is_bias else 0
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """Return the mean of `own` [n_own] over the latents on all ranks marked in `counted`, bool [n_total]."""
+        """Return the mean of `own` [n_own] over the latents marked in `counted`, bool [n_total], on all ranks."""
         return self.latents.whole(own)[counted].mean()
 
     def note_since_fired(self, n_tokens_since_fired: Tensor) -> None:
@@ -422,7 +422,7 @@ class Sae(nn.Module, ABC):
     def since_fired_slack(self) -> Tensor:
         """Return by how much the host's upper bound exceeds the true maximum, float64 [1] on the device.
 
-        This is a collective call for all ranks training this SAE, and all of them get the same result.
+        This is a collective call: all ranks training this SAE must make it, and all get the same result.
         """
         # A rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()

@@ -34,8 +34,8 @@ class JumpReLU(Penalised):
     # only to 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty
     # (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
-    # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 with a threshold of 0.3, 32 with 0.5
-    # and 26 with 0.7.
+    # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 with an initial value of 0.3, 32 with
+    # 0.5 and 26 with 0.7.
     threshold_at_start = 0.5
 
     def __init__(self, spec: SaeSpec) -> None:
@@ -75,10 +75,10 @@ class _Jump(torch.autograd.Function):
     """Returns z where z > θ and 0 elsewhere, and the number of active values, 0-dim; θ is at least 0.
 
     The jump and the count have no gradients, so the gradients of their means over the window are used. For θ, these
-    gradients are −θ/ε and −1/ε inside a window of width ε. The gradient for z also includes the ordinary gradient of
-    its value. The jump depends on z − θ, so its window gradient with respect to z is the negative of that with respect
-    to θ. This gradient is added for z only if `moves_z` is set; the count has no gradient for z. The implementation
-    minimises the number of passes over z.
+    gradients are −θ/ε and −1/ε inside a window of width ε. The gradient for z is the ordinary gradient of its value.
+    The jump depends on z − θ, so its window gradient for z is the negative of its window gradient for θ; it is added to
+    the gradient for z only if `moves_z` is set. The count has no gradient for z. The implementation minimises the
+    number of passes over z.
     """
 
     @staticmethod

@@ -18,8 +18,8 @@ from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# The number of batches in memory besides the batch being passed: read ahead, in transfer, and in the metrics' fp64
-# sums.
+# The number of batches in memory in addition to the one being processed: read ahead, in transfer, and in the metrics'
+# fp64 sums.
 BATCHES_BESIDE = 4
 # The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27

@@ -116,7 +116,7 @@ class IntervalRecorder:
             self._report_data_wait(paces)
 
     def share_news(self) -> None:
-        """Exchange the events for all ranks' SAEs; raise `UserError` on all ranks if no SAE is still learning."""
+        """Exchange the ranks' events about their SAEs; raise `UserError` on all ranks if no SAE is still learning."""
         self._report.deliver(self._parallel.all_gather(self._report.take_events()))
         self._skips.given_up |= self._parallel.all_gather(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()

@@ -363,7 +363,7 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents on the rank where `state.collect` returns the tensors, otherwise None.
+        """On the rank where `state.collect` returns the tensors, return the SAE with all latents; on others, None.
 
         Call this within `evaluating` to get the SAE in its export form.
         """

@@ -499,7 +499,7 @@ class Trainer:
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
         share, best = self._lr_share(), self._saving.best
-        # The best FVU of a sweep is a mean over its SAEs, so it cannot be compared with that of a single SAE.
+        # The best FVU of a sweep is a mean over its SAEs, so it cannot be compared with a single SAE's FVU.
         is_comparable = not label or len(self.report.values) == 1
         is_behind = best and is_comparable and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
         return HowFar(
@@ -525,7 +525,7 @@ class Trainer:
         self.report.overfitting(words)
 
     def _report_held_out_once(self) -> None:
-        """Report, once per run, how many held-out rows are left out on all ranks."""
+        """Report, once per run, how many held-out rows are left out, summed over ranks."""
         if self._has_reported_held_out:
             return
         self._has_reported_held_out = True

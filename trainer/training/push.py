@@ -65,7 +65,7 @@ class Push:
         return {"url": place.url, "private": not place.is_public, "files": listed}
 
     def _written(self, out: Path, form: str) -> dict[str, Path | bytes]:
-        """Return a format's files added to `out` since this object was created."""
+        """Return a format's files that were added to `out` since this object was created."""
         patterns, out = catalog.FORMATS[form].load().files, out.resolve()
         return {
             str(file.relative_to(out)): file

@@ -75,7 +75,7 @@ class Stepped:
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
-        """Return the tensor for all latents on the first replica, otherwise None; here, `own` is that tensor."""
+        """On the first replica, return the tensor for all latents; on others, None. Here, `own` is that tensor."""
         return own
 
 

@@ -20,7 +20,7 @@ _kept = _Kept()
 
 
 def product(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return bias + x @ weight, written to the buffer from `put_back` if it has the right size."""
+    """Return bias + x @ weight, written to the buffer from `put_back` if its shape, dtype and device fit."""
     matrix, _kept.matrix = _kept.matrix, None
     if matrix is not None and not _fits(matrix, bias, x, weight):
         # Free the old buffer before allocating another, since there may not be enough memory for both.

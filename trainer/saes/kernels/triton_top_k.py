@@ -20,8 +20,8 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# The maximum number of group maxima and of chosen groups' values held by a program for a row, and the number of bytes
-# it reads at a time. Reading twice as many bytes saves no instructions and takes up to a third more registers.
+# The maximum number of group maxima, and of values in chosen groups, that a program holds for a row, and the number of
+# bytes it reads at a time. Reading twice as many bytes saves no instructions and takes up to a third more registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
 # The number of columns in the smallest group: 16 bytes of bf16, read by a thread in one load.
 LEAST_GROUP = 8
@@ -282,7 +282,7 @@ def _largest_of_rows(
         maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
         largest = tl.maximum(largest, maxima)
-    # Wait until all threads have stored the maxima read by other threads.
+    # Wait until all threads have stored the maxima that other threads read.
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
