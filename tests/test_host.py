@@ -27,7 +27,7 @@ def test_host_load_readings_agree_with_the_operating_system() -> None:
     assert (load.cpu_percent, load.disk_bytes_s, load.network_bytes_s) == (None, None, None)
 
 
-def test_rates_cover_the_time_since_the_last_reading_and_change_at_most_once_per_second(
+def test_rates_since_the_last_reading_are_computed_at_most_once_per_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, moved = [100.0], [(1_000, None)]

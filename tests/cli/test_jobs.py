@@ -549,7 +549,7 @@ def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) ->
     assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
-def test_new_jobs_use_the_configured_python_and_clones_that_of_their_parents(shell) -> None:
+def test_new_jobs_use_the_configured_python_and_clones_use_their_parents_python(shell) -> None:
     python = answering(shell.folder / "env")
 
     def launched(*words: object) -> bool:

@@ -122,7 +122,7 @@ def test_the_aggregated_history_says_how_many_gpus_it_counts(shell, minute):
     ] * 2 + ["  1 of 4    30%     8.0 GiB / 24.0 GiB   40 °C    100 W"] * 2
 
 
-def test_history_from_real_gpus_is_not_added_to_that_of_simulated_gpus(shell, minute):
+def test_history_from_real_gpus_is_not_added_to_history_from_simulated_gpus(shell, minute):
     store(shell, 0, minute, 60, uuid="GPU-real")
     store(shell, 1, minute, 60)
     assert {row["gpus_counted"] for row in shell.json("metrics", "--since", "1h")["history"]} == {1}

@@ -36,7 +36,7 @@ def test_without_the_web_extra_serve_names_the_command_that_installs_it(shell, t
     assert line == "sae-tui: error: serve needs a terminal for browsers: pip install 'sae-tui[web]'"
 
 
-def test_an_address_to_listen_on_and_an_invalid_port_are_rejected(shell) -> None:
+def test_a_host_option_and_an_invalid_port_are_rejected(shell) -> None:
     assert "--host" in shell.errors("serve", "--host", "0.0.0.0", code=2)[0]
     assert shell.errors("serve", "--port", "http", code=2)[0].startswith(
         "sae-tui: error: --port: must be a port from 0"

@@ -119,6 +119,5 @@ def test_the_explanation_of_a_lead_in_fvu_includes_the_l0_values_if_they_differ(
     assert line_of(at(1, 0.10, 32.0), at(2, 0.12, 33.5)).why == ""
     line = line_of(at(1, 0.10, 36.4), at(2, 0.12, 32.0))
     assert line.best == {0}
-    assert line.why.endswith(
-        "L0 values differ, and a higher L0 alone lowers the report card FVU: 1 at 36.4 and 2 at 32.0"
-    )
+    note = "the L0 values differ, and a higher L0 alone lowers the report card FVU: 1 at 36.4 and 2 at 32.0"
+    assert line.why.endswith(note)

@@ -50,7 +50,7 @@ def test_the_best_is_the_lowest_or_highest_value_unless_all_are_equal(values, be
     assert best(values, better) == indices
 
 
-def test_the_duration_of_a_restarted_job_is_shown_but_not_that_of_a_resumed_job() -> None:
+def test_a_duration_is_shown_for_a_restarted_job_but_not_for_a_resumed_job() -> None:
     took = {"started": 100.0, "ended": 160.0}
     (line,) = [
         line

@@ -44,7 +44,7 @@ def test_control_characters_and_invalid_text_are_encoded_as_json(capsys) -> None
     assert json.loads(out)["error"]["message"] == "file \x1b[2J? is odd"
 
 
-def test_a_usage_error_prints_no_control_characters_but_keeps_the_original_text_in_json(capsys) -> None:
+def test_a_usage_error_prints_no_control_characters_but_json_keeps_the_full_text(capsys) -> None:
     with pytest.raises(BadUsage) as refused:
         SafeParser(prog="p").parse_args(["\x1b[2J\udcff"])
     assert "\x1b" not in refused.value.sentence

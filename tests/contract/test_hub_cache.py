@@ -107,7 +107,8 @@ HOSTILE: list[Callable[[Path], str]] = [
 def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -> None:
     link = snapshot(model) / "hostile"
     link.symlink_to(target(model))
-    refusal = r"^is (a|part of a loop of) symbolic link.*not followed; replace it with a copy of the file, as"
+    copy = "replace it with a copy of the file, as `cp -rL` does$"
+    refusal = rf"^is (a|part of a loop of) symbolic link.*not followed; {copy}"
     with pytest.raises(ValueError, match=refusal):
         plain_file(link)
     assert not is_plain_file(link)

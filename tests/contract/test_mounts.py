@@ -62,7 +62,7 @@ def test_a_path_with_an_unknown_mount_is_not_local(tmp_path: Path, monkeypatch: 
     assert network_file_system(tmp_path) == "an unknown file system"
 
 
-def test_a_mounts_device_number_matches_that_in_proc_locks(tmp_path: Path) -> None:
+def test_a_mounts_device_number_matches_the_number_in_proc_locks(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with subprocess.Popen(["flock", lock, "sleep", "60"]) as holder:
         place = b""

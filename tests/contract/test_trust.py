@@ -67,7 +67,7 @@ def test_another_users_folder_is_trusted_only_if_shared_with_a_group(tmp_path: P
     assert sharing(tmp_path) == f"group {OTHER_USER}"
 
 
-def test_the_job_end_command_runs_only_from_a_file_that_nobody_else_can_write(tmp_path: Path) -> None:
+def test_the_job_end_command_runs_only_from_a_file_that_others_cannot_write(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text('on_job_end = ["id"]\ntheme = "light"\n')
     file.chmod(0o600)

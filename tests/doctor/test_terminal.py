@@ -42,7 +42,7 @@ def test_the_locale_variables_have_their_usual_precedence(sandbox, environ, leve
     assert finding.level == level
 
 
-def test_the_locale_is_that_of_the_shell_and_not_the_one_coerced_by_python() -> None:
+def test_the_locale_is_the_shells_and_not_the_one_coerced_by_python() -> None:
     script = "import os; from sae_tui.doctor.base import environment_at_start as e; print(e().get('LC_CTYPE'))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
     done = subprocess.run(
@@ -59,7 +59,7 @@ def test_a_small_window_is_a_warning_and_80_by_24_is_enough(sandbox) -> None:
     ]
 
 
-def test_tmux_and_screen_are_told_apart_from_a_plain_terminal(sandbox) -> None:
+def test_tmux_and_screen_and_a_plain_terminal_are_distinguished(sandbox) -> None:
     boxes = sandbox.box(TMUX="/tmp/tmux-0/default,1,0"), sandbox.box(STY="1.pts"), sandbox.box()
     levels = [(finding.level, finding.sentence.split(":")[0]) for box in boxes for finding in check_multiplexer(box)]
     assert levels == [

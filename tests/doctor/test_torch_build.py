@@ -1,4 +1,4 @@
-"""Tests for torch builds not installed here, with fake packages; one test uses the real torch."""
+"""Tests, with fake packages, for torch builds that are not installed here; one test uses the real torch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def terminal(box: Box) -> Terminal:
 
 
 @pytest.mark.timeout(120)
-def test_stray_bytes_and_library_output_leave_the_screen_intact_and_a_crash_exits_with_1(
+def test_stray_bytes_and_output_do_not_corrupt_the_screen_and_a_crash_exits_with_1(
     box: Box, terminal: Terminal
 ) -> None:
     before = terminal.mode

@@ -85,7 +85,7 @@ def test_the_footer_fits_every_width_and_ends_with_quit_and_help(box: Box) -> No
     assert "? Help" not in footer(terminal)
 
 
-def test_a_message_disappears_after_a_while_but_an_error_stays_until_a_key_is_pressed(box: Box) -> None:
+def test_a_message_disappears_after_a_while_but_an_error_stays_until_a_key_press(box: Box) -> None:
     box.record_job("done", JobState.FINISHED)
     terminal = box.app(80, 24)
     terminal.wait_for("✓ finished")

@@ -85,7 +85,7 @@ def left(terminal: Terminal) -> bool:
     return all(sequence in after for sequence in LEAVES)
 
 
-def test_a_signal_restores_the_terminal_even_in_a_dialog_or_while_the_app_is_suspended(start) -> None:
+def test_a_signal_restores_the_terminal_in_a_dialog_or_while_the_app_is_suspended(start) -> None:
     with_dialog, stopped = start("--demo"), start("--demo", controlling=True)
     before = with_dialog.mode
     with_dialog.wait_for("RTX 3080", 60)

@@ -135,7 +135,8 @@ def inspect(chain: Chain) -> None:
         assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
         assert facts["constant_dimensions"] == 0
         assert facts["outliers"] < N_ROWS / 100
-        # If rows for first tokens were included, which have huge norms after some layers, gamma would be at most 0.1.
+        # If the rows for first tokens, which have huge norms after some layers, were included, gamma would be at most
+        # 0.1.
         assert 0.2 < facts["gamma"] < 2
         assert facts["largest_norm"] < 15 * facts["median_norm"]
         rows = chain.rows(hook)["activations"].double()
@@ -234,7 +235,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first rows in each context are outliers, which an SAE not trained on these rows cannot reconstruct.
+    # The first row in each context is an outlier, which an SAE not trained on such rows cannot reconstruct.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 

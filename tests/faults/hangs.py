@@ -65,15 +65,15 @@ def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
 def processes_hang(root: Path, dice: random.Random) -> float:
     """Make reads of a GPU process's files in /proc hang while the app lists this process.
 
-    The app must report this and still accept keys. Return the seconds from pressing the keys to stop a job until it has
-    ended.
+    The app must report this and still accept keys. Return the seconds from pressing the first key to stop a job until
+    the job has ended.
     """
     with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as other_user, contextlib.ExitStack() as stack:
         stack.callback(other_user.kill)
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
-        # If a process hangs while its memory map is locked, reads of its command line block. Let reads of the command
-        # line and the environment block, or reads of all files of the process.
+        # If a process hangs while its memory map is locked, reads of its command line block. Block reads of either
+        # the command line and the environment, or all files of the process.
         folder = Path(f"/proc/{other_user.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])

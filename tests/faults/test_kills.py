@@ -28,7 +28,7 @@ def test_killing_the_launch_command_leaves_either_a_running_job_or_no_job(tmp_pa
     kills.launcher_killed(tmp_path / "box", random.Random(0))
 
 
-def test_a_job_whose_supervisor_is_killed_saves_and_resuming_it_produces_the_same_bits(tmp_path, like) -> None:
+def test_a_killed_supervisors_job_saves_and_produces_the_same_bits_once_resumed(tmp_path, like) -> None:
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 

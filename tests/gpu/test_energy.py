@@ -32,7 +32,7 @@ def naive(readings: list[EnergyReading], begin: float, end: float) -> tuple[floa
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_energy_equals_that_of_a_plain_loop_over_power_samples(seed):
+def test_the_energy_equals_the_sum_from_a_plain_loop_over_power_samples(seed):
     draw = random.Random(seed)
     at, readings = BEGIN, []
     for _ in range(3000):

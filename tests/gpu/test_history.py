@@ -510,7 +510,7 @@ def test_the_history_file_shrinks_after_a_shorter_retention_is_set(
 
 
 @pytest.mark.parametrize(("space", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["space", "no space"])
-def test_a_history_file_from_an_earlier_version_is_rebuilt_once_if_the_disk_has_space(
+def test_an_earlier_versions_history_file_is_rebuilt_once_if_the_disk_has_space(
     data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, space: int, shrinks: bool
 ) -> None:
     monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=space))

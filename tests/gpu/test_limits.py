@@ -153,7 +153,7 @@ ANY = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(LIMITS)), ANY, max_size=8))
-def test_whatever_the_driver_answers_its_readings_can_be_stored_and_decoded(values: dict[str, Any]) -> None:
+def test_readings_can_be_stored_and_decoded_for_any_driver_answer(values: dict[str, Any]) -> None:
     for kind, known in (
         (GpuSample, (0, "GPU-a", "H200", 1.0)),
         (Condition, ()),

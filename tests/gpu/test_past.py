@@ -128,7 +128,7 @@ def test_without_gpus_or_columns_the_history_is_empty() -> None:
     assert of(every_second(1.1, 3.1), now=3.5, n=0).column(0, "utilization", 0) == []
 
 
-def test_readings_from_the_drivers_buffer_fill_only_intervals_without_stored_readings() -> None:
+def test_driver_buffer_readings_fill_only_intervals_without_stored_readings() -> None:
     stored = [RingReading(10.0, 40), RingReading(11.0, 41), RingReading(14.0, 44)]
     remembered = [RingReading(float(second), 7) for second in range(9, 20)]
     found = merge(stored, remembered, 1.0, now=15.5)

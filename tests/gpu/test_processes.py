@@ -194,7 +194,7 @@ def test_the_container_of_a_process_is_recognised_by_its_control_group(tmp_path,
     assert processes._group(str(file)) == name
 
 
-def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_the_same_container(monkeypatch) -> None:
+def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_it_as_well(monkeypatch) -> None:
     monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")

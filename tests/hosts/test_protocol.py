@@ -175,7 +175,7 @@ def test_a_host_with_long_texts_stays_below_the_line_limit() -> None:
         assert isinstance(decode(line_of(told)), Log)
 
 
-def test_held_out_values_are_sent_and_messages_from_older_hosts_without_them_are_read() -> None:
+def test_held_out_values_are_sent_and_older_hosts_messages_without_them_are_read() -> None:
     row = {"id": 7, "name": "far", "config": "", "user": "me", "host": "gpu1", "device": "cpu", "gpu_source": "none"}
     known = {"fvu": 0.08, "heldout_fvu": 0.1341, "heldout_l0": 36.4, "k": "32", "d_sae": "1,536"}
     view = JobView(**row, **known, state=JobState.RUNNING)

@@ -62,13 +62,13 @@ def read_every_kind(file: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", BAD, ids=lambda content: repr(content[:12]))
-def test_reading_a_small_file_with_bad_content_results_in_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_bad_content_yields_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
 @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=200))
-def test_reading_a_small_file_with_random_bytes_results_in_none_or_a_one_sentence_error(tmp_path, content):
+def test_reading_a_small_file_with_random_bytes_yields_none_or_a_one_sentence_error(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 

@@ -95,7 +95,7 @@ PARSER = cli.make_parser(no_supervisor)
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     """Record a finished job, a queued job, and a job with a run folder. The test corrupts the row of the last job."""
-    # The replaced function starts a process whenever a store is opened, which happens thousands of times in this test.
+    # The original function starts a process whenever a store is opened, which happens thousands of times in this test.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
     finished = box.record(

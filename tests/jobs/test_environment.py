@@ -227,9 +227,7 @@ def test_a_cloned_job_keeps_its_python_unless_other_users_may_change_its_job_fil
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
 
-def test_a_batch_script_runs_ranks_with_the_chosen_python_and_without_the_apps_packages(
-    tmp_path: Path, box: Box
-) -> None:
+def test_a_batch_script_runs_ranks_with_the_chosen_python_without_the_apps_packages(tmp_path: Path, box: Box) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, device="cpu")
     launch = box.config(python="/env/bin/python").launch
     assert "\nunset PYTHONPATH PYTHONHOME " in script(spec, launch, ["rank"])

@@ -52,9 +52,7 @@ def test_a_job_from_this_boot_is_on_this_machine_under_any_host_name(box):
 
 
 @pytest.mark.parametrize(("theirs", "is_ours"), [("another", False), ("mine", True), (None, True)])
-def test_after_a_restart_the_host_name_identifies_a_machine_unless_the_machine_ids_differ(
-    box, monkeypatch, theirs, is_ours
-):
+def test_after_a_restart_the_host_name_identifies_a_machine_unless_its_id_differs(box, monkeypatch, theirs, is_ours):
     monkeypatch.setattr(machine, "machine_id", lambda: "mine")
     job = box.job(box.record(host=socket.gethostname(), boot_id="another-boot", machine_id=theirs))
     assert machine.is_here(job) == is_ours

@@ -49,7 +49,7 @@ def test_a_job_whose_job_file_is_writable_by_other_users_is_not_started(box):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_sbatch_options_others_may_have_written_are_not_used(box, by_slurm: Path) -> None:
+def test_sbatch_options_that_others_may_have_written_are_not_used(box, by_slurm: Path) -> None:
     for action in (lambda: box.resume(1), lambda: clone_settings(box.data, 1)):
         with pytest.raises(
             JobFileError,

@@ -49,7 +49,7 @@ def test_ranks_save_and_stop_on_request(box, wait_for):
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_rank_is_reported_as_the_cause_even_though_its_peer_lost_the_connection(box):
+def test_a_killed_rank_is_the_reported_cause_even_if_its_peer_lost_the_connection(box):
     job_id = launch(box)
     box.wait(job_id, JobState.RUNNING, timeout_s=START_S)
     killed = box.control.ranks(job_id)[1]

@@ -152,7 +152,7 @@ def a_minute_later(box) -> None:
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
 
 
-def test_a_process_without_the_lock_is_never_signalled_even_if_the_store_names_its_pid(box, other_user, orphan):
+def test_a_process_without_the_lock_is_never_signalled_even_if_a_row_names_its_pid(box, other_user, orphan):
     # A user who can write to the job list can put any pid there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, other_user)
@@ -234,7 +234,7 @@ def test_the_end_of_a_job_is_read_from_its_file_if_the_store_lacks_it(box):
     assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
 
 
-def test_a_job_without_a_supervisor_or_run_folder_names_the_deleted_folder_as_the_reason(box):
+def test_if_no_supervisor_is_left_a_deleted_run_folder_is_named_as_the_reason(box):
     job_id = started(box, gone_process())
     shutil.rmtree(box.data.run(job_id).root)
     assert reconcile(box.data) == [job_id]

@@ -56,7 +56,7 @@ def test_a_job_keeps_its_gpus_from_one_attempt_to_the_next(box):
 
 
 @pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
-def test_language_model_gpus_are_leased_and_pinned_but_have_no_rank(box, tmp_path, model_gpus, n_ranks):
+def test_language_model_gpus_are_leased_and_pinned_without_ranks_in_every_attempt(box, tmp_path, model_gpus, n_ranks):
     data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}

@@ -33,7 +33,7 @@ def review(data: DataDir, **changes: Any) -> job_form.Review:
     return job_form.review(job_form.Draft(values, {}, "cpu"), [], data, [], cuda=False)
 
 
-def test_the_form_shows_one_stream_sources_settings_and_those_of_all_streams() -> None:
+def test_the_form_shows_the_settings_of_the_chosen_stream_and_of_all_streams() -> None:
     fields = {path: choices for path, _, choices in job_form.form_fields({"data.source": "toy"})}
     assert "toy" in fields["data.source"]
     assert {"data.shuffle_tokens", "data.ends_after", "data.held_out_tokens"} <= fields.keys()

@@ -155,7 +155,7 @@ def test_an_unshared_folder_is_private(place):
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_a_data_folder_prepared_by_another_user_is_rejected_and_its_command_is_not_run(place):
+def test_another_users_prepared_data_folder_is_rejected_and_its_command_is_not_run(place):
     trap, proof = place / "trap", place / "proof"
     trap.mkdir()
     (trap / "settings.toml").write_text(f'on_job_end = ["touch", "{proof}"]\n')

@@ -76,7 +76,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, "cpu:2"), (2, "cpu:1")])
-def test_a_killed_rank_is_named_as_the_cause_even_though_its_peer_lost_the_connection(submission, nodes, gpus) -> None:
+def test_a_killed_rank_is_named_as_the_cause_even_if_its_peer_lost_the_connection(submission, nodes, gpus) -> None:
     one = submission(nodes=nodes, gpus=gpus)
     one.start()
     one.until_training()

@@ -1,4 +1,4 @@
-"""Return values from older versions of AMD's Python module. The reader must support all of them.
+"""Values returned by older versions of AMD's Python module. The reader must support all of them.
 
 Only the structure of each value is taken from these versions, not the numbers. For missing values, version 6.0 returns
 numbers with all bits set, and later versions return "N/A". Keys were renamed in 6.2 (clocks), 6.4 (energy) and 7.0

@@ -1,4 +1,4 @@
-"""The real app without importing torch, which would take two core-seconds per start.
+"""Runs the real app without importing torch, which would take two core-seconds per start.
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 

@@ -98,7 +98,7 @@ def _known_of_language(function: Any) -> frozenset[str]:
 
 
 class _Mask(language.tensor):  # type: ignore[misc]
-    """A mask to be applied even if its only element is false."""
+    """A mask that is applied even if its only element is false."""
 
     def __bool__(self) -> bool:
         return True

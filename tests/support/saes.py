@@ -126,7 +126,7 @@ def made(
 
 
 def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
-    """Set the threshold so that about 8 latents per token exceed it, and so that rounding cannot change which do."""
+    """Set the threshold so that about 8 latents per token exceed it, and rounding cannot change which latents do."""
     if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
         return
     centred = x - sae.input_bias

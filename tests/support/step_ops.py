@@ -103,8 +103,8 @@ class Op:
 class Exchange:
     """A collective of `kind` over `group`: the bytes sent by a rank, by type, and the calling function.
 
-    The collective starts just before operation `begins` of its step. Operations from index `ends` on wait for the
-    collective; if `ends_later` is set, these are operations in the next step.
+    The collective starts just before the operation with index `begins` in its step. Operations from index `ends` on
+    wait for the collective; if `ends_later` is set, these are operations in the next step.
     """
 
     group: str

@@ -59,7 +59,7 @@ def test_letters_in_names_are_not_replaced_if_the_terminal_can_show_them() -> No
     assert to_ascii("Lämb 天气 ✓", letters=False) == "L?mb ???? +"
 
 
-def test_a_terminal_without_block_characters_is_recognised_unless_a_setting_overrides_it() -> None:
+def test_terminals_without_block_characters_are_recognised_unless_a_setting_decides() -> None:
     terms = ("vt100", "VT220", "linux", "xterm-256color", "tmux-256color", "vte-256color")
     assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
     assert is_plain("auto", "xterm", has_blocks=False)

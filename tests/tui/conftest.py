@@ -26,7 +26,7 @@ def _lasting_objects() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage as rarely as the app does. By default, Python spends a fifth of these tests on it."""
+    """Collect garbage as rarely as the app does. By default, Python would spend a fifth of the test time on it."""
     usual = gc.get_threshold()
     gc.set_threshold(20_000, 20, 20)
     yield

@@ -126,7 +126,7 @@ async def test_eight_gpus_with_their_users_and_the_totals_fit_80_by_24(make_app)
         assert app.screen.query_one(JobsPanel).region.height >= 4
 
 
-async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_is_shown_as_a_dash(make_app) -> None:
+async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_shows_a_dash(make_app) -> None:
     source = Simulated(4, clock=lambda: 0.0, faults={1: "lost", 2: "no_power"})
     app = make_app(monitor=StillMonitor(source=source))
     async with app.run_test(size=(120, 40)) as pilot:

@@ -505,7 +505,7 @@ async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_ap
         await wait_until(pilot, lambda: not row.has_class("-wrong"))
 
 
-async def test_a_training_job_on_rows_still_being_written_by_a_job_is_launched_after_that_job(
+async def test_a_training_job_is_launched_after_the_job_that_is_still_writing_its_rows(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)

@@ -38,7 +38,7 @@ def test_page_surface_and_panel_differ_even_in_256_colours(theme: Theme) -> None
     assert numbers[3] != numbers[0]
 
 
-def test_a_terminal_with_16_colours_gets_a_16_colour_theme_whatever_theme_is_chosen() -> None:
+def test_a_terminal_with_16_colours_gets_a_16_colour_theme_for_any_chosen_theme() -> None:
     assert shown_theme("dark", "standard") == shown_theme("light", "standard") == "ansi-dark"
     assert shown_theme("colour-blind", "standard") == "sae-colour-blind-16"
     assert shown_theme("dark", "256") == "sae-dark"

@@ -65,7 +65,7 @@ def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: 
     assert narrow.needs_bytes < needs
 
 
-def test_if_no_mode_fits_in_memory_the_one_that_needs_the_least_is_chosen_with_a_reason(make_job: MakeJob) -> None:
+def test_if_no_mode_fits_the_one_that_needs_least_memory_is_chosen_with_a_reason(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 2, GPT2_XL), PlannedResources(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert settled.reason.endswith(" GiB, but each rank may use only 0.9 GiB")
@@ -112,7 +112,7 @@ def test_dividing_a_step_among_ranks_never_changes_its_token_count(
     assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
-def test_ranks_exchange_the_bytes_for_a_ring_all_reduce_and_for_their_candidate_latents(make_job: MakeJob) -> None:
+def test_ranks_exchange_the_bytes_of_a_ring_all_reduce_and_of_candidate_latents(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
     ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
@@ -236,9 +236,7 @@ def read_parts(make_job: MakeJob, ranks: int, speeds: Speeds, *, device: str = "
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_read_shards_of_rows_if_the_bus_between_gpus_is_faster_than_host_memory(
-    make_job: MakeJob, ranks: int
-) -> None:
+def test_ranks_read_shards_of_rows_if_the_gpu_bus_is_faster_than_host_memory(make_job: MakeJob, ranks: int) -> None:
     assert read_parts(make_job, ranks, NVLINK)
     assert not read_parts(make_job, ranks, STAGED)
 

@@ -47,7 +47,7 @@ def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
 
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_memory_per_rank(
+def test_larger_sizes_need_more_memory_and_more_ranks_never_need_more_per_rank(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
     # Deterministic mode disables CUDA graphs.
@@ -208,7 +208,7 @@ def test_a_sweep_holds_the_states_of_all_saes_and_the_activations_of_one(
     assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
 
 
-def test_sparse_architectures_keep_only_pre_activations_and_dense_architectures_keep_more(make_job: MakeJob) -> None:
+def test_sparse_architectures_keep_only_pre_activations_but_dense_ones_keep_more(make_job: MakeJob) -> None:
     wide = 4 * 4096 * 3072
     settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
     chosen = estimate(workload(make_job(**settings), 384)).activations

@@ -145,7 +145,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
-def test_if_no_placement_fits_the_one_that_needs_the_least_memory_is_chosen_with_a_reason(make: Make) -> None:
+def test_if_no_placement_fits_the_one_needing_least_memory_is_chosen_with_a_reason(make: Make) -> None:
     chosen = place(make(), capacity=DeviceMemory(8 * GIB, 8 * GIB))
     assert "needs the least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes

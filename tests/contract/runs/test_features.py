@@ -123,13 +123,13 @@ def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tup
     assert Features(file).n_dense == (max(fired) > 10_000)
 
 
-def test_a_search_separates_latents_that_fire_on_a_word_from_latents_that_fire_near_it(file: Path) -> None:
+def test_a_search_separates_latents_firing_on_a_word_from_latents_firing_near_it(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])
 
 
-def test_a_search_lists_latents_that_fire_on_a_token_before_latents_that_fire_near_it(file: Path) -> None:
+def test_a_search_lists_latents_firing_on_a_token_before_latents_firing_near_it(file: Path) -> None:
     features = Features(file)
     latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
     # Latent 1 fires more often than latent 0.

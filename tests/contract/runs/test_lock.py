@@ -1,4 +1,4 @@
-"""Tests for a run's lock, which tells every user on the machine whether any process in the run is alive."""
+"""Tests for a run's lock, which shows every user on the machine whether any process in the run is alive."""
 
 from __future__ import annotations
 

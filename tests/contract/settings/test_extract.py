@@ -22,7 +22,7 @@ def problems(**sections: Any) -> list[str]:
     return [str(problem) for problem in parse_as(ExtractJob, LEAST | table)[1]]
 
 
-def test_an_extraction_job_needs_model_and_hooks_and_text_and_has_defaults_for_the_rest() -> None:
+def test_an_extraction_job_needs_model_hooks_and_text_and_has_defaults_for_the_rest() -> None:
     job, wrong = parse_as(ExtractJob, LEAST)
     assert wrong == []
     assert isinstance(job, ExtractJob)

@@ -21,13 +21,13 @@ from trainer.contract.settings.hooks import (
 
 
 @given(st.sampled_from(list(SITES)), st.integers(0, 9999))
-def test_names_in_our_notation_and_in_transformer_lens_notation_refer_to_the_same_hook(site: str, layer: int) -> None:
+def test_our_name_and_the_transformer_lens_name_refer_to_the_same_hook(site: str, layer: int) -> None:
     hook = parse_hook(f"{site}.{layer}")
     assert hook == Hook(site, layer) == parse_hook(hook.transformer_lens)
     assert parse_hook(hook.name) == hook
 
 
-def test_hook_names_match_those_of_the_transformer_lens_library() -> None:
+def test_hook_names_match_the_names_in_the_transformer_lens_library() -> None:
     assert parse_hook("resid_post.12").transformer_lens == "blocks.12.hook_resid_post"
     assert parse_hook("blocks.3.hook_mlp_out") == Hook("mlp_out", 3)
     assert parse_hook("blocks.3.mlp.hook_in") == Hook("mlp_in", 3)

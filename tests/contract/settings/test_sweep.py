@@ -239,7 +239,7 @@ def test_the_largest_allowed_sweep_is_accepted() -> None:
     assert len(members(swept(train={"seed": list(range(8))}, sae={"k": list(range(1, 9))}))) == MOST_MEMBERS
 
 
-def test_problems_with_all_saes_are_reported_together_and_without_duplicates() -> None:
+def test_problems_of_all_saes_in_a_sweep_are_reported_together_without_duplicates() -> None:
     job, problems = parse(sae={"k": [0, 16, -1], "d_sae": 0}, train={"lr": [1e-3, -1]}, nam={})
     assert job is None
     assert sorted(problem.path for problem in problems) == ["nam", "sae.d_sae", "sae.k", "sae.k", "train.lr"]

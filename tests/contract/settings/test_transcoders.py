@@ -22,7 +22,7 @@ def test_an_architecture_with_an_export_format_trains_with_and_without_a_skip(na
         assert (problems_of(sae, 20) == []) == (entry.transcodes == "yes")
 
 
-def test_the_error_for_an_architecture_without_an_export_format_names_the_alternatives() -> None:
+def test_the_error_for_an_architecture_with_no_export_format_names_alternatives() -> None:
     others = '"batch_topk" or "matryoshka_batch_topk" or "jumprelu" or "standard", or omit data.target_path'
     assert problems_of({"architecture": "gated"}, 32) == [
         f'sae.architecture: no format supports "gated" transcoders; use {others}'

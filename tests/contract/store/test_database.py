@@ -440,7 +440,8 @@ def test_the_next_reader_rolls_back_the_partial_write_of_a_killed_writer(tmp_pat
 def test_a_reader_without_write_permission_names_the_owner_who_can_repair_the_store(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
-    with pytest.raises(StoreError, match="half written, and it is read-only here; any command run by its owner repair"):
+    said = "half written, and it is read-only here; any command run by its owner repairs it"
+    with pytest.raises(StoreError, match=said):
         open_reader(path, "control")
 
 

@@ -87,7 +87,7 @@ def test_the_trainer_is_started_for_the_run_and_its_result_is_recorded(box: Box,
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_the_message_names_the_best_sae_in_a_sweep_and_says_whether_rows_are_held_out(
+def test_the_message_names_a_sweeps_best_sae_and_says_whether_rows_are_held_out(
     box: Box, job_id: int, monkeypatch
 ) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)

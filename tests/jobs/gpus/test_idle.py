@@ -1,4 +1,4 @@
-"""Tests for GPUs that, according to the stored history, a job has reserved but is not using."""
+"""Tests for detecting, from the stored history, GPUs that a job has reserved but is not using."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def values_of(job: CommandJob) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_job_kind_defines_its_proposal_and_estimate_and_rank_work_and_launch_form(kind: str) -> None:
+def test_every_job_kind_defines_its_proposal_estimate_rank_work_and_launch_form(kind: str) -> None:
     assert job_class(kind).kind == kind
     assert issubclass(pkgutil.resolve_name(KINDS[kind].proposal), check_job.Proposal)
     assert issubclass(pkgutil.resolve_name(KINDS[kind].rank), RankWork)

@@ -173,7 +173,7 @@ def test_processes_share_the_machines_memory_but_gpus_have_their_own(config):
     assert not on_one.lacks(FreeMemory(None))
 
 
-def test_too_little_free_memory_causes_a_warning_and_too_little_total_memory_an_error(config):
+def test_too_little_free_memory_is_a_warning_and_too_little_total_memory_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
     (problem,) = on_cpu(config, DeviceMemory(2 * one - 1, 2 * one)).problems(config)

@@ -1,4 +1,4 @@
-"""Tests for determining, from its files, the state of a rank on another host."""
+"""Tests for determining the state of a rank on another host from the rank's files."""
 
 from __future__ import annotations
 

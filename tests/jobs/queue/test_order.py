@@ -143,7 +143,7 @@ def test_jobs_sharing_a_gpu_never_need_more_memory_than_it_has(case):
 
 
 @given(boards_and_lines())
-def test_a_job_gets_either_all_of_its_gpus_from_the_allowed_ones_or_a_reason_for_waiting(case):
+def test_a_job_gets_all_of_its_gpus_from_the_allowed_ones_or_a_reason_for_waiting(case):
     board, line = case
     decisions = turns(line, board, NOW)
     assert decisions.keys() == {one.id for one in line}

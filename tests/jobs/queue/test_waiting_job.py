@@ -87,7 +87,7 @@ def halted(monkeypatch):
     supervisor.wait()
 
 
-def test_a_job_whose_supervisor_is_halted_loses_its_turn_until_the_supervisor_continues(box, halted, monkeypatch):
+def test_a_job_loses_its_turn_while_its_supervisor_is_halted(box, halted, monkeypatch):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
     second, third = (line(box, queued(box)) for _ in range(2))
     assert not second.try_start()
@@ -120,7 +120,7 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_reported_as_silent
     assert [event.kind for event in box.control.events(first)] == ["silent"]
 
 
-def test_a_job_that_overtakes_a_halted_supervisor_reports_it_despite_a_recent_heartbeat(box, halted):
+def test_a_job_overtaking_a_halted_supervisor_reports_it_despite_a_recent_heartbeat(box, halted):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
     sign = box.data.run(first).lock_file
     sign.parent.mkdir(parents=True)

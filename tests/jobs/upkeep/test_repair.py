@@ -88,7 +88,7 @@ def test_a_job_without_its_record_is_reconstructed_from_its_job_file_and_exit_fi
     assert box.wait_ended(second).state == JobState.STOPPED
 
 
-def test_the_record_is_written_and_the_lock_is_released_before_the_job_is_marked_as_ended(box, monkeypatch):
+def test_a_job_is_marked_as_ended_after_its_record_is_written_and_its_lock_released(box, monkeypatch):
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record(waits_for="GPU 0 is held")

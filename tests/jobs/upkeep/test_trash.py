@@ -138,7 +138,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
     assert not (box.data.trash / str(job_id)).exists()
 
 
-def test_a_failed_deletion_that_cannot_be_undone_reports_both_failures_in_one_sentence(box, monkeypatch):
+def test_a_failed_deletion_that_cannot_be_undone_is_reported_with_both_failures(box, monkeypatch):
     other, job_id = ended(box), ended(box)
     # Put a folder in place of the file marking a complete deletion, so that the file cannot be written.
     (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
