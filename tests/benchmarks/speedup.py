@@ -160,7 +160,7 @@ def exchange_table() -> str:
             continue
         cells = [sent(shape, parallel, count) for shape in SHAPES.values() for count in COUNTS[1:]]
         rows.append([mode, *cells])
-    return f"Modelled MB that each GPU sends per step, with 4,096 tokens per GPU:\n\n{as_table(['mode', *heads], rows)}"
+    return f"Modelled MB sent by each GPU per step, with 4,096 tokens per GPU:\n\n{as_table(['mode', *heads], rows)}"
 
 
 def sent(shape: Shape, parallel: dict[str, Any], count: int) -> str:
