@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -54,8 +55,10 @@ def _editor() -> list[str]:
 
 
 def _run(command: Sequence[str]) -> int:
+    # With a timeout, Python checks 20 times per second whether the editor has exited. Without one, it would block in a
+    # single call, and a ctrl+z arriving just before that call would stop the editor but not the app.
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(command, timeout=math.inf).returncode
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {error.strerror}; set $EDITOR") from None
 
