@@ -38,8 +38,9 @@ def open_connections(
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should
     terminate the process; if the main thread is stuck, another thread calls it. Wrong values are treated as a hang,
-    because transfers can get lost without an error. Raise `PeerLost` if values were wrong and `on_hang` returns. If
-    `first_has_store` is true, rank 0 hosts the store, which closes when rank 0's process exits.
+    because transfers can get lost without an error. Raise `PeerLost` if the connection to a rank breaks, or if values
+    were wrong and `on_hang` returns. If `first_has_store` is true, rank 0 hosts the store, which closes when rank 0's
+    process exits.
     """
 
     def leave() -> None:
@@ -57,6 +58,11 @@ def open_connections(
     try:
         if not _exchange(group, device):
             _verdict(store, HANGS)
+    except PeerLost:
+        # The connection also breaks if the hang was first noticed by another rank, which has already left.
+        if store.check(["verdict"]) and _verdict(store, HANGS) == HANGS:
+            leave()
+        raise
     finally:
         timer.cancel()
     # If a rank hangs, its timer sets the verdict. The other ranks wait here until all ranks arrive or a verdict is set.

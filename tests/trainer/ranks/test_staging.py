@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trainer.contract.planning.hardware import MeasuredHardware, read_box, write_box
 from trainer.parallel.group import PeerLost
-from trainer.parallel.opening import open_connections
+from trainer.parallel.opening import HANGS, open_connections
 from trainer.parallel.threads import Threads, on_all
 from trainer.ranks.staging import HOPELESS
 
@@ -90,3 +90,28 @@ def test_every_exchange_is_tried_and_wrong_values_count_as_a_hang_on_all_ranks(l
 
     on_all(3, open_on, timeout_s=60)
     assert sorted(found) == ([0, 1, 2] if lies else [])
+
+
+class Broken(Threads):
+    """A process group whose connections break during an exchange, possibly because another rank noticed a hang."""
+
+    store: dist.Store
+    is_noticed = False
+
+    def from_owners(self, *_: object) -> torch.Tensor:
+        if self.is_noticed:
+            self.store.compare_set("verdict", "", HANGS)
+        raise PeerLost("the connection to another rank was lost")
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_rank_losing_a_peer_restarts_only_if_the_peer_noticed_a_hang(is_noticed: bool) -> None:
+    store, found = dist.HashStore(), []
+
+    def open_on(group: Threads) -> None:
+        group.__class__ = type("BrokenHere", (Broken,), {"store": store, "is_noticed": is_noticed})
+        with pytest.raises(PeerLost, match="was lost"):
+            open_connections(group, store, torch.device("cpu"), lambda: found.append(group.index), timedelta(minutes=1))
+
+    on_all(1, open_on, timeout_s=60)
+    assert found == ([0] if is_noticed else [])
