@@ -100,7 +100,7 @@ def commands(
     screen: Screen[object], router: Router, choose_theme: Callable[[ThemeName], object]
 ) -> Iterable[SystemCommand]:
     """Yield the palette commands, except actions on individual jobs."""
-    yield SystemCommand("New job", "Choose GPUs and launch a training job", router.new_job)
+    yield SystemCommand("New job", "Choose GPUs and launch a job", router.new_job)
     yield SystemCommand("Dashboard", "All GPUs and jobs", router.show_dashboard)
     yield SystemCommand("Doctor", "Check this machine for problems", router.show_doctor)
     for name in THEMES:

@@ -78,7 +78,7 @@ class Dashboard(FramedScreen):
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="GPU processes: user, memory, command; send signals"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
-                tooltip="Choose GPUs and launch a training job"),
+                tooltip="Choose GPUs and launch a job"),
         Binding("e", "app.new_extraction", "Extract", id="dashboard.extract", group=JOBS,
                 tooltip="Extract activations of a language model to train on"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,

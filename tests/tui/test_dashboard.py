@@ -462,7 +462,7 @@ async def test_help_lists_every_key_on_the_screen(make_app) -> None:
         await pilot.press("question_mark")
         shown = app.screen.query_one("Page").plain
         assert "Lines, card view or map" in shown
-        assert "Choose GPUs and launch a training job" in shown
+        assert "Choose GPUs and launch a job" in shown
         await pilot.press("escape")
         assert app.screen.id == "dashboard"
 
