@@ -437,6 +437,8 @@ def _self_test(flags: argparse.Namespace) -> int:
 
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_any(flags.job, flags.overrides)
+    if not KINDS[job.kind].estimate:
+        raise UsageError(f'the needs of a job with kind = "{job.kind}" cannot be estimated')
     with Progress("estimating"):
         estimate = pkgutil.resolve_name(KINDS[job.kind].estimate)(job)
     _say(json.dumps(estimate.as_json()) if flags.json else "\n".join(estimate.lines()))

@@ -210,9 +210,9 @@ def examine_job(
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
     """Return the `--set` overrides, with `--gpus` appended as one more override."""
-    return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
+    return [*overrides, *([f"launch.gpus={gpus_value(gpus)}"] if gpus else [])]
 
 
-def _gpus_value(gpus: str) -> str:
+def gpus_value(gpus: str) -> str:
     """Return a value of `--gpus` as TOML: `0,1` as a list, and `auto:2` or `cpu` as a string."""
     return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

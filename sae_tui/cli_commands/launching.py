@@ -151,7 +151,7 @@ def _check(
     wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
     with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
         proposal = _propose(context, job, promises)
-        lack = lack_of_trainer()
+        lack = lack_of_trainer() if job.needs_trainer else ""
         problems = [*([Problem("", lack)] if lack else []), *problems, *proposal.problems()]
         try:
             return _place(context, proposal), problems

@@ -17,7 +17,14 @@ from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
-from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.catalog import (
+    IS_TRANSCODER,
+    LAUNCH_BACKENDS,
+    READ_FORMATS,
+    SAES_CONFIG,
+    WHERE_SAE,
+    WRITTEN_FORMATS,
+)
 from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
@@ -25,7 +32,7 @@ Command = Callable[[CommandContext, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
-_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
+_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "running"})
 
 EXAMPLES = f"""\
 examples:
@@ -86,6 +93,12 @@ COMMAND_EXAMPLES = {
         "launch job.toml --gpus auto:2",
         "launch job.toml --gpus 0 --after 7 --tag baseline",
         "launch job.toml --grid sae.k=16,32,64 --gpus auto      queue three jobs",
+    ],
+    "run": [
+        "run --gpus 1 --memory 20GiB --name probe -- python probe.py --layer 12",
+        "run --gpus 2 --after 7 --time 4h -- torchrun --nproc-per-node {gpus} finetune.py",
+        "run --gpus 1 --grid lr=1e-3,3e-4 --grid seed=0,1 -- python train.py --lr {lr} --seed {seed}",
+        "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
     "import": [
         "import their-sae --data activations/resid_post.12",
@@ -282,12 +295,7 @@ def _add_job_file_commands(add: Add) -> None:
     validate = add("validate", "launching.validate", "List everything that would keep a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
-    launch.add_argument(
-        "--share", action="store_true", help="also take GPUs that are in use, if they have enough free memory"
-    )
-    launch.add_argument(
-        "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
-    )
+    _add_queue_flags(launch)
     grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
     look = add("doctor", "doctor.doctor", "Check this machine for problems that would prevent training")
@@ -304,6 +312,7 @@ def _add_job_file_commands(add: Add) -> None:
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
+    _add_run(add)
     _add_importing(add)
     _add_export(add)
     for command in (recommend, validate, launch, look):
@@ -312,6 +321,45 @@ def _add_job_file_commands(add: Add) -> None:
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     for command in (validate, launch, look):
         _add_gpus(command)
+
+
+def _add_run(add: Add) -> None:
+    run = add("run", "running.run", "Run any command as a job: on free GPUs, in the queue, in the background")
+    run.usage = "sae-tui run [flags] -- COMMAND [ARGUMENT ...]"
+    what = "the program and its arguments, without a shell; {gpus}, {gpu_list}, {job_id} and {run_dir} are replaced"
+    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="COMMAND", help=what)
+    run.add_argument("--shell", metavar="LINE", help="run this line with /bin/sh instead of a command")
+    number = "number of GPUs, or 0 for the CPU; default: 1 if there are GPUs; indices: 0,1 or [0]"
+    run.add_argument("--gpus", metavar="N", help=number)
+    needed = "memory that it needs on each GPU; default: it gets idle GPUs"
+    run.add_argument("--memory", type=_checked_size, metavar="20GiB", help=needed)
+    run.add_argument("--name", metavar="NAME", help="name of the job; default: the command")
+    run.add_argument("--folder", metavar="DIR", help="working directory; default: the current one")
+    run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
+    run.add_argument("--clean-env", action="store_true", help="start without the variables of this shell")
+    longest = "time limit; it is then asked to stop"
+    run.add_argument("--time", type=seconds, metavar="4h", help=longest)
+    signals = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2")
+    run.add_argument("--stop-signal", choices=signals, default="TERM", help="default: %(default)s")
+    grace = "time that it gets to stop before it is killed; default: 60s"
+    run.add_argument("--grace", type=seconds, default=60.0, metavar="60s", help=grace)
+    run.add_argument("--retries", type=rank, default=0, metavar="N", help="restart it up to N times if it fails")
+    codes = "only restart it after this exit code; may be repeated"
+    run.add_argument("--retry-on", type=positive, action="append", default=[], metavar="EXIT", help=codes)
+    again = "queue it again when it exits with this code, as after saving; may be repeated"
+    run.add_argument("--requeue", type=positive, action="append", default=[], metavar="EXIT", help=again)
+    grid = "run the command for each value, which replaces {lr}; with several grids, for each combination"
+    run.add_argument("--grid", action="append", default=[], metavar="lr=1e-3,3e-4", help=grid)
+    run.add_argument("--backend", choices=tuple(LAUNCH_BACKENDS), help="default: local")
+    _add_queue_flags(run)
+    _add_launch_flags(run)
+    _add_overrides(run)
+    run.add_argument("-d", "--detach", action="store_true", help="return at once, which is the default")
+
+
+def _checked_size(text: str) -> str:
+    size(text)
+    return text
 
 
 def _add_importing(add: Add) -> None:
@@ -370,6 +418,15 @@ def _add_launch_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--hold", action="store_true", help="hold the job in the queue until `sae-tui release ID`")
     command.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
+
+
+def _add_queue_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--share", action="store_true", help="also take GPUs that are in use, if they have enough free memory"
+    )
+    command.add_argument(
+        "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
+    )
 
 
 def _add_wait(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from trainer.contract.answers import commands
 from trainer.contract.answers.schema import Schema, as_text
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.settings.declare import cut
+from trainer.contract.settings.typed import cut
 
 # All commands report failures in the same format.
 ERROR = "error"

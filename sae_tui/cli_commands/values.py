@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.declare import cut
+from trainer.contract.settings.typed import cut, parse_seconds, parse_size
 
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
-_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+V = TypeVar("V")
 
 
 def positive(text: str) -> int:
@@ -68,10 +68,7 @@ def price(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([smhd]?)", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f'must be a time like 90s, 10m, 2h or 1d, not "{cut(text)}"')
-    return float(match[1]) * _SECONDS[match[2]]
+    return _parsed(parse_seconds, text)
 
 
 def step(text: str) -> int:
@@ -83,9 +80,11 @@ def step(text: str) -> int:
 
 
 def size(text: str) -> int:
-    """Return a size like `20GiB` in bytes; units such as `kB` and `MB` are powers of 1,000, others of 1,024."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not (match[2] or match[3].lower() == "b"):
-        raise argparse.ArgumentTypeError(f'must be a size like 20GiB or 500MB, not "{cut(text)}"')
-    base = 1000 if match[3].lower() == "b" and match[2] else 1024
-    return int(float(match[1]) * base ** _POWERS[match[2].lower()])
+    return _parsed(parse_size, text)
+
+
+def _parsed(parse: Callable[[str], V], text: str) -> V:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -17,6 +17,8 @@ from trainer.contract.runs.log_tail import last_line
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervisor.supervise")
 START_TIMEOUT_S = 30.0
+# Variables of the command that launches another job. The other job does not belong to that command.
+OF_COMMAND = frozenset(f"SAE_TUI_{name}" for name in ("RUN_DIR", "JOB_ID", "GPUS", "GPU_LIST", "ATTEMPT"))
 LINGER = Path("/var/lib/systemd/linger")
 SESSION = re.compile(r"/session-[^/]+\.scope")
 
@@ -79,6 +81,7 @@ def _start(arguments: Sequence[str], log_file: Path, who: str) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
+            env={name: value for name, value in os.environ.items() if name not in OF_COMMAND},
             start_new_session=True,
             timeout=START_TIMEOUT_S,
         )

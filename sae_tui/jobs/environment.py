@@ -17,14 +17,14 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from trainer.contract.errors import JobFileError, Problem, errors
-from trainer.contract.extras import OF_TRAINER, OtherInterpreter, judged_by
+from trainer.contract.extras import OF_TRAINER, OtherInterpreter, judged_by, refuse_without_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.settings.catalog import MIRRORS
-from trainer.contract.settings.declare import cut
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.known import unknown_settings
+from trainer.contract.settings.typed import cut
 from trainer.contract.wording import join_words
 
 SETTING = "launch.python"
@@ -220,7 +220,7 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
     Within the context, all checks of the job use that interpreter's packages.
     """
-    if not (python := job.launch.python):
+    if not (python := job.launch.python) or not job.needs_trainer:
         yield []
         return
     there = look(python)
@@ -230,10 +230,12 @@ def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Prob
 
 @contextlib.contextmanager
 def required(job: AnyJob) -> Iterator[None]:
-    """Check a job as `judged_there` does; raise `JobFileError` if the job's interpreter cannot run the job."""
+    """Check a job as `judged_there` does; raise `UserError` if a package or the job's interpreter is missing."""
     with judged_there(job) as problems:
         if wrong := errors(problems):
             raise JobFileError(wrong)
+        if job.needs_trainer:
+            refuse_without_trainer()
         yield
 
 

@@ -148,7 +148,7 @@ def test_a_stop_that_arrives_just_after_the_ranks_paused_is_not_lost(box):
         box.control.transition(job_id, state)
     box.control.request(job_id, "pause")
     box.control.request(job_id, "stop")
-    assert supervisor._pause(STOPPED) is STOPPED
+    assert supervisor._queue_again(STOPPED, held=True) is STOPPED
     assert box.job(job_id).state == JobState.STOPPING
 
 
@@ -161,7 +161,7 @@ def test_a_pause_that_could_not_be_stored_when_requested_still_queues_the_job(bo
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
     box.control.request(job_id, "pause")
-    assert supervisor._pause(STOPPED) is None
+    assert supervisor._queue_again(STOPPED, held=True) is None
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 
@@ -182,7 +182,7 @@ def test_a_store_failure_after_a_paused_job_is_queued_leaves_it_in_the_queue(box
         add_event(*arguments)
 
     monkeypatch.setattr(supervisor._control, "add_event", fails_once)
-    assert supervisor._pause(STOPPED) is None
+    assert supervisor._queue_again(STOPPED, held=True) is None
     assert failed
     assert box.messages(job_id, "paused")
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
@@ -200,10 +200,9 @@ def test_a_pause_that_cannot_be_recorded_ends_the_job_with_the_reason(box, monke
     store, aside = box.data.control_db, box.data.root / "aside.db"
     store.rename(aside)
     store.mkdir()
-    ending = supervisor._pause(STOPPED)
-    reason = (
-        f"was asked to pause, but is stopped: the store {store} is not a plain file or has other hard links; remove it"
-    )
+    ending = supervisor._queue_again(STOPPED, held=True)
+    why = f"the store {store} is not a plain file or has other hard links; remove it"
+    reason = f"was to be queued again, but is stopped: {why}"
     assert ending == msgspec.structs.replace(STOPPED, error=reason)
     store.rmdir()
     aside.rename(store)
@@ -226,7 +225,7 @@ def test_a_job_is_paused_even_if_the_event_cannot_be_stored(box, monkeypatch):
         raise StoreError("control.db is locked")
 
     monkeypatch.setattr(supervisor._control, "add_event", fail)
-    assert supervisor._pause(STOPPED) is None
+    assert supervisor._queue_again(STOPPED, held=True) is None
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 

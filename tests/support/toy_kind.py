@@ -26,70 +26,70 @@ if TYPE_CHECKING:
     from trainer.reporting.progress import RunProgress
 
 
-class CommandSettings(msgspec.Struct, frozen=True):
+class ToySettings(msgspec.Struct, frozen=True):
     """The settings of this kind."""
 
     line: Annotated[list[str], about("The command and its arguments.", wanted='a list like ["make"]')]
     times: Annotated[int, about("How often the command runs.", ge=1)] = 1
 
 
-class CommandJob(AnyJob, frozen=True, kw_only=True):
+class ToyJob(AnyJob, frozen=True, kw_only=True):
     """A job that runs a command."""
 
-    kind: ClassVar[str] = "command"
-    sections: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"command": CommandSettings, "launch": Launch}
+    kind: ClassVar[str] = "toy"
+    sections: ClassVar[Mapping[str, type[msgspec.Struct]]] = {"toy": ToySettings, "launch": Launch}
 
-    command: CommandSettings
+    toy: ToySettings
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        settings: CommandSettings | None = sections["command"]
+        settings: ToySettings | None = sections["toy"]
         is_empty = settings is not None and not settings.line
-        return [Problem("command.line", "is empty; give a command")] if is_empty else []
+        return [Problem("toy.line", "is empty; give a command")] if is_empty else []
 
 
-class CommandProposal(Proposal[CommandJob]):
+class ToyProposal(Proposal[ToyJob]):
     """The proposal for a job that runs a command."""
 
     def problems(self) -> list[Problem]:
-        often = [Problem("command.times", "is large", "warning")] if self.job.command.times > 100 else []
+        often = [Problem("toy.times", "is large", "warning")] if self.job.toy.times > 100 else []
         return [*super().problems(), *often]
 
     @staticmethod
-    def total_steps(job: CommandJob, devices: int) -> int:
-        return job.command.times
+    def total_steps(job: ToyJob, devices: int) -> int:
+        return job.toy.times
 
 
-class CommandWork(RankWork[CommandJob]):
+class ToyWork(RankWork[ToyJob]):
     """A rank that runs the command."""
 
     def run(self, progress: RunProgress) -> bool:
         for n_done in range(1, self.total_steps + 1):
-            subprocess.run(self.job.command.line, check=True)
+            subprocess.run(self.job.toy.line, check=True)
             progress.heartbeat("running", n_done, 0)
         return True
 
 
-class LaunchCommand(LaunchKind[CommandJob, UnknownNeeds]):
+class LaunchToy(LaunchKind[ToyJob, UnknownNeeds]):
     """The launch form and messages for a job that runs a command."""
 
-    heading = "Command"
+    heading = "Toy"
 
 
 ENTRY = KindEntry(
-    f"{__name__}:CommandJob",
+    f"{__name__}:ToyJob",
     "A command.",
-    proposal=f"{__name__}:CommandProposal",
-    rank=f"{__name__}:CommandWork",
+    proposal=f"{__name__}:ToyProposal",
+    rank=f"{__name__}:ToyWork",
     estimate="",
-    launch=f"{__name__}:LaunchCommand",
+    launch=f"{__name__}:LaunchToy",
     run_by="run it with `sae-tui launch`",
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """Run a rank, or a supervisor that starts ranks with this file."""
-    KINDS["command"] = ENTRY
+    KINDS["toy"] = ENTRY
     if argv[0] == "rank":
         from trainer.cli import main
 

@@ -117,7 +117,8 @@ def review(
     """
     python = candidate.values.get(environment.SETTING)
     if not isinstance(python, str) or not python:
-        return msgspec.structs.replace(_review(candidate, choices, data, past, cuda=cuda), refusal=lack_of_trainer())
+        lack = lack_of_trainer() if job_class(kind_of(candidate.values)).needs_trainer else ""
+        return msgspec.structs.replace(_review(candidate, choices, data, past, cuda=cuda), refusal=lack)
     there = environment.glance(python, when_known) if when_known else environment.look(python)
     with judged_by(there.packages):
         reviewed = _review(candidate, choices, data, past, cuda=cuda)

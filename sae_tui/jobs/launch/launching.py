@@ -21,7 +21,6 @@ from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import JobFileError, UserError, errors, sentence
-from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
@@ -61,7 +60,6 @@ def launch(
     job = with_whole_python(job.with_paths([working_folder()]))
     after, tags = tuple(after), as_tags(tags)
     with environment.required(job):
-        refuse_without_trainer()
         if problems := errors(check(job, _machine_of(data, placement, promised_by(data, after)))):
             raise JobFileError(problems)
         data.create()
@@ -99,7 +97,7 @@ def launch(
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
     """Expand `~` in the path of a job's interpreter; if the job does not name an interpreter, use `otherwise`."""
     python = otherwise if job.launch.python is None else job.launch.python
-    if not python:
+    if not (python and job.needs_trainer):
         return job
     return job.replace("launch", python=whole(python))
 
@@ -136,6 +134,7 @@ def _write_files(data: DataDir, row: Job, job: AnyJob) -> None:
     paths = data.run(row.id)
     paths.create()
     write_own(paths.job_file, dump_job(job))
+    launch_kind(job.kind).write_files(data, row, job)
     write_record(paths, row)
 
 

@@ -25,7 +25,6 @@ from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
-from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
@@ -106,7 +105,6 @@ def resume(
         if finish and plan.counts == "row":
             raise UserError(f"job {job_id} has no training to cool down; resume it without --finish")
         with environment.required(plan.config):
-            refuse_without_trainer()
             fields = fields_of(data, plan.config, plan.placement, control.jobs())
         _keep_last_word(data, job)
         fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)

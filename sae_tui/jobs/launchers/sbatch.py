@@ -18,6 +18,7 @@ from trainer.contract.paths import RunPaths, umask_of
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
+from trainer.contract.settings.typed import parse_time_limit
 from trainer.contract.store.rows import Device
 
 # A job is asked to save and stop this many seconds before its time limit.
@@ -112,18 +113,8 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
 
 
 def _save_s(limit: str | None) -> int:
-    """Return how many seconds before the time limit the job is asked to save.
-
-    SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours. If there is a number of days, it is
-    followed by the hours, as in `1-12:00`.
-    """
-    if limit is None:
-        return SAVE_S
-    days, dash, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
-    seconds = 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
-    return min(SAVE_S, seconds // 4)
+    """Return how many seconds before the time limit the job is asked to save."""
+    return SAVE_S if limit is None else min(SAVE_S, int(parse_time_limit(limit)) // 4)
 
 
 def _exports(device: Device) -> str:

@@ -34,14 +34,17 @@ from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.settings.toml import read_own_text
+from trainer.contract.settings.typed import parse_time_limit
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import duration
 
 if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
@@ -49,12 +52,14 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 # How long to wait for the driver's error report after a GPU has failed. GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
+# The share of the time limit after which a user is warned.
+LATE = 0.9
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone the job"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of an attempt: how it ended, and whether it was paused or crashed.
+    """The outcome of an attempt: how it ended, and whether it was paused or crashed, or asks to be queued again.
 
     After a crash, the job may be restarted.
     """
@@ -62,10 +67,16 @@ class Outcome(msgspec.Struct, frozen=True):
     ending: JobEnding
     paused: bool = False
     crashed: bool = False
+    requeued: bool = False
 
 
 class AttemptRunner:
     """Runs the ranks in one attempt from their start until all ranks have exited."""
+
+    # Whether an attempt that takes no steps has stalled.
+    counts_steps = True
+    # Whether a failure whose cause is known to recur prevents a restart.
+    knows_failures = True
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
@@ -78,6 +89,10 @@ class AttemptRunner:
         self._failure = ""
         self._given_up = ""
         self._stacks: threading.Thread | None = None
+        self._began = time.monotonic()
+        self._is_late = False
+        # Why this program asked the job to stop, or "".
+        self._stop_reason = ""
 
     def run(self) -> Outcome:
         """Run the attempt; return its outcome once all ranks have exited."""
@@ -127,9 +142,8 @@ class AttemptRunner:
         # Do not check another interpreter's packages here: they were checked at launch.
         there = OtherInterpreter(config.launch.python) if config.launch.python else None
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
-            setup = self._setup(config)
+            attempt = self._attempt(config)
         self._launch = config.launch
-        attempt = launcher(config.launch.backend, setup)
         try:
             attempt.start()
         except (UserError, OSError) as error:
@@ -137,10 +151,19 @@ class AttemptRunner:
         self._record(attempt.rows())
         return attempt
 
+    def _attempt(self, config: AnyJob) -> Attempt:
+        """Return the attempt of a job with these settings, without starting it."""
+        return launcher(config.launch.backend, self._setup(config))
+
     def _setup(self, config: AnyJob) -> AttemptSetup:
         refuse_other_rows(self._control, self._job, config)
+        spec = self._with_model_placed(self._spec(), config)
+        return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
+
+    def _spec(self) -> RankSpec:
+        """Return the specification of the attempt, before GPUs are set aside for a language model."""
         vendor = vendor_of(self._data, self._job)
-        spec = RankSpec(
+        return RankSpec(
             run_dir=self._paths.root,
             output_dir=self._data.sae(self._job.id),
             attempt=self._job.attempt,
@@ -155,8 +178,6 @@ class AttemptRunner:
             as_one_process=self._job.mode in ONE_PROCESS,
             may_take_bytes=_memory_limit(self._job),
         )
-        spec = self._with_model_placed(spec, config)
-        return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _rank_command(self, config: AnyJob) -> RankCommand:
         """Return the rank command with the job's interpreter; raise `UserError` if that interpreter must not be run."""
@@ -179,7 +200,7 @@ class AttemptRunner:
 
         Forward requests to the ranks, publish their progress, and stop all ranks if one fails.
         """
-        watch = Watch(self._control, self._job, self._paths, self._launch)
+        watch = Watch(self._control, self._job, self._paths, self._launch, counts_steps=self.counts_steps)
         while attempt.alive:
             self._record(attempt.wait(TICK_S))
             self._sign.turn()
@@ -192,6 +213,7 @@ class AttemptRunner:
             elif watch.asked_to_finish:
                 attempt.ask_to_finish()
             self._look_after(attempt, watch)
+            self._check_time_limit(watch)
             meter.turn()
             if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
                 attempt.end()
@@ -214,6 +236,19 @@ class AttemptRunner:
             if odd := attempt.describe():
                 self._given_up += f": {odd}"
             self._tell("given-up", self._given_up, "error")
+
+    def _check_time_limit(self, watch: Watch) -> None:
+        """Warn when 90 % of `launch.time_limit` have passed, and then ask the job to stop; SLURM has its own limit."""
+        launch, passed_s = self._launch, time.monotonic() - self._began
+        if launch.time_limit is None or LAUNCH_BACKENDS[launch.backend].cluster:
+            return
+        limit_s = parse_time_limit(launch.time_limit)
+        if passed_s > limit_s and not watch.asked_to_stop:
+            self._stop_reason = f"reached its time limit of {duration(limit_s)}"
+            watch.request_stop(self._stop_reason)
+        elif passed_s > LATE * limit_s and not self._is_late:
+            self._is_late = True
+            self._tell("late", f"has {duration(limit_s - passed_s)} left until its time limit", "warning")
 
     def _dump(self, attempt: Attempt) -> None:
         odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"
@@ -255,7 +290,7 @@ class AttemptRunner:
             if state == JobState.FINISHED and self._has_no_metrics():
                 return Outcome(self._ending(JobState.FAILED, NO_METRICS, attempt))
             paused = state == JobState.STOPPED and requests == {"pause"}
-            return Outcome(self._ending(state, None, attempt), paused=paused)
+            return Outcome(self._ending(state, self._stop_reason or None, attempt), paused=paused)
         if self._is_complete():
             return Outcome(self._ending(JobState.FINISHED, None, attempt))
         hangs = attempt.is_hung

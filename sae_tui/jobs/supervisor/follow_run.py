@@ -71,8 +71,12 @@ class StallWatch:
 class Watch:
     """Follows one attempt of a job; the methods tolerate a store that is temporarily unavailable."""
 
-    def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
+    def __init__(
+        self, control: Control, job: Job, paths: RunPaths, launch: Launch, *, counts_steps: bool = True
+    ) -> None:
+        """Follow an attempt; without `counts_steps`, it runs as soon as it has started, and never stalls."""
         self._control = control
+        self._counts_steps = counts_steps
         self._job = job
         self._state = job.state
         self._paths = paths
@@ -124,7 +128,11 @@ class Watch:
     def is_overdue(self) -> bool:
         """True if no step completed within the time limit, in any phase; used for ranks that cannot continue."""
         # The time limit is longer if steps usually take minutes.
-        return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+        return (
+            self._counts_steps
+            and not self._is_starting
+            and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+        )
 
     @property
     def _heartbeat(self) -> Heartbeat | None:
@@ -170,11 +178,11 @@ class Watch:
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
-    def request_stop(self) -> None:
+    def request_stop(self, why: str = "its supervisor was asked to end; the ranks save and stop") -> None:
         """Ask rank 0 to save and stop, as a user would."""
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
-            self._move(JobState.STOPPING, "its supervisor was asked to end; the ranks save and stop")
+            self._move(JobState.STOPPING, why)
             self._is_stopping = True
             self.requests.add("stop")
 
@@ -216,10 +224,13 @@ class Watch:
 
     def _publish(self) -> None:
         self._tell_mode()
-        if self._heartbeat is None:
+        if not self._counts_steps:
+            self._judge_program()
+        elif self._heartbeat is None:
             self._warn_of_slow_start()
             return
-        self._judge(self._heartbeat.phase)
+        else:
+            self._judge(self._heartbeat.phase)
         fields = self._run.fields() if self._has_news else self._published
         if fields != self._published:
             self._control.update(self._job.id, **fields)
@@ -253,6 +264,10 @@ class Watch:
             self._move(JobState.STALLED, f"has made no step for {self._stall.limit_s:.0f} s", "warning")
         elif self._state == JobState.STALLED and not stalled:
             self._move(JobState.RUNNING, "is taking steps again")
+
+    def _judge_program(self) -> None:
+        if self._state == JobState.STARTING:
+            self._move(JobState.RUNNING, "is running")
 
     def _move(self, to: JobState, message: str, level: str = "info") -> None:
         if self._control.transition(self._job.id, to):

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from sae_tui.jobs.launchers.process_tree import is_detached
 from trainer.contract.process import ProcessRef, parent_of
 
 # How long a terminated supervisor gives its ranks to save, for example during a shutdown.
@@ -34,7 +35,10 @@ class Orders:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reap all processes left behind by the ranks, such as data loader workers and compilers."""
+    """Kill and reap all processes left behind by the ranks, such as data loader workers and compilers.
+
+    Keep the supervisors of jobs that a command has launched.
+    """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -42,8 +46,12 @@ def end_descendants(timeout_s: float = 5.0) -> None:
                 continue
         except ChildProcessError:
             return
-        for ref in _children(os.getpid()):
-            ref.send(signal.SIGKILL)
+        children = _children(os.getpid())
+        if children and all(is_detached(ref.pid) for ref in children):
+            return
+        for ref in children:
+            if not is_detached(ref.pid):
+                ref.send(signal.SIGKILL)
         time.sleep(0.01)
 
 

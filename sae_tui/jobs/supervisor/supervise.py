@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -41,13 +42,15 @@ from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
     from sae_tui.jobs.launchers.base import RankCommand
-    from sae_tui.jobs.supervisor.attempt import Outcome
+    from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
 # The delay before the second restart. The first restart is immediate, and the delay doubles with each later restart.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
+# The delay before a command that asks to be queued again is queued, so that one that always asks costs little.
+REQUEUED_AFTER_S = 5.0
 
 
 class Supervisor:
@@ -102,7 +105,11 @@ class Supervisor:
     def _run(self) -> None:
         while self._wait_for_gpus():
             outcome = self._run_ranks()
-            ending = self._pause(outcome.ending) if outcome.paused else outcome.ending
+            ending: JobEnding | None = outcome.ending
+            if outcome.paused:
+                ending = self._queue_again(outcome.ending, held=True)
+            elif outcome.requeued and self._wait_undisturbed(REQUEUED_AFTER_S):
+                ending = self._queue_again(outcome.ending, held=False)
             if ending:
                 self._conclude(ending)
                 return
@@ -176,12 +183,13 @@ class Supervisor:
         # job is running, so import all modules now.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
-        from sae_tui.jobs.supervisor.attempt import AttemptRunner
+        from sae_tui.jobs.output import kind_of
 
+        self._runner: type[AttemptRunner] = pkgutil.resolve_name(kind_of(self._job.config).runner)
         while True:
             own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
             locks = (*self._line.locks.descriptors, *own)
-            attempt = AttemptRunner(
+            attempt: AttemptRunner = self._runner(
                 self._data, self._control, self._job, self._orders, locks, self._command, self._sign
             )
             outcome = attempt.run()
@@ -211,7 +219,7 @@ class Supervisor:
         cause, made = remedy(error), self._job.restarts
         if made >= self._job.max_restarts:
             return False
-        if cause and not cause.may_repeat:
+        if cause and not cause.may_repeat and self._runner.knows_failures:
             self._tell(
                 "not-restarted", f"was not restarted, because it would fail in the same way: {cause.text}", "warning"
             )
@@ -244,38 +252,42 @@ class Supervisor:
                 return True
             time.sleep(TICK_S)
 
-    def _pause(self, ending: JobEnding) -> JobEnding | None:
-        """Put the job back into the queue, where it is held, and free its GPUs for other jobs.
+    def _queue_again(self, ending: JobEnding, *, held: bool) -> JobEnding | None:
+        """Put the job back into the queue, where it may be held, and free its GPUs for other jobs.
 
-        Return None if the job is paused. If the job must stop instead, or if the pause cannot be recorded, return how
-        the job ends.
+        Return None if the job is queued. If the job must stop instead, or if this cannot be recorded, return how the
+        job ends.
         """
-        fields: dict[str, Any] = {"held": True, "restarts": 0}
+        fields: dict[str, Any] = {"held": held, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
         try:
-            if not retry("pausing", lambda: self._queue_again(fields)):
+            if not retry("queueing it again", lambda: self._move_to_queue(fields)):
                 return ending
         except UserError as error:
-            return msgspec.structs.replace(ending, error=f"was asked to pause, but is stopped: {error}")
+            return msgspec.structs.replace(ending, error=f"was to be queued again, but is stopped: {error}")
         self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
-        with tolerate("reporting that it is paused"):
-            retry("reporting that it is paused", self._tell_paused)
+        with tolerate("reporting that it is queued again"):
+            retry("reporting that it is queued again", lambda: self._tell_queued(ending, held=held))
         self._line.locks.release()
         self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
         return None
 
-    def _queue_again(self, fields: dict[str, Any]) -> bool:
+    def _move_to_queue(self, fields: dict[str, Any]) -> bool:
         """Move the job from its current state to the queue; return False if the job must stop instead."""
         # Record the state `stopping` first, in case the store was unavailable when the pause was requested.
         self._control.transition(self._job.id, JobState.STOPPING)
         unless: tuple[RequestKind, ...] = ("stop", "kill")
         return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
 
-    def _tell_paused(self) -> None:
+    def _tell_queued(self, ending: JobEnding, *, held: bool) -> None:
         self._job = self._control.job(self._job.id)
-        self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
+        if held:
+            step = f" at step {self._job.step}" if self._job.step else ""
+            self._control.add_event(self._job.id, "paused", f"is paused{step}")
+        else:
+            self._control.add_event(self._job.id, "requeued", f"is queued again: {ending.error}")
 
     def _conclude(self, ending: JobEnding) -> None:
         """Record how the job ended in the run's files, then in the store.

@@ -75,7 +75,7 @@ def test_an_extraction_job_needs_model_hooks_and_text_and_has_defaults_for_the_r
         ({"train": {"n_steps": 5}}, "train: is not a known setting"),
         ({"launch": {"gpus": "tpu"}}, "launch.gpus: must be "),
         ({"launch": {"gpus": []}}, "launch.gpus: "),
-        ({"kind": "extrcat"}, 'kind: must be "train" or "extract", not "extrcat"'),
+        ({"kind": "extrcat"}, 'kind: must be "train", "extract" or "command", not "extrcat"'),
     ],
 )
 def test_each_mistake_is_reported_in_one_sentence_naming_the_setting(changed: dict[str, Any], wrong: str) -> None:

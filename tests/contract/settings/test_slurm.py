@@ -75,14 +75,14 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
     ],
 )
 def test_options_that_sbatch_would_misread_are_reported_before_the_launch(make_job, sbatch, launch, path, text) -> None:
-    problem = check_slurm(make_job(launch={"backend": "slurm"} | launch))[0]
+    problem = check_backend(make_job(launch={"backend": "slurm"} | launch))[0]
     assert problem.path == path
     assert text in problem.message
 
 
 def test_an_option_that_is_a_prefix_of_another_is_accepted(make_job, sbatch) -> None:
     options = ["--gpus=a100:4", "--time-min=10", "--wait-all-nodes=1", "--acctg-freq=30", "--mem=1G", "--no-kill"]
-    problems = check_slurm(make_job(launch={"backend": "slurm", "sbatch_options": options}))
+    problems = check_backend(make_job(launch={"backend": "slurm", "sbatch_options": options}))
     assert problems == []
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import toy_kind
-from support.toy_kind import CommandJob, CommandSettings
+from support.toy_kind import ToyJob, ToySettings
 
 from sae_tui.cli import main
 from sae_tui.jobs import detach
@@ -20,6 +20,7 @@ from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.placement import place, propose_here
 from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.supervisor.attempt import AttemptRunner
 from trainer.contract.errors import JobFileError
 from trainer.contract.planning import check_job
 from trainer.contract.planning.check_job import Machine, check, proposal_class
@@ -32,73 +33,73 @@ from trainer.ranks.rank import RankWork
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> CommandJob:
+def toy(monkeypatch: pytest.MonkeyPatch) -> ToyJob:
     """Register the example job kind, and return a job of this kind."""
-    monkeypatch.setitem(KINDS, "command", toy_kind.ENTRY)
-    return CommandJob(command=CommandSettings(line=["true"], times=3), launch=Launch(gpus="cpu"), name="make")
+    monkeypatch.setitem(KINDS, "toy", toy_kind.ENTRY)
+    return ToyJob(toy=ToySettings(line=["true"], times=3), launch=Launch(gpus="cpu"), name="make")
 
 
-def values_of(job: CommandJob) -> dict[str, Any]:
-    return {"kind": "command", "name": job.name, "command.line": job.command.line, "command.times": job.command.times}
+def values_of(job: ToyJob) -> dict[str, Any]:
+    return {"kind": "toy", "name": job.name, "toy.line": job.toy.line, "toy.times": job.toy.times}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_job_kind_defines_its_proposal_estimate_rank_work_and_launch_form(kind: str) -> None:
     assert job_class(kind).kind == kind
     assert issubclass(pkgutil.resolve_name(KINDS[kind].proposal), check_job.Proposal)
-    assert issubclass(pkgutil.resolve_name(KINDS[kind].rank), RankWork)
-    assert callable(pkgutil.resolve_name(KINDS[kind].estimate))
+    assert issubclass(pkgutil.resolve_name(KINDS[kind].runner), AttemptRunner)
+    if job_class(kind).needs_trainer:
+        assert issubclass(pkgutil.resolve_name(KINDS[kind].rank), RankWork)
+        assert callable(pkgutil.resolve_name(KINDS[kind].estimate))
     assert launch_kind(kind).heading != "Settings"
 
 
-def test_a_job_file_of_a_registered_kind_is_read_and_written(command: CommandJob, tmp_path: Path) -> None:
+def test_a_job_file_of_a_registered_kind_is_read_and_written(toy: ToyJob, tmp_path: Path) -> None:
     file = tmp_path / "job.toml"
-    file.write_text(dump_job(command))
-    assert file.read_text().startswith('kind = "command"\nname = "make"\n\n[command]\n')
-    assert load_any(file) == command
-    assert load_any(file, ["command.times=7", "launch.gpus=cpu:2"]) == command.replace("command", times=7).replace(
+    file.write_text(dump_job(toy))
+    assert file.read_text().startswith('kind = "toy"\nname = "make"\n\n[toy]\n')
+    assert load_any(file) == toy
+    assert load_any(file, ["toy.times=7", "launch.gpus=cpu:2"]) == toy.replace("toy", times=7).replace(
         "launch", gpus="cpu:2"
     )
-    assert find_setting("command.times")
-    wrong = parse_any({"kind": "command", "command": {"line": [], "tines": 1}})[1]
+    assert find_setting("toy.times")
+    wrong = parse_any({"kind": "toy", "toy": {"line": [], "tines": 1}})[1]
     assert [str(problem) for problem in wrong] == [
-        'command.tines: is not a known setting; did you mean "times"?', "command.line: is empty; give a command",
+        'toy.tines: is not a known setting; did you mean "times"?', "toy.line: is empty; give a command",
     ]  # fmt: skip
-    with pytest.raises(JobFileError, match='kind: is "command" and not "train"; run it with `sae-tui launch`'):
+    with pytest.raises(JobFileError, match='kind: is "toy" and not "train"; run it with `sae-tui launch`'):
         load_job(file)
 
 
-def test_a_registered_kind_is_checked_and_placed(command: CommandJob, box) -> None:
+def test_a_registered_kind_is_checked_and_placed(toy: ToyJob, box) -> None:
     machine = Machine((), 2, box.data.root)
-    assert check(command, machine) == []
-    assert [str(problem) for problem in check(command.replace("command", times=101), machine)] == [
-        "command.times: is large"
-    ]
-    (missing,) = check(command.replace("launch", gpus=[0]), machine)
+    assert check(toy, machine) == []
+    assert [str(problem) for problem in check(toy.replace("toy", times=101), machine)] == ["toy.times: is large"]
+    (missing,) = check(toy.replace("launch", gpus=[0]), machine)
     assert missing.message == "there is no GPU 0 here; this machine has none"
-    proposal = propose_here(command.replace("launch", gpus="cpu:2"), [], box.data, cuda=False)
+    proposal = propose_here(toy.replace("launch", gpus="cpu:2"), [], box.data, cuda=False)
     where = place(proposal, [])
     assert (where.device, where.world_size, where.look) == ("cpu", 2, proposal.outlook)
     assert (proposal.outlook.mode, proposal.outlook.needs_bytes) == ("single", None)
-    assert proposal_class(command).total_steps(command, 2) == 3
+    assert proposal_class(toy).total_steps(toy, 2) == 3
 
 
-def test_the_form_shows_and_reviews_a_registered_kind(command: CommandJob, box) -> None:
-    fields = {path: setting for path, setting, _ in job_form.form_fields(values_of(command))}
-    assert {"name", "command.line", "command.times", "launch.backend"} < fields.keys()
+def test_the_form_shows_and_reviews_a_registered_kind(toy: ToyJob, box) -> None:
+    fields = {path: setting for path, setting, _ in job_form.form_fields(values_of(toy))}
+    assert {"name", "toy.line", "toy.times", "launch.backend"} < fields.keys()
     assert not [path for path in fields if path.startswith(("sae.", "train.", "data."))]
-    review = job_form.review(job_form.Draft(values_of(command), {}, "cpu"), [], box.data, [], cuda=False)
-    assert (review.job, review.errors) == (command, [])
+    review = job_form.review(job_form.Draft(values_of(toy), {}, "cpu"), [], box.data, [], cuda=False)
+    assert (review.job, review.errors) == (toy, [])
     assert review.summary == "1 CPU process · memory unknown"
-    assert launch_kind("command").heading == "Command"
+    assert launch_kind("toy").heading == "Toy"
 
 
 @pytest.mark.timeout(200)
-def test_a_registered_kind_is_launched_and_listed(command: CommandJob, box, tmp_path, capsys, monkeypatch) -> None:
+def test_a_registered_kind_is_launched_and_listed(toy: ToyJob, box, tmp_path, capsys, monkeypatch) -> None:
     start = functools.partial(detach.start, command=[sys.executable, "-P", toy_kind.__file__])
     monkeypatch.setattr(launching.detach, "start", start)
     file = tmp_path / "job.toml"
-    file.write_text(dump_job(command))
+    file.write_text(dump_job(toy))
 
     def run(*argv: object) -> Any:
         code = main(["--data-dir", str(box.data.root), "--gpu-source", "none", *map(str, argv), "--json"])
@@ -111,7 +112,7 @@ def test_a_registered_kind_is_launched_and_listed(command: CommandJob, box, tmp_
     assert (job.state, job.error, job.step, job.total_steps) == (JobState.FINISHED, None, 3, 3)
     (listed,) = run("jobs")
     assert (listed["name"], listed["state"], listed["step"], listed["mode"]) == ("make", "finished", 3, "single")
-    assert clone_settings(box.data, job_id) == command
+    assert clone_settings(box.data, job_id) == toy
     assert ("times", "3") in summary(job.config)[0]
 
 

@@ -175,14 +175,16 @@ class KindEntry(Entry, frozen=True):
 
     # The `Proposal` class, for checking a job and estimating the resources that it needs.
     proposal: str
-    # The `RankWork` class, for the work done by a rank.
-    rank: str
-    # The function that `sae-train estimate` calls with a job.
-    estimate: str
     # The `LaunchKind` class; the app uses it to describe, review and record a job.
     launch: str
     # Instructions for running a job file of this kind, for error messages.
     run_by: str
+    # The `RankWork` class, for the work done by a rank; "" if the trainer does not run this kind of job.
+    rank: str = ""
+    # The function that `sae-train estimate` calls with a job.
+    estimate: str = ""
+    # The `AttemptRunner` class, with which the supervisor runs an attempt.
+    runner: str = "sae_tui.jobs.supervisor.attempt:AttemptRunner"
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
     # The unit of the job's progress, and the unit of its speed.
@@ -365,6 +367,14 @@ KINDS = {
         run_by="run it with `sae-train extract`",
         unit="row",
         rate="rows/s",
+    ),
+    "command": KindEntry(
+        "trainer.contract.settings.command:CommandJob",
+        'Any program, with `kind = "command"`, for `sae-tui launch` and `sae-tui run`.',
+        proposal="trainer.contract.planning.command:CommandProposal",
+        launch="sae_tui.jobs.launch.kinds.command:LaunchCommand",
+        run_by="run it with `sae-tui launch`",
+        runner="sae_tui.jobs.supervisor.program:ProgramRunner",
     ),
 }
 LAUNCH_BACKENDS = {

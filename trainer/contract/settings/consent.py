@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import JobFileError, Problem
 
 FLAG = "--allow-code"
-FLAG_HELP = "let the job file run code as you, with launch.python, remote_code and any sbatch options"
+FLAG_HELP = "let the job file run code as you, with command.argv, launch.python, remote_code and any sbatch options"
 SETTING = "trusted_code"
-PYTHON, SBATCH = "launch.python", "launch.sbatch_options"
+COMMAND, PYTHON, SBATCH = "command.argv", "launch.python", "launch.sbatch_options"
 # Maps each setting that runs a model's own code to the setting in the same section naming the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
 # Options of sbatch that choose resources and run no code. Abbreviations are not included.
@@ -60,6 +61,10 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
     """Yield the code run by a job file."""
+    argv = _at(table, COMMAND)
+    if isinstance(argv, list) and argv:
+        line = shlex.join(map(str, argv))
+        yield Code(COMMAND, line, f"runs `{line}` as you")
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")

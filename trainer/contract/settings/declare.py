@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from trainer.contract.json_file import convert_as
-from trainer.contract.settings.typed import parse_number, parse_value
+from trainer.contract.settings.typed import cut, parse_number, parse_value
 
 Value = Any  # a TOML value: str, int, float, bool, list or None
 
@@ -137,11 +137,6 @@ def show(value: Value) -> str:
     return cut(text)
 
 
-def cut(text: str) -> str:
-    """Truncate a string to 60 characters for use in a message."""
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
 @functools.cache
 def settings_of(struct: type[msgspec.Struct]) -> tuple[Setting, ...]:
     """Return the settings declared by a section, in field order; fields without help are not settings."""
@@ -193,7 +188,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 
 def _phrase(option: Any) -> str:
     if get_origin(option) is Literal:
-        return _either(f'"{choice}"' for choice in get_args(option))
+        return either(f'"{choice}"' for choice in get_args(option))
     bounds = _bounds(option.__metadata__) if get_origin(option) is Annotated else ""
     return _WORDS.get(_plain(option), str(option)) + bounds
 
@@ -229,7 +224,8 @@ def _bounds(metadata: Iterable[Any]) -> str:
     return " " + " and ".join(phrases) if phrases else ""
 
 
-def _either(options: Iterable[str]) -> str:
+def either(options: Iterable[str]) -> str:
+    """Return a list of options like `a, b or c`."""
     *first, last = options
     return f"{', '.join(first)} or {last}" if first else last
 

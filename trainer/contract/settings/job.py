@@ -20,10 +20,10 @@ from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.optimizers import OptimizerSettings
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape, HoldOut, SourceSettings, StreamSettings, each
+from trainer.contract.settings.typed import TIME_LIMITS
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
-TIME_LIMITS = 'a string like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the absolute path of a Python, like "/home/me/env/bin/python"'
 # The number of tokens per rank and step if batch_size is "auto" and the run is long or has its length given in steps.
 USUAL_BATCH = 4096
@@ -329,7 +329,7 @@ class Launch(msgspec.Struct, frozen=True):
         Annotated[
             str,
             about(
-                "SLURM: time limit, like 4:00:00 or 1-12; the job saves and stops two minutes before.",
+                "Time limit, like 4:00:00 or 1-12; then it stops. On SLURM, it saves two minutes before.",
                 advanced=True,
                 wanted=TIME_LIMITS,
             ),
@@ -388,6 +388,8 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
     sections: ClassVar[Mapping[str, type[msgspec.Struct]]]
     # Whether the job writes rows that other jobs can read.
     writes_rows: ClassVar[bool] = False
+    # Whether the job runs in the trainer, which needs PyTorch.
+    needs_trainer: ClassVar[bool] = True
 
     name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "job"
     launch: Launch = Launch()

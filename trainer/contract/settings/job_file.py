@@ -19,7 +19,7 @@ from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import sweep
 from trainer.contract.settings.catalog import KINDS, MIRRORS, TRAINING
-from trainer.contract.settings.declare import Setting, cut, settings_of, show
+from trainer.contract.settings.declare import Setting, either, settings_of, show
 from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, AnyJob, J, JobConfig
 from trainer.contract.settings.sections import (
     CHOSEN,
@@ -31,7 +31,7 @@ from trainer.contract.settings.sections import (
     words_of,
 )
 from trainer.contract.settings.toml import parse_toml, read_text
-from trainer.contract.settings.typed import parse_value
+from trainer.contract.settings.typed import cut, parse_value
 
 Read = Callable[[Path], str]
 
@@ -102,7 +102,7 @@ def _kind_problem(raw: Mapping[str, Any], wanted: str) -> Problem | None:
     if kind == wanted:
         return None
     if kind not in list(KINDS):
-        choices = " or ".join(f'"{choice}"' for choice in KINDS)
+        choices = either(f'"{choice}"' for choice in KINDS)
         return Problem("kind", f"must be {choices}, not {show(kind)}")
     return Problem("kind", f'is "{kind}" and not "{wanted}"; {KINDS[kind].run_by}')
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import show
-from trainer.contract.settings.job import TIME_LIMITS, AnyJob
+from trainer.contract.settings.job import AnyJob
 
 # Maps each sbatch option that users must not set to a phrase saying what already sets it.
 _OWN = {
@@ -34,7 +34,6 @@ _OWN = {
 }
 # Complete options that are prefixes of an option above; sbatch interprets any other prefix as an abbreviation.
 _WHOLE = {"--gpus"}
-_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 _WORD = re.compile(r"[\w.][\w.,:@+-]*")
 _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
@@ -59,9 +58,6 @@ def _check_words(job: AnyJob) -> Iterator[Problem]:
         word = getattr(job.launch, name)
         if word is not None and not _WORD.fullmatch(word):
             yield Problem(f"launch.{name}", f"must be a SLURM name, not {show(word)}")
-    limit = job.launch.time_limit
-    if limit is not None and not _TIME.fullmatch(limit):
-        yield Problem("launch.time_limit", f"must be {TIME_LIMITS}, not {show(limit)}")
 
 
 def _check_options(job: AnyJob) -> Iterator[Problem]:

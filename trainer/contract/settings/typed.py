@@ -18,6 +18,13 @@ _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
 # A longer string is not meant to be a number and would be slow to convert.
 _LONGEST = 400
+SIZES = "a size like 20GiB or 500MB"
+TIME_LIMITS = 'a string like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
+TIMES = "a time like 90s, 10m, 2h or 1d"
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+_TIME_LIMIT = re.compile(r"([0-9]{1,6}-)?[0-9]{1,9}(:[0-9]{1,2}){0,2}")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_value(text: str) -> Any:
@@ -49,6 +56,51 @@ def parse_number(text: str, *, several: bool = False, whole: bool = False) -> An
     if whole:
         return [_whole(one) for one in value] if isinstance(value, list) else _whole(value)
     return value
+
+
+def parse_size(text: str) -> int:
+    """Return a size like `20GiB` in bytes; units such as `kB` and `MB` are powers of 1,000, others of 1,024.
+
+    Raise `ValueError` if the text is not a size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not (match[2] or match[3].lower() == "b"):
+        raise ValueError(f'must be {SIZES}, not "{cut(text)}"')
+    base = 1000 if match[3].lower() == "b" and match[2] else 1024
+    return int(float(match[1]) * base ** _POWERS[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Return a time like `90s` or `2h` in seconds; raise `ValueError` if the text is not a time."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([smhd]?)", text)
+    if not match:
+        raise ValueError(f'must be {TIMES}, not "{cut(text)}"')
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def parse_time_limit(text: str) -> float:
+    """Return a time limit in SLURM's format in seconds; raise `ValueError` if the text is not a time limit.
+
+    SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours. If there is a number of days, it is
+    followed by the hours, as in `1-12:00`.
+    """
+    if not _TIME_LIMIT.fullmatch(text):
+        raise ValueError(f'must be {TIME_LIMITS}, not "{cut(text)}"')
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def as_time_limit(seconds: float) -> str:
+    """Return a time limit in SLURM's format, like `4:00:00`."""
+    hours, rest = divmod(max(1, round(seconds)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def cut(text: str) -> str:
+    """Truncate a string to 60 characters for use in a message."""
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 def _is_ambiguous(text: str) -> bool:

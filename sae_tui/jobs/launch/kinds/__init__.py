@@ -57,6 +57,9 @@ class LaunchKind(Generic[J, L]):
         """
         return None
 
+    def write_files(self, data: DataDir, row: Job, job: J) -> None:
+        """Write the files that the job needs in its run folder, in addition to the job file."""
+
     def row(self, data: DataDir, job: J, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
         """Return the job row columns that differ between kinds of job."""
         steps = proposal_class(job).total_steps(job, placement.world_size)

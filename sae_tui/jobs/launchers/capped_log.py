@@ -1,0 +1,60 @@
+"""Keeps a program's log small: removes the middle of a log that exceeds its limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sae_tui.jobs.supervisor_log import tolerate_disk
+from trainer.contract.files import open_plain
+from trainer.contract.wording import gibibytes
+
+# How much of the start and of the end of the log is kept.
+KEPT_BYTES = 2**20
+
+
+class CappedLog:
+    """A log to which a program appends, without knowing of the limit.
+
+    The program writes to the file itself, not through this process, so it does not depend on this process.
+    """
+
+    def __init__(self, file: Path, limit_bytes: int) -> None:
+        self._file, self._limit = file, max(limit_bytes, 4 * KEPT_BYTES)
+        self.removed_bytes = 0
+
+    def check(self) -> int:
+        """If the log exceeds its limit, remove its middle; return how many bytes were removed."""
+        removed = 0
+        with tolerate_disk(f"shortening {self._file}"):
+            if self._file.stat().st_size > self._limit:
+                removed = self._shorten()
+        self.removed_bytes += removed
+        return removed
+
+    def _shorten(self) -> int:
+        """Truncate the log after its start, then append a message and the former end.
+
+        The program may append lines in the meantime: those before the truncation are kept unless they are written in
+        the microseconds between the last read and the truncation.
+        """
+        with open_plain(self._file) as stream:
+            head = stream.read(KEPT_BYTES)
+            cut = head.rfind(b"\n") + 1 or len(head)
+            end = stream.seek(0, os.SEEK_END)
+            start = stream.seek(end - KEPT_BYTES)
+            tail = stream.read()
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                tail += stream.read()
+                os.ftruncate(descriptor, cut)
+                first = tail.find(b"\n") + 1
+                removed = start + first - cut
+                limit = gibibytes(self._limit)
+                message = (
+                    f"[sae-tui removed {gibibytes(removed)} here: the log reached command.log_limit_mib, {limit}]\n"
+                )
+                os.write(descriptor, message.encode() + tail[first:])
+            finally:
+                os.close(descriptor)
+        return removed

@@ -1,0 +1,69 @@
+"""The environment of a command's program: the variables, limits and umask of the shell that launched it.
+
+The file may contain secrets, so it has mode 0600 even in a shared folder, and no screen or command shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Mapping
+
+import msgspec
+
+from trainer.contract.files import replacing
+from trainer.contract.json_file import load_json
+from trainer.contract.paths import RunPaths
+from trainer.contract.planning.command import KEPT, USUAL_PATH
+from trainer.contract.trust import open_own
+
+FILE = "environment.json"
+_LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
+# Variables that belong to the app or to another job, not to the program.
+_OWN = (b"SAE_TUI_", b"TEXTUAL")
+
+
+class ProgramEnvironment(msgspec.Struct, frozen=True):
+    """The names and values of variables, the soft and hard limits by name (see `setrlimit`), and the umask.
+
+    Variables are bytes because they need not be UTF-8. In the file, they are in base64.
+    """
+
+    variables: list[tuple[bytes, bytes]]
+    limits: dict[str, tuple[int, int]]
+    umask: int
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> ProgramEnvironment | None:
+        """Return a run's stored environment, or None if there is none that only this user can have written."""
+        try:
+            return load_json(paths.root / FILE, cls, None, open_own)
+        except (OSError, ValueError):
+            return None
+
+    def write(self, paths: RunPaths) -> None:
+        with replacing(paths.root / FILE, 0o600) as stream:
+            stream.write(msgspec.json.encode(self))
+
+    def apply_limits(self) -> None:
+        """Set this process's umask and limits; keep the current value of a limit that may not be set."""
+        os.umask(self.umask)
+        for name, limits in self.limits.items():
+            with contextlib.suppress(KeyError, ValueError, OSError):
+                resource.setrlimit(_LIMITS[name], limits)
+
+
+def snapshot(environ: Mapping[bytes, bytes] = os.environb, *, clean: bool = False) -> ProgramEnvironment:
+    """Return this process's environment; with `clean`, only variables that say who runs the program and where."""
+    kept = {os.fsencode(name) for name in KEPT}
+    variables = {
+        name: value for name, value in environ.items() if not name.startswith(_OWN) and (not clean or name in kept)
+    }
+    if clean:
+        variables[b"PATH"] = os.fsencode(USUAL_PATH)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return ProgramEnvironment(
+        [*variables.items()], {name: resource.getrlimit(number) for name, number in _LIMITS.items()}, umask
+    )

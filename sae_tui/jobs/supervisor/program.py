@@ -1,0 +1,41 @@
+"""Runs one attempt of a command: its program, its time limit, and what its exit code means."""
+
+from __future__ import annotations
+
+from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
+from sae_tui.jobs.launchers.program import ProgramAttempt
+from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
+from trainer.contract.settings.command import CommandJob
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.store.states import JobState
+
+
+class ProgramRunner(AttemptRunner):
+    """Runs a command's program from its start until it and all its descendants have ended."""
+
+    counts_steps = False
+    knows_failures = False
+
+    def _attempt(self, config: AnyJob) -> Attempt:
+        assert isinstance(config, CommandJob)
+        self._settings = config.command
+        setup = AttemptSetup(self._job.id, config, self._paths, self._spec(), self._locks)
+        self._program = ProgramAttempt(setup, config)
+        return self._program
+
+    def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
+        for message in self._program.notes():
+            self._tell("left-behind", message, "info")
+        if self._failure:
+            return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
+        (code,) = attempt.codes
+        self._tell("exit", f"its program {self._program.how()}", "info")
+        if requests or self._killed:
+            stopped = self._ending(JobState.STOPPED, self._stop_reason or None, attempt)
+            return Outcome(stopped, paused=requests == {"pause"})
+        if code == 0:
+            return Outcome(self._ending(JobState.FINISHED, None, attempt))
+        failed = self._ending(JobState.FAILED, attempt.cause(), attempt)
+        if code in (self._settings.requeue_on or ()):
+            return Outcome(failed, requeued=True)
+        return Outcome(failed, crashed=self._settings.retry_on is None or code in self._settings.retry_on)
