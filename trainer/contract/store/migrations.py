@@ -131,6 +131,12 @@ def control_009(db: Database) -> None:
     db.table("jobs").add_column("overfitting", str)
 
 
+def control_010(db: Database) -> None:
+    """Add the first job of an array, and how many of the array's jobs may run at once."""
+    db.table("jobs").add_column("array", int)
+    db.table("jobs").add_column("array_limit", int)
+
+
 def metrics_001(db: Database) -> None:
     """Create tables for metrics (clustered by key, rank and step), two levels of roll-ups, the heartbeat and events."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -173,7 +179,7 @@ def gpu_002(db: Database) -> None:
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
     "control": (
         control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008,
-        control_009,
+        control_009, control_010,
     ),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),

@@ -110,6 +110,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
+    # For a job launched as part of an array: the id of the array's first job, and how many may run at once, if limited.
+    array: JobId | None = None
+    array_limit: Count | None = None
     # The job's machine id, stored because the host name may change; "" or None if unknown.
     machine_id: str | None = None
 

@@ -30,7 +30,7 @@ CREATE TABLE "jobs" (
    "tokens_per_s" REAL,
    "error" TEXT,
    "output_path" TEXT
-, "d_in" INTEGER, "d_out" INTEGER, "estimated_memory_bytes" INTEGER, "peak_memory_bytes" INTEGER, "priority" INTEGER NOT NULL DEFAULT 0, "held" INTEGER NOT NULL DEFAULT 0, "after" TEXT NOT NULL DEFAULT '[]', "queued" REAL, "gpus_wanted" INTEGER NOT NULL DEFAULT 0, "any_gpus" INTEGER NOT NULL DEFAULT 0, "shares_gpus" INTEGER NOT NULL DEFAULT 0, "card_memory_bytes" INTEGER, "expected_s" REAL, "waits_for" TEXT, "max_restarts" INTEGER NOT NULL DEFAULT 0, "restarts" INTEGER NOT NULL DEFAULT 0, "backend" TEXT NOT NULL DEFAULT 'local', "tags" TEXT NOT NULL DEFAULT '[]', "note" TEXT NOT NULL DEFAULT '', "visible_devices" TEXT, "energy_wh" REAL, "energy_s" REAL, "energy_known_s" REAL, "energy_counted_s" REAL, "heldout_fvu" REAL, "heldout_l0" REAL, "machine_id" TEXT, "overfitting" TEXT);
+, "d_in" INTEGER, "d_out" INTEGER, "estimated_memory_bytes" INTEGER, "peak_memory_bytes" INTEGER, "priority" INTEGER NOT NULL DEFAULT 0, "held" INTEGER NOT NULL DEFAULT 0, "after" TEXT NOT NULL DEFAULT '[]', "queued" REAL, "gpus_wanted" INTEGER NOT NULL DEFAULT 0, "any_gpus" INTEGER NOT NULL DEFAULT 0, "shares_gpus" INTEGER NOT NULL DEFAULT 0, "card_memory_bytes" INTEGER, "expected_s" REAL, "waits_for" TEXT, "max_restarts" INTEGER NOT NULL DEFAULT 0, "restarts" INTEGER NOT NULL DEFAULT 0, "backend" TEXT NOT NULL DEFAULT 'local', "tags" TEXT NOT NULL DEFAULT '[]', "note" TEXT NOT NULL DEFAULT '', "visible_devices" TEXT, "energy_wh" REAL, "energy_s" REAL, "energy_known_s" REAL, "energy_counted_s" REAL, "heldout_fvu" REAL, "heldout_l0" REAL, "machine_id" TEXT, "overfitting" TEXT, "array" INTEGER, "array_limit" INTEGER);
 
 CREATE INDEX "idx_jobs_state_id"
     ON "jobs" ("state", "id");
