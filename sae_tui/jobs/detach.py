@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, open_private
+from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.log_tail import last_line
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervisor.supervise")
+QUEUE = (sys.executable, "-P", "-m", "sae_tui.jobs.queue_process")
 START_TIMEOUT_S = 30.0
 # Variables of the command that launches another job. The other job does not belong to that command.
-OF_COMMAND = frozenset(f"SAE_TUI_{name}" for name in ("RUN_DIR", "JOB_ID", "GPUS", "GPU_LIST", "ATTEMPT"))
+OF_COMMAND = frozenset(b"SAE_TUI_" + name for name in (b"RUN_DIR", b"JOB_ID", b"GPUS", b"GPU_LIST", b"ATTEMPT"))
 LINGER = Path("/var/lib/systemd/linger")
 SESSION = re.compile(r"/session-[^/]+\.scope")
 
@@ -32,10 +36,27 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 
     Raise `UserError` if the supervisor does not start.
     """
-    start_detached([*command, str(data.root), str(job_id)], data.run(job_id).supervisor_log, "its supervisor")
+    stored = ProgramEnvironment.read(data.run(job_id))
+    start_detached(
+        [*command, str(data.root), str(job_id)],
+        data.run(job_id).supervisor_log,
+        "its supervisor",
+        dict(stored.variables) if stored else os.environb,
+    )
 
 
-def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
+def start_queue(data: DataDir, command: Sequence[str] = QUEUE) -> None:
+    """Start this user's queue process unless it is running; return once it is (after about 0.1 s).
+
+    Raise `UserError` if it does not start.
+    """
+    if is_held(data.queue_lock(socket.gethostname(), user_name())) is not True:
+        start_detached([*command, str(data.root)], data.root / "queue.log", "the queue")
+
+
+def start_detached(
+    arguments: Sequence[str], log_file: Path, who: str, environment: Mapping[bytes, bytes] = os.environb
+) -> None:
     """Start a background program and append its output to a log; `who` is the program's name in error messages.
 
     Raise `UserError` if the program does not start. The process started here forks the actual program and exits.
@@ -44,13 +65,13 @@ def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
     outside = _scope_prefix()
     if outside:
         try:
-            _start([*outside, *arguments], log_file, who)
+            _start([*outside, *arguments], log_file, who, environment)
             return
         except UserError as error:
             # A slow supervisor may still start, and a job must never have two.
             if isinstance(error, SlowStart):
                 raise
-    _start(arguments, log_file, who)
+    _start(arguments, log_file, who, environment)
 
 
 def _scope_prefix() -> tuple[str, ...]:
@@ -69,7 +90,7 @@ def _scope_prefix() -> tuple[str, ...]:
     return ("systemd-run", "--user", "--scope", "--quiet", "--collect", "--")
 
 
-def _start(arguments: Sequence[str], log_file: Path, who: str) -> None:
+def _start(arguments: Sequence[str], log_file: Path, who: str, environment: Mapping[bytes, bytes]) -> None:
     try:
         log = open_private(log_file, os.O_APPEND)
     except OSError as error:
@@ -81,7 +102,7 @@ def _start(arguments: Sequence[str], log_file: Path, who: str) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
-            env={name: value for name, value in os.environ.items() if name not in OF_COMMAND},
+            env={name: value for name, value in environment.items() if name not in OF_COMMAND},
             start_new_session=True,
             timeout=START_TIMEOUT_S,
         )

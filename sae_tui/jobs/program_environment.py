@@ -1,4 +1,6 @@
-"""The environment of a command's program: the variables, limits and umask of the shell that launched it.
+"""The environment of a job: the variables, limits and umask of the shell that launched it.
+
+The job may start days later, from the queue process, whose own environment is that of another shell.
 
 The file may contain secrets, so it has mode 0600 even in a shared folder, and no screen or command shows it.
 """
@@ -20,7 +22,7 @@ from trainer.contract.trust import open_own
 
 FILE = "environment.json"
 _LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
-# Variables that belong to the app or to another job, not to the program.
+# Variables of the app or of another job, which a program must not inherit.
 _OWN = (b"SAE_TUI_", b"TEXTUAL")
 
 
@@ -33,6 +35,11 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
     variables: list[tuple[bytes, bytes]]
     limits: dict[str, tuple[int, int]]
     umask: int
+
+    @property
+    def of_program(self) -> dict[bytes, bytes]:
+        """The variables for a program, without those of the app or of another job."""
+        return {name: value for name, value in self.variables if not name.startswith(_OWN)}
 
     @classmethod
     def read(cls, paths: RunPaths) -> ProgramEnvironment | None:

@@ -128,9 +128,14 @@ def is_supervised(data: DataDir, job: Job) -> bool:
     return supervisor.is_alive() or (supervisor.is_elsewhere and is_held(data.run(job.id).lock_file) is not False)
 
 
-def has_lost_its_place(data: DataDir, job: Job) -> bool:
-    """Return whether this is a queued job on this machine, owned by this user, without a supervisor."""
-    return _can_go_on(data, job) and _is_mine(data, job) and _is_orphaned(data, job)
+def is_attended(data: DataDir, job: Job) -> bool:
+    """Return whether the queue process of a job's user is alive on this machine."""
+    return is_held(data.queue_lock(job.host, job.user)) is not False
+
+
+def waits_here(data: DataDir, job: Job) -> bool:
+    """Return whether this user's queue process must start a job: queued on this machine, and without a supervisor."""
+    return _can_go_on(data, job) and is_here(job) and _is_mine(data, job) and not is_supervised(data, job)
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
@@ -159,6 +164,8 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     """
     if not is_here(job):
         return False
+    if job.state == JobState.QUEUED and _can_go_on(data, job):
+        return not (is_supervised(data, job) or is_attended(data, job))
     if job.supervisor is None:
         # A resumed job was created long ago, so use the time at which it was queued.
         # The absolute value limits the wait if the clock is set back.

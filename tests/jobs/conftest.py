@@ -23,10 +23,13 @@ from support.driver import build_drivers
 from support.stores import put_store
 
 from sae_tui.jobs import detach
+from sae_tui.jobs.gpus.locks import lock_holder
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.launch.resume import ResumePlan, resume
+from sae_tui.jobs.user import user_name
 from trainer.contract.paths import DataDir
+from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store import database
@@ -35,6 +38,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
+FAKE_QUEUE = [sys.executable, str(Path(__file__).with_name("fake_queue.py"))]
 start_fake = functools.partial(detach.start, command=FAKE_SUPERVISOR)
 
 
@@ -134,9 +138,30 @@ class Box:
         """Return the pids of all live ranks of the job."""
         return [rank.pid for rank in self.control.ranks(job_id) if rank.process.is_alive()]
 
+    def queue_process(self) -> ProcessRef | None:
+        """Return this user's queue process, or None if it is not running."""
+        pid = lock_holder(self.data.queue_lock(socket.gethostname(), user_name()))
+        return ProcessRef.of(pid) if pid else None
+
+    def start_queue(self) -> ProcessRef:
+        """Start the queue process with fake ranks, and return it."""
+        self.make_store()
+        detach.start_queue(self.data, FAKE_QUEUE)
+        queue = self.queue_process()
+        assert queue
+        return queue
+
+    def enqueue(self, name: str, gpus: tuple[int, ...] = (), **place: object) -> int:
+        """Launch a job with fake ranks that waits for the queue process, not in a supervisor of its own."""
+        self.make_store()
+        where, job = self.placement(gpus), self.config(name)
+        return launching.launch(self.data, job, where, gpu_source="none", start=lambda *_: None, **place)
+
     def end_everything(self) -> None:
         if not self.data.control_db.exists():
             return
+        if (queue := self.queue_process()) and queue.pid != os.getpid():
+            queue.send(signal.SIGKILL)
         for job in self.control.jobs():
             processes = [job.supervisor, *(rank.process for rank in self.control.ranks(job.id))]
             for process in processes:

@@ -122,14 +122,14 @@ def test_a_job_whose_row_is_deleted_while_it_starts_fails_without_a_crash(box):
     job_id = in_line(box)
     control = Control(box.data.control_db)
     line = QueueEntry(box.data, control, control.job(job_id))
-    original = line._gpus
+    original = line._plan._gpus
 
     def deleted_meanwhile(*arguments):
         box.control.transition(job_id, JobState.STOPPED)
         box.control.forget(job_id)
         return original(*arguments)
 
-    line._gpus = deleted_meanwhile
+    line._plan._gpus = deleted_meanwhile
     assert not line.try_start()
     assert line.locks.descriptors == ()
     with pytest.raises(UserError, match="there is no job"):

@@ -342,7 +342,7 @@ def test_a_launch_killed_before_it_writes_its_files_leaves_no_job(box):
 
 
 def test_a_job_without_files_or_supervisor_can_be_cloned_and_resumed(box):
-    cut_off(box, "_start")
+    cut_off(box, "start_or_fail")
     (job,) = box.control.jobs()
     shutil.rmtree(box.data.run(job.id).root)  # the state in which an earlier version could leave a job
     box.control.update(job.id, queued=time.time() - 3600)

@@ -23,21 +23,48 @@ _KEPT: set[str] = set()
 
 
 class RunPaths:
-    """Paths for a run's files under `root`; methods returning a path do not create it."""
+    """Paths for a run's files under `root`; methods returning a path do not create it.
+
+    The paths are properties because the queue looks at one or two files of a thousand runs.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.job_file = root / "job.toml"
-        self.metrics_db = root / "metrics.db"
-        self.logs = root / "logs"
-        self.checkpoints = root / "checkpoints"
-        self.exit_file = root / "exit.json"
-        # Every process in the run holds this lock until it exits.
-        self.lock_file = root / "run.lock"
-        # The process evaluating the run's SAEs holds this lock until it exits.
-        self.evaluation_lock = root / "evaluation.lock"
-        # The job's database row as of its last start; a lost store is restored from these files.
-        self.record_file = root / "record.json"
+
+    @property
+    def job_file(self) -> Path:
+        return self.root / "job.toml"
+
+    @property
+    def metrics_db(self) -> Path:
+        return self.root / "metrics.db"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def exit_file(self) -> Path:
+        return self.root / "exit.json"
+
+    @property
+    def lock_file(self) -> Path:
+        """The lock that every process in the run holds until it exits."""
+        return self.root / "run.lock"
+
+    @property
+    def evaluation_lock(self) -> Path:
+        """The lock that the process evaluating the run's SAEs holds until it exits."""
+        return self.root / "evaluation.lock"
+
+    @property
+    def record_file(self) -> Path:
+        """The job's database row as of its last start; a lost store is restored from these files."""
+        return self.root / "record.json"
 
     def free_reserve(self) -> None:
         """Free disk space that a killed process of the run had reserved for the last checkpoint."""
@@ -124,7 +151,7 @@ class DataDir:
     @property
     def host_word(self) -> str:
         """This host's name, made safe for file names; hosts that share the data folder use separate files."""
-        return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
+        return _word(socket.gethostname()) or "localhost"
 
     @property
     def gpu_db(self) -> Path:
@@ -149,6 +176,10 @@ class DataDir:
     def app_log(self) -> Path:
         """The log for everything written to standard error by libraries while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
+
+    def queue_lock(self, host: str, user: str) -> Path:
+        """Return the file that a user's queue process on a host locks, and touches every 30 s."""
+        return self.locks / f"queue-{_word(host)}-{_word(user)}.lock"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
@@ -187,6 +218,10 @@ class DataDir:
             self.run(job_id).refuse_links()
             for folder in self.sae(job_id).glob("*/"):
                 refuse_link(folder)
+
+
+def _word(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name).lstrip(".")
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:

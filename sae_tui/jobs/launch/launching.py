@@ -90,8 +90,13 @@ def launch(
 
                 job_id = control.create_job(row, above=data.last_id(), prepare=prepare)
                 undo.pop_all()
-            _start(data, control, job_id, start or detach.start)
+            start_or_fail(data, control, job_id, start or enqueue)
             return job_id
+
+
+def enqueue(data: DataDir, job_id: int) -> None:  # noqa: ARG001 - one process waits for all jobs
+    """Make sure that a queue process waits for the queued jobs."""
+    detach.start_queue(data)
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
@@ -119,15 +124,14 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **option
     return launched
 
 
-def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Start) -> None:
-    """Write the files needed by a queued job's supervisor, and start the supervisor."""
+def write_files(data: DataDir, control: Control, job_id: int, job: AnyJob) -> None:
+    """Write the files needed by a queued job's supervisor; if that fails, the job fails, and raise `UserError`."""
 
-    def write_and_start(data: DataDir, job_id: int) -> None:
+    def write(data: DataDir, job_id: int) -> None:
         data.refuse_links(job_id)
         _write_files(data, control.job(job_id), job)
-        start(data, job_id)
 
-    _start(data, control, job_id, write_and_start)
+    start_or_fail(data, control, job_id, write)
 
 
 def _write_files(data: DataDir, row: Job, job: AnyJob) -> None:
@@ -138,7 +142,7 @@ def _write_files(data: DataDir, row: Job, job: AnyJob) -> None:
     write_record(paths, row)
 
 
-def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
+def start_or_fail(data: DataDir, control: Control, job_id: int, start: Start) -> None:
     """Start a job; if that fails, record the reason in the job's row and raise `UserError`."""
     try:
         start(data, job_id)

@@ -7,14 +7,16 @@ from typing import Literal
 
 import msgspec
 
-from sae_tui.jobs import detach, environment
+from sae_tui.jobs import environment
 from sae_tui.jobs.launch.launching import (
     Start,
-    begin,
+    enqueue,
     fields_of,
     refuse_options_of_others,
+    start_or_fail,
     visible_devices,
     with_whole_python,
+    write_files,
 )
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.machine import elsewhere, is_here, this_machine
@@ -30,7 +32,7 @@ from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
-from trainer.contract.runs.lock import is_held, still_going
+from trainer.contract.runs.lock import RunLock, is_held, still_going
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.consent import sets
 from trainer.contract.settings.extract import ExtractJob
@@ -117,12 +119,15 @@ def resume(
         fields |= {"supervisor_pid": None, "supervisor_start": None}
         # Only the supervisor's host can check whether it is alive, so the supervisor runs on this host.
         fields |= this_machine()
-        if not control.transition(job_id, JobState.QUEUED, **fields):
-            raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
-        if finish:
-            control.request(job_id, "finish")
-        control.add_event(job_id, "resuming", plan.sentence)
-        begin(data, control, job_id, plan.config, start or detach.start)
+        # While this process holds the lock, the queue process cannot start the job with its former files.
+        with RunLock(data.run(job_id).root):
+            if not control.transition(job_id, JobState.QUEUED, **fields):
+                raise UserError(f"job {job_id} was started or deleted by another process; see `sae-tui job {job_id}`")
+            if finish:
+                control.request(job_id, "finish")
+            control.add_event(job_id, "resuming", plan.sentence)
+            write_files(data, control, job_id, plan.config)
+        start_or_fail(data, control, job_id, start or enqueue)
         return plan
 
 

@@ -217,7 +217,7 @@ def _environment(
     added |= hide_all() | pinned | own | {MARK: str(spec.run_dir), "SAE_TUI_ATTEMPT": str(spec.attempt)}
     # Without this, the output of a Python program appears in the log only when its buffer is full.
     default = {b"PYTHONUNBUFFERED": b"1"}
-    return default | dict(stored.variables) | {os.fsencode(name): os.fsencode(value) for name, value in added.items()}
+    return default | stored.of_program | {os.fsencode(name): os.fsencode(value) for name, value in added.items()}
 
 
 def _reset_signals() -> None:

@@ -218,10 +218,10 @@ def gpus(
     ]
 
 
-def named_gpus(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
-    """Return the GPUs named by a job, with their leases but without readings."""
-    gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
-    leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
+def named_gpus(queued: Iterable[Job], leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[QueueGpu]:
+    """Return the GPUs named by queued jobs, with their leases but without readings."""
+    gpus = {uuid: index for job in queued for index, uuid in zip(job.gpu_ids, job.gpu_uuids, strict=False)}
+    leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for uuid, index in gpus.items())
     return [QueueGpu(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
 
 

@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from sae_tui.jobs.gpus.availability import holders, with_other_users
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder, lock_holders, owner
-from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
-from sae_tui.jobs.queue.gpu_reader import FRESH_S, GpuReader, gpus, named_gpus
-from sae_tui.jobs.queue.order import QueueGpu, Turn, turns
-from sae_tui.jobs.reconcile import is_supervised, reconcile
+from sae_tui.jobs.queue.order import QueueGpu
+from sae_tui.jobs.queue.plan import QueuePlan
+from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import describe_state
-from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.paths import DataDir
-from trainer.contract.process import state_of
 from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that may start rereads the GPUs unless the last reading is more recent than this.
-JUST_NOW_S = 1.0
-# A supervisor is regarded as silent if it could start its job, but has not done so for this long.
-SILENT_AFTER_S = 30.0
-# The states of a process halted by a signal or a debugger, or waiting for a disk.
-_HALTED = ("T", "t", "D")
 # The pause between two checks, per queued job, and its maximum. A check takes about 0.1 ms per queued job.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # A reason for waiting is not recorded again within this many seconds.
 RECORDED_FOR_S = 600.0
+# The number of recorded reasons above which old ones are forgotten.
+MOST_RECORDED = 2000
+
+
+class Reasons:
+    """Records in a job's row why it waits, and adds an event when the kind of reason changes."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._recorded_at: dict[tuple[int, str], float] = {}
+
+    def record_all(self, reasons: Iterable[tuple[Job, str]]) -> None:
+        """Record the jobs' reasons in one transaction; skip jobs whose row already has the reason."""
+        changed = [(job, reason) for job, reason in reasons if reason and reason != job.waits_for]
+        waits = [(job.id, reason, self._is_news(job, reason)) for job, reason in changed]
+        if waits:
+            self._control.record_waits(waits)
+
+    def _is_news(self, job: Job, reason: str) -> bool:
+        """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
+
+        The limit is necessary because the processes on a GPU may change every minute, and a job may wait for a month.
+        """
+        now, key = time.monotonic(), (job.id, _kind(reason))
+        if key[1] == _kind(job.waits_for or "") or now - self._recorded_at.get(key, -RECORDED_FOR_S) < RECORDED_FOR_S:
+            return False
+        if len(self._recorded_at) > MOST_RECORDED:
+            self._recorded_at = {other: at for other, at in self._recorded_at.items() if now - at < RECORDED_FOR_S}
+        self._recorded_at[key] = now
+        return True
 
 
 class QueueEntry:
@@ -41,19 +60,14 @@ class QueueEntry:
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Enter the queue; `is_ready` is called before locks are acquired, and may restart this program."""
-        self._data = data
-        self._control = control
+        self._data, self._control = data, control
         self.job = job
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
         self._is_ready = is_ready
         self._again_at = 0.0
-        self._recorded_at: dict[str, float] = {}
-        self._passed_over: frozenset[int] = frozenset()
-        # By job id: the time at which each other job could first have started, and skipped jobs' rows.
-        self._could_since: dict[int, float] = {}
-        self._silent: dict[int, Job] = {}
-        self._reader = GpuReader(data, job.gpu_source) if job.gpu_source != "none" else None
+        self._reasons = Reasons(control)
+        self._plan = QueuePlan(data, control, job.host, job.gpu_source)
 
     def try_start(self) -> bool:
         """Acquire all the job's GPUs and set its state to `starting`, or record in its row why it is waiting.
@@ -67,36 +81,24 @@ class QueueEntry:
         if self.job.state != JobState.QUEUED:
             return False
         reason = self._try_take_gpus()
-        if reason and reason != self.job.waits_for:
-            self._control.update(self.job.id, waits_for=reason)
-            if self._is_news(_kind(reason), _kind(self.job.waits_for or "")):
-                self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
+        self._reasons.record_all([(self.job, reason)])
         if not reason:
-            self._report_halted()
+            self._plan.report_halted()
         return not reason
 
-    def _is_news(self, kind: str, before: str) -> bool:
-        """Return whether the reason for waiting is new and was not recorded in the last `RECORDED_FOR_S` seconds.
-
-        The limit is necessary because the processes on a GPU may change every minute, and a job may wait for a month.
-        """
-        now = time.monotonic()
-        if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
-            return False
-        self._recorded_at = {other: at for other, at in self._recorded_at.items() if now - at < RECORDED_FOR_S} | {
-            kind: now
-        }
-        return True
+    def report_silent(self) -> None:
+        """Record which skipped jobs' supervisors are sending no heartbeats; also called after this job has started."""
+        self._plan.report_silent()
 
     def _try_take_gpus(self) -> str:
         """Acquire the locks, then the leases; return why this failed, or "" if the GPUs are acquired.
 
         The locks come first because they are correct even after a crash.
         """
-        held = describe_state(self.job).word if self.job.held else ""
-        if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
+        if reason := obstacle_of(self._data, self._control, self.job):
             return reason
-        turn = self._turn()
+        turn = self._plan.turns([self.job])[self.job.id]
+        self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, self._plan.n_others * PAUSE_EACH_S)
         if turn.waits_for:
             return turn.waits_for
         if not self._is_ready():
@@ -112,100 +114,6 @@ class QueueEntry:
                 self.locks = locks
             else:
                 locks.release()
-
-    def _turn(self) -> Turn:
-        """Return the GPUs that the job may use according to a recent reading, or what the job is waiting for."""
-        if not self.job.gpus_wanted:
-            return Turn()
-        turn = self._plan(FRESH_S)
-        return self._plan(JUST_NOW_S) if turn.gpus else turn
-
-    def _plan(self, fresh_s: float) -> Turn:
-        active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
-        if self._control.unreadable != self._passed_over:
-            self._passed_over = self._control.unreadable
-            note(self._control.problem or "every row of the job list can be read again")
-        others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
-        self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
-        seen = self._gpus(active, fresh_s)
-        if not seen and self._reader and self._reader.problem:
-            return Turn(waits_for=f"the GPUs cannot be read: {self._reader.problem}")
-        moving = [job for job in others if self._silent.get(job.id) != job]
-        planned = turns([self.job, *moving], seen, time.time())
-        self._pass_over_silent([job for job in moving if planned[job.id].gpus])
-        for job in others:
-            if self._silent.get(job.id) == job:
-                self._report_silent(job)
-        return planned[self.job.id]
-
-    def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
-        """Skip jobs that could have started 30 s ago but have not, until their rows change.
-
-        The supervisors of these jobs are alive, but they are halted or hung, for example because a file server does
-        not respond, or they cannot lock the GPUs.
-        """
-        now = time.monotonic()
-        self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
-        late = [job for job in could_start if now - self._could_since[job.id] >= SILENT_AFTER_S]
-        self._silent |= {job.id: job for job in late}
-
-    def _report_silent(self, job: Job) -> None:
-        """Record that a skipped job's supervisor is not responding, unless it has recently sent a heartbeat."""
-        if not self._gave_sign(job):
-            self._tell_silent(job)
-
-    def _tell_silent(self, job: Job) -> None:
-        words = f"its supervisor (pid {job.supervisor_pid}) does not respond; other jobs go first"
-        if job.waits_for == words:
-            return
-        self._control.update(job.id, waits_for=words)
-        self._control.add_event(job.id, "silent", f"is skipped in the queue: {words}", "warning")
-        self._silent[job.id] = self._control.job(job.id)
-
-    def _report_halted(self) -> None:
-        """Record which skipped jobs' supervisors are halted or hung, as this job starts before the skipped jobs.
-
-        A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports supervisors that
-        no longer send heartbeats.
-        """
-        with tolerate("reporting supervisors that do not respond"):
-            for job in tuple(self._silent.values()):
-                supervisor = job.supervisor
-                if supervisor and supervisor.is_alive() and state_of(supervisor.pid) in _HALTED:
-                    self._tell_silent(job)
-
-    def report_silent(self) -> None:
-        """Record which skipped jobs' supervisors are sending no heartbeats; also called after this job has started."""
-        if not self._silent:
-            return
-        with tolerate("reporting supervisors that do not respond"):
-            now = {job.id: job for job in self._control.active_jobs()}
-            self._silent = {job.id: job for job in self._silent.values() if now.get(job.id) == job}
-            for job in tuple(self._silent.values()):
-                self._report_silent(job)
-
-    def _gave_sign(self, job: Job) -> bool:
-        with contextlib.suppress(OSError):
-            return abs(time.time() - self._data.run(job.id).lock_file.stat().st_mtime) < 2 * SIGN_EVERY_S
-        return False
-
-    def _is_in_line(self, job: Job) -> bool:
-        """Return whether another job in the queue waits only for its GPUs."""
-        waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
-        return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
-
-    def _gpus(self, active: dict[int, Job], fresh_s: float) -> list[QueueGpu]:
-        leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
-        holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
-        if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Correct the row here: there may be no other process to detect that the lease's holder has died.
-            reconcile(self._data)
-        if self._reader is None:
-            return named_gpus(self.job, leases, active)
-        samples = self._reader.samples(fresh_s)
-        ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
-        held = with_other_users(holders(active.values(), leases, ranks), self._folder, samples)
-        return gpus(samples, held, leases, active)
 
     def _lease(self, chosen: Sequence[QueueGpu]) -> str:
         gpus = [(gpu.index, gpu.uuid) for gpu in chosen]
@@ -236,6 +144,12 @@ class QueueEntry:
             return f"GPU {index} cannot be reserved: {locks.why}"
         pid = lock_holders(self._folder, [uuid]).get(uuid)
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
+
+
+def obstacle_of(data: DataDir, control: Control, job: Job) -> str:
+    """Return why a job must not even be considered for GPUs: it is held or comes after other jobs; or ""."""
+    held = describe_state(job).word if job.held else ""
+    return "; ".join(filter(None, (held, describe_unfinished(data, control, job))))
 
 
 def _kind(obstacle: str) -> str:

@@ -23,8 +23,11 @@ from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.machine import this_machine
+from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.queue.waiting_job import QueueEntry
+from sae_tui.jobs.reconcile import is_attended
 from sae_tui.jobs.record import as_recorded, write_record
+from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import Orders, end_descendants
 from sae_tui.jobs.supervisor.upgrade import Installed
@@ -35,9 +38,7 @@ from trainer.contract.prctl import become_subreaper
 from trainer.contract.process import STOP_SIGNALS, ProcessRef
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
-from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import ENDING, Control, RequestKind
-from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 # The delay before a command that asks to be queued again is queued, so that one that always asks costs little.
 REQUEUED_AFTER_S = 5.0
+# A supervisor waits for this long in the queue, which is enough to skip another one that does not respond.
+LEAVES_AFTER_S = 60.0
 
 
 class Supervisor:
@@ -66,6 +69,8 @@ class Supervisor:
         self._installed = Installed()
         self._line = QueueEntry(data, self._control, self._job, self._installed.restart_if_replaced)
         self._is_waiting, self._has_ended = True, False
+        # Whether the job was queued again, so that the queue process waits for it.
+        self._is_left = False
         self._orders = Orders()
         self._sign = Sign(self._control, job_id, self._paths, lambda: self._line.report_silent())
         self._lock: RunLock | None = None
@@ -75,6 +80,8 @@ class Supervisor:
 
         Raise `UserError` if a process from an earlier attempt is still alive.
         """
+        if stored := ProgramEnvironment.read(self._paths):
+            stored.apply_limits()
         os.umask(umask_of(self._data.root))
         self._lock = RunLock(self._paths.root)
         self._lock.share()
@@ -103,7 +110,7 @@ class Supervisor:
             raise
 
     def _run(self) -> None:
-        while self._wait_for_gpus():
+        while not self._is_left and self._wait_for_gpus():
             outcome = self._run_ranks()
             ending: JobEnding | None = outcome.ending
             if outcome.paused:
@@ -115,8 +122,11 @@ class Supervisor:
                 return
 
     def _wait_for_gpus(self) -> bool:
-        """Wait in the queue; return True once the locks and leases are acquired, or False if the job ends first."""
-        self._is_waiting = True
+        """Wait in the queue; return True once the locks and leases are acquired, or False if the job ends first.
+
+        If that takes long, return False too, so that the queue process waits for the job.
+        """
+        self._is_waiting, began = True, time.monotonic()
         for tick in itertools.count():
             self._sign.turn()
             with tolerate("waiting for GPUs"), tolerate_disk("waiting for GPUs"):
@@ -130,6 +140,8 @@ class Supervisor:
             if self._orders.to_end_since:
                 # Even if the store cannot be read, `_conclude` can record how the job ended in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
+                return False
+            if time.monotonic() - began > LEAVES_AFTER_S and is_attended(self._data, self._job):
                 return False
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
@@ -272,6 +284,7 @@ class Supervisor:
         self._line.locks.release()
         self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
+        self._is_left = is_attended(self._data, self._job)
         return None
 
     def _move_to_queue(self, fields: dict[str, Any]) -> bool:
@@ -290,37 +303,13 @@ class Supervisor:
             self._control.add_event(self._job.id, "requeued", f"is queued again: {ending.error}")
 
     def _conclude(self, ending: JobEnding) -> None:
-        """Record how the job ended in the run's files, then in the store.
-
-        After this, the job may be resumed or deleted.
-        """
-        with tolerate_disk(f"writing {self._paths.exit_file}"):
-            write_ending(self._paths.exit_file, ending)
+        """Record how the job ended, then run the user's command; after this, the job may be resumed or deleted."""
+        release = self._lock.release if self._lock else lambda: None
         with tolerate("recording the end"):
-            if retry("recording the end", lambda: self._record_end(ending)):
-                self._has_ended = True
-                message = ending.error or str(ending.state)
-                self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
+            final = retry("recording the end", lambda: conclude(self._data, self._control, self._job, ending, release))
+            if final:
+                self._job, self._has_ended = final, True
                 self._run_hook()
-
-    def _record_end(self, ending: JobEnding) -> bool:
-        """Record how the job ended in the run folder and the store; return False if the store already has an ending."""
-        self._job = self._row_at(ending)
-        write_record(self._paths, self._job)
-        if self._lock:
-            self._lock.release()
-        return self._control.transition(self._job.id, ending.state, **ending.fields())
-
-    def _row_at(self, ending: JobEnding) -> Job:
-        """Return the row of the ended job, based on the supervisor's own copy if the row in the store is unreadable."""
-        job = self._job
-        try:
-            job = self._control.job(self._job.id)
-        except StoreError:
-            raise
-        except UserError as error:
-            note(f"{error}; the run folder contains the record")
-        return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
         # Import the module here because a waiting supervisor does not need the settings.

@@ -97,7 +97,7 @@ def test_the_form_shows_and_reviews_a_registered_kind(toy: ToyJob, box) -> None:
 @pytest.mark.timeout(200)
 def test_a_registered_kind_is_launched_and_listed(toy: ToyJob, box, tmp_path, capsys, monkeypatch) -> None:
     start = functools.partial(detach.start, command=[sys.executable, "-P", toy_kind.__file__])
-    monkeypatch.setattr(launching.detach, "start", start)
+    monkeypatch.setattr(launching, "enqueue", start)
     file = tmp_path / "job.toml"
     file.write_text(dump_job(toy))
 

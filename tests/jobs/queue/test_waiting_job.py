@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from sae_tui.jobs.gpus.locks import GpuLocks
-from sae_tui.jobs.queue import waiting_job
+from sae_tui.jobs.queue import plan, waiting_job
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from trainer.contract.process import ProcessRef, state_of
 from trainer.contract.store.database import StoreError
@@ -78,7 +78,7 @@ def test_an_older_job_waiting_for_another_gpu_does_not_block_a_younger_job(box):
 @pytest.fixture
 def halted(monkeypatch):
     """Start a process that stands in for a supervisor, and halt it with SIGSTOP."""
-    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
+    monkeypatch.setattr(plan, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
     supervisor.send_signal(signal.SIGSTOP)
@@ -101,7 +101,7 @@ def test_a_job_loses_its_turn_while_its_supervisor_is_halted(box, halted, monkey
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()
     box.control.transition(second.job.id, JobState.FINISHED)
-    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
+    monkeypatch.setattr(plan, "SILENT_AFTER_S", 30.0)
     assert not third.try_start()
     assert box.job(third.job.id).waits_for == f"job {first} is ahead in the queue"
 

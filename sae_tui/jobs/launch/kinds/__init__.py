@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.program_environment import snapshot
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import proposal_class
 from trainer.contract.planning.outlook import AnyOutlook
@@ -58,7 +59,11 @@ class LaunchKind(Generic[J, L]):
         return None
 
     def write_files(self, data: DataDir, row: Job, job: J) -> None:
-        """Write the files that the job needs in its run folder, in addition to the job file."""
+        """Write the files that the job needs in its run folder, in addition to the job file.
+
+        The supervisor starts with this process's environment, whoever starts the supervisor.
+        """
+        snapshot().write(data.run(row.id))
 
     def row(self, data: DataDir, job: J, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
         """Return the job row columns that differ between kinds of job."""

@@ -1,0 +1,234 @@
+"""The queue process: waits for all queued jobs of a user on this host, and starts a job's supervisor at its turn.
+
+`python -P -m sae_tui.jobs.queue_process DATA_DIR` forks it into the background, unless it is running already. It keeps
+nothing that is not in the store or in the run folders, so killing it loses nothing: the next command or app starts it
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.background import go_on
+from sae_tui.jobs.ending import JobEnding
+from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.machine import SIGN_EVERY_S, this_machine
+from sae_tui.jobs.queue.order import in_order
+from sae_tui.jobs.queue.plan import QueuePlan
+from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
+from sae_tui.jobs.reconcile import is_supervised, waits_here
+from sae_tui.jobs.record import as_recorded
+from sae_tui.jobs.supervisor.conclude import conclude
+from sae_tui.jobs.supervisor.upgrade import Installed
+from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
+from sae_tui.jobs.user import user_name
+from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+TICK_S = 0.25
+# How often to check whether other users' processes have left a GPU. A reading of the GPUs takes 0.1 s of a core.
+READ_EVERY_S = 15.0
+# The queue is planned again after this time even if nothing has changed, as reservations depend on the time.
+PLAN_EVERY_S = 60.0
+# The supervisors started in one round. Each takes 0.15 s, and a round must end soon to notice requests.
+STARTS_PER_ROUND = 4
+# A supervisor that could not be started is tried again after this time.
+AGAIN_S = 10.0
+# The process exits after this time without active jobs of its user.
+LEAVES_AFTER_S = 60.0
+
+Start = Callable[[DataDir, int], None]
+
+
+class QueueProcess:
+    """Plans the queued jobs of one user that have no supervisor of their own."""
+
+    def __init__(self, data: DataDir, start: Start = detach.start) -> None:
+        self._data, self._start = data, start
+        self._control = Control(data.control_db)
+        self._host = socket.gethostname()
+        self._lock = FileLock(data.queue_lock(self._host, user_name()))
+        self._installed = Installed()
+        self._reasons = Reasons(self._control)
+        self._plans: dict[str, QueuePlan] = {}
+        self._jobs: dict[int, Job] = {}
+        self._refused_until: dict[int, float] = {}
+        self._seen: tuple[tuple[int, int], str] | None = None
+        self._plan_at = self._read_at = self._sign_at = 0.0
+        self._idle_since: float | None = None
+
+    def register(self) -> bool:
+        """Lock the queue; return False if another queue process of this user has locked it."""
+        return self._lock.acquire()
+
+    def run(self) -> None:
+        """Start jobs until there are none left for a minute, or the data folder is deleted."""
+        while not (is_gone(self._data.root) or self._is_done()):
+            self._sign()
+            with tolerate("planning the queue"), tolerate_disk("planning the queue"):
+                if self._has_news():
+                    self._plan()
+            time.sleep(TICK_S)
+
+    def _sign(self) -> None:
+        """Touch the lock file every 30 s, which other hosts can see; restart under a new name of this host."""
+        if socket.gethostname() != self._host:
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        if time.monotonic() >= self._sign_at:
+            self._sign_at = time.monotonic() + SIGN_EVERY_S
+            with contextlib.suppress(OSError):
+                os.utime(self._data.queue_lock(self._host, user_name()))
+            for plan in self._plans.values():
+                plan.report_silent()
+
+    def _has_news(self) -> bool:
+        """Return whether the queue must be planned: it has changed, or it has not been planned for a while."""
+        version = self._control.version()
+        if self._seen is None or version != self._seen[0]:
+            if self._seen and version[0] != self._seen[0][0]:
+                self._restore()
+            queue = self._control.fingerprint()
+            is_new = self._seen is None or queue != self._seen[1]
+            self._seen = (version, queue)
+            if is_new:
+                return True
+        if time.monotonic() >= self._plan_at:
+            return True
+        if time.monotonic() < self._read_at:
+            return False
+        self._read_at = time.monotonic() + READ_EVERY_S
+        is_gone_any = any(is_gone(self._data.run(job_id).root) for job_id in self._jobs)
+        return is_gone_any or any([plan.has_changed() for plan in self._plans.values()])
+
+    def _restore(self) -> None:
+        """Restore the rows of the queued jobs in a store that has replaced a deleted one."""
+        for job in self._jobs.values():
+            self._control.restore(as_recorded(self._data.run(job.id), job))
+
+    def _plan(self) -> None:
+        """Serve the requests to queued jobs, start those whose turn it is, and record why the others wait."""
+        self._plan_at, self._read_at = time.monotonic() + PLAN_EVERY_S, time.monotonic() + READ_EVERY_S
+        active = self._control.active_jobs()
+        mine = [job for job in active if job.state == JobState.QUEUED and self._is_mine(job)]
+        requests = self._control.requests_to_queued()
+        waiting = [job for job in mine if self._serve(job, requests.get(job.id, set()))]
+        self._jobs = {job.id: job for job in waiting}
+        reasons: list[tuple[Job, str]] = []
+        ready: dict[str, list[Job]] = {}
+        for job in waiting:
+            if reason := obstacle_of(self._data, self._control, job):
+                reasons.append((job, reason))
+            else:
+                ready.setdefault(job.gpu_source, []).append(job)
+        for source, jobs in ready.items():
+            reasons += self._start_jobs(source, jobs, active)
+        self._reasons.record_all(reasons)
+
+    def _is_mine(self, job: Job) -> bool:
+        """Return whether this process must start a job; record the new name or boot of this machine in its row."""
+        if job.id in self._jobs:
+            return not (job.supervisor and is_supervised(self._data, job))
+        if not waits_here(self._data, job):
+            return False
+        here = this_machine()
+        if any(getattr(job, name) != value for name, value in here.items()):
+            self._control.update(job.id, **here)
+        return True
+
+    def _serve(self, job: Job, requests: set[RequestKind]) -> bool:
+        """Serve the requests to a queued job; return whether it stays in the queue as it is."""
+        if "pause" in requests:
+            self._control.update(job.id, held=True)
+            self._control.answer(job.id, "pause")
+        ending = None
+        if requests & {"stop", "kill"}:
+            ending = JobEnding(state=JobState.STOPPED, ended=time.time())
+        elif is_gone(self._data.run(job.id).root):
+            ending = JobEnding(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted")
+        if ending and (ended := conclude(self._data, self._control, job, ending)):
+            self._run_hook(ended)
+        if ending or "pause" in requests:
+            self._seen = None
+        return not (ending or "pause" in requests)
+
+    def _run_hook(self, job: Job) -> None:
+        # Import the module here because a queue without a hook needs no settings.
+        from sae_tui.jobs.supervisor.end_hook import run_hook
+
+        run_hook(self._data, job)
+
+    def _start_jobs(self, source: str, jobs: Sequence[Job], active: Sequence[Job]) -> Iterable[tuple[Job, str]]:
+        """Start the jobs whose turn it is, the first ones first; return the others with their reasons to wait."""
+        plan = self._plans.setdefault(source, QueuePlan(self._data, self._control, self._host, source))
+        turns = plan.turns(jobs, active)
+        n_started = 0
+        for job in in_order(jobs):
+            if reason := turns[job.id].waits_for:
+                yield job, reason
+            elif self._refused_until.get(job.id, 0.0) > time.monotonic():
+                continue
+            elif n_started == STARTS_PER_ROUND:
+                self._seen = None
+                return
+            elif not self._installed.restart_if_replaced():
+                yield job, "sae-tui is being upgraded"
+            else:
+                n_started += 1
+                plan.report_halted()
+                if reason := self._begin(job):
+                    yield job, reason
+
+    def _begin(self, job: Job) -> str:
+        """Start a job's supervisor, which then locks the GPUs; return why this failed, or ""."""
+        try:
+            self._start(self._data, job.id)
+        except UserError as error:
+            self._refused_until[job.id] = time.monotonic() + AGAIN_S
+            note(f"job {job.id}: its supervisor cannot be started: {error}")
+            return f"its supervisor cannot be started: {error}"
+        return ""
+
+    def _is_done(self) -> bool:
+        """Return whether there have been no active jobs of this user for a minute; release the lock before."""
+        if self._jobs:
+            self._idle_since = None
+            return False
+        self._idle_since = self._idle_since or time.monotonic()
+        if time.monotonic() - self._idle_since < LEAVES_AFTER_S:
+            return False
+        self._idle_since = None
+        # A job that was recorded before the release is found here; the launcher of a later one finds the lock free.
+        self._lock.release()
+        with tolerate("looking for jobs"):
+            if not any(job.user == user_name() for job in self._control.active_jobs()):
+                return True
+        return not self._lock.acquire()
+
+
+def main(arguments: Sequence[str], start: Start = detach.start) -> int:
+    """Fork the queue process; in the parent, return 0 once it, or another one of this user, has locked the queue."""
+
+    def begin() -> Callable[[], None]:
+        data = DataDir(Path(arguments[0]))
+        os.umask(umask_of(data.root))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        queue = QueueProcess(data, start)
+        return queue.run if queue.register() else lambda: None
+
+    return go_on(begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

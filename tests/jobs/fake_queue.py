@@ -1,0 +1,13 @@
+"""Runs the real queue process, which starts real supervisors with ranks that do not need torch."""
+
+import functools
+import sys
+from pathlib import Path
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.queue_process import main
+
+FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], functools.partial(detach.start, command=FAKE_SUPERVISOR)))
