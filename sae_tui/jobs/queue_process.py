@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,11 +21,11 @@ from sae_tui.jobs import detach
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
-from sae_tui.jobs.machine import SIGN_EVERY_S, this_machine
+from sae_tui.jobs.machine import SIGN_EVERY_S, is_here, this_machine
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.queue.plan import QueuePlan
 from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
-from sae_tui.jobs.reconcile import is_supervised, waits_here
+from sae_tui.jobs.reconcile import is_supervised, running_program, waits_here
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.upgrade import Installed
@@ -33,6 +34,7 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control, RequestKind
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -64,6 +66,8 @@ class QueueProcess:
         self._reasons = Reasons(self._control)
         self._plans: dict[str, QueuePlan] = {}
         self._jobs: dict[int, Job] = {}
+        # A pidfd for each live supervisor of this user's running jobs.
+        self._supervisors: dict[ProcessRef, int] = {}
         self._refused_until: dict[int, float] = {}
         self._seen: tuple[tuple[int, int], str] | None = None
         self._plan_at = self._read_at = self._sign_at = 0.0
@@ -80,7 +84,30 @@ class QueueProcess:
             with tolerate("planning the queue"), tolerate_disk("planning the queue"):
                 if self._has_news():
                     self._plan()
-            time.sleep(TICK_S)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait for a tick, or until a supervisor exits; then plan again, as its job may have lost it."""
+        poller = select.poll()
+        for pidfd in self._supervisors.values():
+            poller.register(pidfd, select.POLLIN)
+        if poller.poll(1000 * TICK_S):
+            self._seen = None
+
+    def _watch(self, active: Iterable[Job]) -> None:
+        """Watch the supervisors of this user's jobs, and replace those that died while their programs go on."""
+        before, self._supervisors = self._supervisors, {}
+        for job in active:
+            supervisor = job.supervisor
+            if job.state == JobState.QUEUED or job.user != user_name() or supervisor is None or not is_here(job):
+                continue
+            if supervisor.is_alive():
+                known = supervisor in before
+                self._supervisors[supervisor] = before.pop(supervisor) if known else os.pidfd_open(supervisor.pid)
+            elif self._may_begin(job) and running_program(self._data, self._control, job):
+                self._begin(job)
+        for pidfd in before.values():
+            os.close(pidfd)
 
     def _sign(self) -> None:
         """Touch the lock file every 30 s, which other hosts can see; restart under a new name of this host."""
@@ -121,6 +148,7 @@ class QueueProcess:
         """Serve the requests to queued jobs, start those whose turn it is, and record why the others wait."""
         self._plan_at, self._read_at = time.monotonic() + PLAN_EVERY_S, time.monotonic() + READ_EVERY_S
         active = self._control.active_jobs()
+        self._watch(active)
         mine = [job for job in active if job.state == JobState.QUEUED and self._is_mine(job)]
         requests = self._control.requests_to_queued()
         waiting = [job for job in mine if self._serve(job, requests.get(job.id, set()))]
@@ -177,7 +205,7 @@ class QueueProcess:
         for job in in_order(jobs):
             if reason := turns[job.id].waits_for:
                 yield job, reason
-            elif self._refused_until.get(job.id, 0.0) > time.monotonic():
+            elif not self._may_begin(job):
                 continue
             elif n_started == STARTS_PER_ROUND:
                 self._seen = None
@@ -189,6 +217,9 @@ class QueueProcess:
                 plan.report_halted()
                 if reason := self._begin(job):
                     yield job, reason
+
+    def _may_begin(self, job: Job) -> bool:
+        return self._refused_until.get(job.id, 0.0) <= time.monotonic()
 
     def _begin(self, job: Job) -> str:
         """Start a job's supervisor, which then locks the GPUs; return why this failed, or ""."""

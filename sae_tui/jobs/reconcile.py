@@ -14,14 +14,15 @@ from typing import Any
 
 from sae_tui.jobs import going
 from sae_tui.jobs.ending import read_ending
+from sae_tui.jobs.launchers.attached import find_program
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import elsewhere, is_here, silence
-from sae_tui.jobs.output import output_of
+from sae_tui.jobs.output import kind_of, output_of
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json, write_json
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.process import is_of_this_boot
+from trainer.contract.process import ProcessRef, is_of_this_boot
 from trainer.contract.runs.lock import is_held, is_holder
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.database import StoreMissing
@@ -51,7 +52,8 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
     finally:
         reader.close()
     queued = [job for job in orphaned if _can_go_on(data, job)]
-    if revive and any(_is_mine(data, job) for job in queued):
+    unattended = [job for job in orphaned if job in queued or kind_of(job.config).outlives_supervisor]
+    if revive and any(_is_mine(data, job) and not is_attended(data, job) for job in unattended):
         revive(data)
     orphaned = [job for job in orphaned if job not in queued]
     cut_off = going.left_behind(data)
@@ -173,10 +175,22 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     return not is_supervised(data, job)
 
 
+def running_program(data: DataDir, control: Control, job: Job) -> ProcessRef | None:
+    """Return the program of a command's current attempt while it runs, with or without a supervisor."""
+    if not kind_of(job.config).outlives_supervisor:
+        return None
+    recorded = [rank.process for rank in control.ranks(job.id) if rank.attempt == job.attempt]
+    living = [process for process in recorded if process.is_alive()]
+    return living[0] if living else find_program(data.run(job.id).root, job.attempt)
+
+
 def _mend(data: DataDir, control: Control, job: Job) -> bool:
     ending = read_ending(data.run(job.id).exit_file)
     if ending and ending.state.is_final:
         return control.transition(job.id, ending.state, **ending.fields())
+    if running_program(data, control, job):
+        # The queue process starts another supervisor, which attaches to the program.
+        return False
     lock = data.run(job.id).lock_file
     held = is_held(lock)
     # Other users may have written the rows, so ignore the processes in them if no process holds the lock.

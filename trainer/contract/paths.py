@@ -57,6 +57,11 @@ class RunPaths:
         return self.root / "run.lock"
 
     @property
+    def supervisor_lock(self) -> Path:
+        """The lock that only the run's supervisor holds."""
+        return self.root / "supervisor.lock"
+
+    @property
     def evaluation_lock(self) -> Path:
         """The lock that the process evaluating the run's SAEs holds until it exits."""
         return self.root / "evaluation.lock"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,11 @@ class ProcessRef(msgspec.Struct, frozen=True):
         process = cls.of(os.getpid())
         assert process is not None
         return process
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the process started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
 
     def is_alive(self) -> bool:
         """Return whether this process is known to be alive; False for a process in another PID namespace."""

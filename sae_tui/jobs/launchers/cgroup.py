@@ -18,13 +18,23 @@ class Cgroup:
     @classmethod
     def create(cls, name: str, mount: Path = MOUNT) -> Cgroup | None:
         """Create a cgroup with this name, or return None: without cgroup v2, or if systemd has not delegated it."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, StopIteration):
             own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
             folder = mount / own.removeprefix("0::").strip().lstrip("/") / name
             # The file exists only in a cgroup v2 file system.
             if (folder.parent / "cgroup.procs").exists():
                 folder.mkdir(exist_ok=True)
                 return cls(folder)
+        return None
+
+    @classmethod
+    def of(cls, pid: int, name: str, mount: Path = MOUNT) -> Cgroup | None:
+        """Return the cgroup of a process if it has this name."""
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+            own = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+            if own.rpartition("/")[2] == name:
+                return cls(mount / own.lstrip("/"))
         return None
 
     def enter(self) -> None:

@@ -39,10 +39,10 @@ class ProcessTree:
         return sum(ref.send(number) for ref in self.living())
 
     def _find(self) -> Iterator[int]:
-        stats = {pid: stat for pid in _own_pids() if (stat := _parent_and_session(pid))}
+        stats = {pid: stat for pid in own_pids() if (stat := _parent_and_session(pid))}
         parents = {pid: parent for pid, (parent, _) in stats.items()}
         us, own_session = os.getpid(), os.getsid(0)
-        environs = {pid: _environ(pid) for pid in stats}
+        environs = {pid: environ_of(pid) for pid in stats}
         detached = {pid for pid in stats if pid != us and is_detached(pid)}
         for pid, (_, session) in stats.items():
             ancestors = list(_ancestors(pid, parents))
@@ -69,7 +69,7 @@ def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:
         yield pid
 
 
-def _own_pids() -> Iterator[int]:
+def own_pids() -> Iterator[int]:
     user = os.geteuid()
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
@@ -85,7 +85,7 @@ def _parent_and_session(pid: int) -> tuple[int, int] | None:
     return None
 
 
-def _environ(pid: int) -> frozenset[bytes]:
+def environ_of(pid: int) -> frozenset[bytes]:
     with contextlib.suppress(OSError):
         return frozenset(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     return frozenset()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from sae_tui.jobs.launchers.attached import AttachedProgram
 from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.capped_log import CappedLog
 from sae_tui.jobs.launchers.cgroup import Cgroup
@@ -21,6 +22,7 @@ from sae_tui.jobs.program_environment import ProgramEnvironment, snapshot
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import open_private, private_folder
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
+from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_exit import GIVEN_UP_AFTER_S, wait_for_ends
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.command import PLACEHOLDERS, Command, CommandJob
@@ -42,17 +44,19 @@ class Program(RankProcess):
         return self.code not in (None, 0)
 
 
-class ProgramAttempt(RankStates[Program]):
+class ProgramAttempt(RankStates["Program | AttachedProgram"]):
     """An attempt of a command: one program and its descendants.
 
     The program does not end if the supervisor dies: it writes its log itself, and holds the locks of the run and of its
-    GPUs.
+    GPUs. The next supervisor attaches to it.
     """
 
     is_waiting = False
 
-    def __init__(self, setup: AttemptSetup, config: CommandJob) -> None:
+    def __init__(self, setup: AttemptSetup, config: CommandJob, running: ProcessRef | None = None) -> None:
+        """Prepare to start the program, or to attach to it if it is running already."""
         super().__init__(setup)
+        self._running = running
         self._locks, self._settings = setup.locks, config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
         self._cgroup: Cgroup | None = None
@@ -64,15 +68,28 @@ class ProgramAttempt(RankStates[Program]):
 
     def start(self) -> None:
         private_folder(self._paths.attempt(self._spec.attempt))
+        if self._running:
+            self._attach(self._running)
+            return
         stored = ProgramEnvironment.read(self._paths) or snapshot(clean=True)
         values = placeholders(self._spec)
         environment = _environment(self._spec, stored, self._settings, values)
         argv = [fill(word, values) for word in self._settings.argv]
-        self._cgroup = Cgroup.create(f"sae-tui-job-{self._job_id}-{self._spec.attempt}")
+        self._cgroup = Cgroup.create(self._cgroup_name)
         process = self._popen(argv, environment, stored)
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
         exit_file = self._paths.rank_exit(self._spec.attempt, 0)
         self.ranks.append(Program(0, process, exit_file, self._paths.log(0)))
+
+    def _attach(self, process: ProcessRef) -> None:
+        self._cgroup = Cgroup.of(process.pid, self._cgroup_name)
+        self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
+        exit_file = self._paths.rank_exit(self._spec.attempt, 0)
+        self.ranks.append(AttachedProgram(process, exit_file, self._paths.log(0)))
+
+    @property
+    def _cgroup_name(self) -> str:
+        return f"sae-tui-job-{self._job_id}-{self._spec.attempt}"
 
     def _popen(
         self, argv: list[str], environment: Mapping[bytes, bytes], stored: ProgramEnvironment
@@ -126,8 +143,11 @@ class ProgramAttempt(RankStates[Program]):
     def _signal_group(self, number: signal.Signals) -> None:
         for rank in self.living:
             rank.ended_by_us = True
-            # The program has not been reaped, so its pid still names its process group.
-            os.killpg(rank.process.pid, number)
+            if isinstance(rank, Program):
+                # The program has not been reaped, so its pid still names its process group.
+                os.killpg(rank.process.pid, number)
+            elif self._tree:
+                self._tree.send(number)
 
     def _send(self, number: signal.Signals) -> int:
         for rank in self.living:
@@ -161,7 +181,10 @@ class ProgramAttempt(RankStates[Program]):
         """Wait up to `timeout_s` for the program to end; then ask the processes that it left behind to exit."""
         self._log.check()
         if self.living:
-            return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
+            (program,) = self.living
+            if isinstance(program, Program):
+                return [self._row(rank) for rank in wait_for_ends([program], timeout_s)]
+            return [self._row(program)] if program.wait(timeout_s) else []
         self.end()
         _reap_others()
         time.sleep(min(timeout_s, 0.05))

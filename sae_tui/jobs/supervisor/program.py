@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
 from sae_tui.jobs.launchers.program import ProgramAttempt
+from sae_tui.jobs.reconcile import running_program
 from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job import AnyJob
@@ -20,7 +21,11 @@ class ProgramRunner(AttemptRunner):
         assert isinstance(config, CommandJob)
         self._settings = config.command
         setup = AttemptSetup(self._job.id, config, self._paths, self._spec(), self._locks)
-        self._program = ProgramAttempt(setup, config)
+        running = running_program(self._data, self._control, self._job)
+        if running:
+            self._began -= running.age_s
+            self._tell("attached", f"its program (pid {running.pid}) goes on under a new supervisor", "info")
+        self._program = ProgramAttempt(setup, config, running)
         return self._program
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:

@@ -25,7 +25,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.queue.waiting_job import QueueEntry
-from sae_tui.jobs.reconcile import is_attended
+from sae_tui.jobs.reconcile import is_attended, running_program
 from sae_tui.jobs.record import as_recorded, write_record
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.sign import Sign
@@ -33,6 +33,7 @@ from sae_tui.jobs.supervisor.signals import Orders, end_descendants
 from sae_tui.jobs.supervisor.upgrade import Installed
 from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.prctl import become_subreaper
 from trainer.contract.process import STOP_SIGNALS, ProcessRef
@@ -74,6 +75,9 @@ class Supervisor:
         self._orders = Orders()
         self._sign = Sign(self._control, job_id, self._paths, lambda: self._line.report_silent())
         self._lock: RunLock | None = None
+        self._alone = FileLock(self._paths.supervisor_lock)
+        # Whether the program of the current attempt is running already.
+        self._attaches = False
 
     def register(self) -> None:
         """Record this process in the job's row and install handlers for termination signals.
@@ -83,7 +87,12 @@ class Supervisor:
         if stored := ProgramEnvironment.read(self._paths):
             stored.apply_limits()
         os.umask(umask_of(self._data.root))
-        self._lock = RunLock(self._paths.root)
+        if not _is_alone(self._alone):
+            raise UserError(f"job {self._job.id} has another supervisor")
+        self._attaches = self._job.state != JobState.QUEUED and bool(
+            running_program(self._data, self._control, self._job)
+        )
+        self._lock = RunLock(self._paths.root, shared=self._attaches)
         self._lock.share()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,7 +119,9 @@ class Supervisor:
             raise
 
     def _run(self) -> None:
-        while not self._is_left and self._wait_for_gpus():
+        has_started = self._attaches
+        while has_started or (not self._is_left and self._wait_for_gpus()):
+            has_started = False
             outcome = self._run_ranks()
             ending: JobEnding | None = outcome.ending
             if outcome.paused:
@@ -321,6 +332,16 @@ class Supervisor:
     def _tell(self, kind: str, message: str, level: str) -> None:
         with tolerate(message):
             self._control.add_event(self._job.id, kind, message, level)
+
+
+def _is_alone(lock: FileLock) -> bool:
+    """Acquire the lock of a job's supervisor; return False if another supervisor has it."""
+    try:
+        return lock.acquire()
+    except UserError as error:
+        # Training must also work on a file system without locks.
+        note(str(error))
+        return True
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:

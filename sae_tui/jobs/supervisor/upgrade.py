@@ -18,8 +18,8 @@ from pathlib import Path
 import trainer
 
 PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
-# A program that imports every module a supervisor ever loads.
-_PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
+# A program that imports the modules that a supervisor or the queue process loads late.
+_PROGRAM = "import sae_tui.jobs.queue_process, sae_tui.jobs.supervisor.program, sae_tui.jobs.supervisor.supervise"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
 # An upgrade takes less time than this; a package that cannot be loaded for this long is regarded as removed.
 REMOVED_AFTER_S = 120.0

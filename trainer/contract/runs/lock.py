@@ -24,10 +24,11 @@ _LOOKS = 3
 class RunLock:
     """An exclusive lock on a run folder; raises `UserError` if any process in the run is still alive."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, shared: bool = False) -> None:
+        """Acquire the lock; with `shared`, as another process of the run, which must be running already."""
         self._run_dir = run_dir
         self.descriptor = _open(RunPaths(run_dir).lock_file)
-        self._take(shared=False)
+        self._take(shared=shared)
 
     def share(self) -> None:
         """Make the lock shared so ranks can acquire it too.

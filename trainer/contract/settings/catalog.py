@@ -185,6 +185,8 @@ class KindEntry(Entry, frozen=True):
     estimate: str = ""
     # The `AttemptRunner` class, with which the supervisor runs an attempt.
     runner: str = "sae_tui.jobs.supervisor.attempt:AttemptRunner"
+    # Whether the job's processes go on if its supervisor dies, so that another supervisor can attach to them.
+    outlives_supervisor: bool = False
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
     # The unit of the job's progress, and the unit of its speed.
@@ -375,6 +377,7 @@ KINDS = {
         launch="sae_tui.jobs.launch.kinds.command:LaunchCommand",
         run_by="run it with `sae-tui launch`",
         runner="sae_tui.jobs.supervisor.program:ProgramRunner",
+        outlives_supervisor=True,
     ),
 }
 LAUNCH_BACKENDS = {

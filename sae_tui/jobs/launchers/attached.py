@@ -1,0 +1,126 @@
+"""A program that is not a child of its supervisor: its supervisor was replaced, or it was adopted while running."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from sae_tui.jobs.launchers.process_tree import MARK, environ_of, own_pids
+from sae_tui.jobs.launchers.ranks import OneRank
+from trainer.contract.process import ProcessRef
+from trainer.contract.runs.log_tail import last_line
+from trainer.contract.runs.rank_exit import signal_name
+
+# The ioctl PIDFD_GET_INFO of Linux 6.13 with the first version of its struct (64 bytes), and the flag for the exit
+# status, which Linux 6.15 added. See include/uapi/linux/pidfd.h.
+_GET_INFO, _WITH_EXIT, _SIZE, _EXIT_AT = 0xC040FF0B, 1 << 3, 64, 60
+# How long to wait for the parent of a program to reap it, after which the kernel reports its exit status.
+_REAPED_S = 1.0
+
+
+class AttachedProgram(OneRank):
+    """A program that some other process reaps; the kernel may not tell how it ended."""
+
+    name = "its program"
+
+    def __init__(self, process: ProcessRef, exit_file: Path, log: Path) -> None:
+        super().__init__(0, exit_file)
+        self._ref, self._log = process, log
+        self._status: int | None = None
+        self._pidfd = os.pidfd_open(process.pid) if process.is_alive() else -1
+
+    @property
+    def ref(self) -> ProcessRef:
+        return self._ref
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, negative for a signal, None while it runs, and 0 if the kernel does not tell."""
+        if self.ended is None:
+            return None
+        return os.waitstatus_to_exitcode(self._status) if self._status is not None else 0
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, 0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for the program to end; return whether it has ended now."""
+        poller = select.poll()
+        if self._pidfd >= 0:
+            poller.register(self._pidfd, select.POLLIN)
+            if not poller.poll(timeout_s * 1000):
+                return False
+            self._status = self._read_status()
+            os.close(self._pidfd)
+        self.ended = time.time()
+        return True
+
+    def _read_status(self) -> int | None:
+        """Return the status for `waitpid`: from the zombie, or from the kernel once it was reaped; None if unknown."""
+        deadline = time.monotonic() + _REAPED_S
+        while time.monotonic() < deadline:
+            if (status := _status_of_reaped(self._pidfd)) is not None:
+                return status
+            if (status := _status_of_zombie(self._ref.pid)) is not None:
+                return status
+            time.sleep(0.01)
+        return None
+
+    def kill(self) -> None:
+        self.ended_by_us |= self.ended is None
+        self._ref.send(signal.SIGKILL)
+
+    def failed_at(self) -> float:
+        return self.ended or time.time()
+
+    def last_line(self) -> str:
+        return last_line(self._log)
+
+    def how(self) -> str:
+        if self._status is None:
+            return "ended, and the kernel does not tell its exit code to a process that is not its parent"
+        code = self.code or 0
+        return f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+
+
+def _status_of_reaped(pidfd: int) -> int | None:
+    answer = bytearray(_SIZE)
+    struct.pack_into("Q", answer, 0, _WITH_EXIT)
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _GET_INFO, answer)
+        (mask,) = struct.unpack_from("Q", answer)
+        if mask & _WITH_EXIT:
+            return int(struct.unpack_from("i", answer, _EXIT_AT)[0])
+    return None
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        # The kernel shows 0 to a process that may not trace this one; that user cannot run its supervisor either.
+        return int(fields[-1]) if state == b"Z" else None
+    return None
+
+
+def find_program(run_dir: Path, attempt: int) -> ProcessRef | None:
+    """Return the program of an attempt from the marks in its environment, or None if it is not running.
+
+    This finds a program whose supervisor was killed before it could record the program.
+    """
+    wanted = {os.fsencode(f"{MARK}={run_dir}"), f"SAE_TUI_ATTEMPT={attempt}".encode()}
+    return next((ref for pid in _leaders() if wanted <= environ_of(pid) and (ref := ProcessRef.of(pid))), None)
+
+
+def _leaders() -> Iterator[int]:
+    for pid in own_pids():
+        with contextlib.suppress(OSError):
+            if os.getsid(pid) == pid:
+                yield pid
