@@ -100,6 +100,10 @@ COMMAND_EXAMPLES = {
         "run --gpus 1 --grid lr=1e-3,3e-4 --grid seed=0,1 -- python train.py --lr {lr} --seed {seed}",
         "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
+    "adopt": [
+        "adopt 12345 --name 'fine-tune'      it holds its GPUs, and has a history, energy and alerts",
+        "adopt $(pgrep -nu $USER -f train.py)",
+    ],
     "import": [
         "import their-sae --data activations/resid_post.12",
         "eval 8 --wait && sae-tui compare 7 8      compare it with job 7 by their report cards",
@@ -313,6 +317,7 @@ def _add_job_file_commands(add: Add) -> None:
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
     _add_run(add)
+    _add_adopt(add)
     _add_importing(add)
     _add_export(add)
     for command in (recommend, validate, launch, look):
@@ -355,6 +360,13 @@ def _add_run(add: Add) -> None:
     _add_launch_flags(run)
     _add_overrides(run)
     run.add_argument("-d", "--detach", action="store_true", help="return at once, which is the default")
+
+
+def _add_adopt(add: Add) -> None:
+    take = add("adopt", "running.adopt", "Make a job of one of your running processes")
+    take.add_argument("pid", type=positive, metavar="PID", help="pid of the process, as shown by `sae-tui gpus`")
+    take.add_argument("--name", metavar="NAME", help="name of the job; default: its command line")
+    take.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
 
 
 def _checked_size(text: str) -> str:

@@ -10,8 +10,11 @@ from typing import Any
 
 from sae_tui.cli_commands.context import CommandContext, gpus_value
 from sae_tui.cli_commands.launching import launch_all
+from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.launch import adopt as adopting
 from trainer.contract.errors import UsageError
+from trainer.contract.exits import Exit
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job_file import any_job_of
 from trainer.contract.settings.typed import as_time_limit
@@ -22,6 +25,20 @@ def run(context: CommandContext, flags: argparse.Namespace) -> int:
     argv = _argv(flags)
     jobs = [_job(flags, argv, values) for values in _combinations(flags.grid)]
     return launch_all(context, flags, jobs)
+
+
+def adopt(context: CommandContext, flags: argparse.Namespace) -> int:
+    """Make a job of a running process of this user."""
+    source = context.gpus.source_name
+    job_id = adopting.adopt(
+        context.data, flags.pid, context.gpus.samples, gpu_source=source, name=flags.name or "", tags=flags.tag
+    )
+    message = f"process {flags.pid} is job {job_id} now; `sae-tui job {job_id}` shows it"
+    if context.as_json:
+        show_json({"id": job_id, "message": message})
+    else:
+        say(message)
+    return Exit.DONE
 
 
 def _argv(flags: argparse.Namespace) -> list[str]:

@@ -407,6 +407,7 @@ ANSWERS: dict[str, Schema] = {
     "stop": answer("sae-tui stop --json", _STOPPED),
     "validate": answer("sae-tui validate --json", _VALIDATED),
     "launch": answer("sae-tui launch --json: one job, or a list of jobs", *_LAUNCH),
+    "adopt": answer("sae-tui adopt --json", _TOLD),
     "run": answer("sae-tui run --json: one job, or a list of jobs", *_LAUNCH),
     "clone": answer("sae-tui clone --json", *_LAUNCH),
     "resume": answer("sae-tui resume --json", _RESUMED, _TOLD, _ENDED),

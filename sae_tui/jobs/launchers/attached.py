@@ -7,6 +7,7 @@ import fcntl
 import os
 import select
 import signal
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -14,6 +15,10 @@ from pathlib import Path
 
 from sae_tui.jobs.launchers.process_tree import MARK, environ_of, own_pids
 from sae_tui.jobs.launchers.ranks import OneRank
+from sae_tui.jobs.supervisor_log import tolerate_disk
+from trainer.contract.files import open_plain, write_whole
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import open_private
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_exit import signal_name
@@ -23,6 +28,8 @@ from trainer.contract.runs.rank_exit import signal_name
 _GET_INFO, _WITH_EXIT, _SIZE, _EXIT_AT = 0xC040FF0B, 1 << 3, 64, 60
 # How long to wait for the parent of a program to reap it, after which the kernel reports its exit status.
 _REAPED_S = 1.0
+# How much earlier output of an adopted process is copied, and how much is copied at once.
+COPIED_BEFORE, _MOST_COPIED = 2**20, 2**22
 
 
 class AttachedProgram(OneRank):
@@ -89,6 +96,50 @@ class AttachedProgram(OneRank):
             return "ended, and the kernel does not tell its exit code to a process that is not its parent"
         code = self.code or 0
         return f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+
+
+class OutputCopy:
+    """Copies what a process writes to a file into the job's log; a process with another kind of output has no copy."""
+
+    def __init__(self, pid: int, log: Path, offset_file: Path) -> None:
+        self._source = _output_file(pid)
+        self._log, self._offset_file = log, offset_file
+        self._offset = self._first_offset()
+
+    def _first_offset(self) -> int:
+        """Return where an earlier supervisor stopped, or a position near the end."""
+        if (offset := read_json(self._offset_file, int)) is not None:
+            return max(0, offset)
+        size = self._source.stat().st_size if self._source else 0
+        return max(0, size - COPIED_BEFORE)
+
+    def poll(self) -> None:
+        """Copy up to 4 MiB of new output."""
+        if self._source is None:
+            return
+        with tolerate_disk(f"copying {self._source}"), open_plain(self._source) as stream:
+            if stream.seek(0, os.SEEK_END) < self._offset:
+                self._offset = 0
+            stream.seek(self._offset)
+            if chunk := stream.read(_MOST_COPIED):
+                descriptor = open_private(self._log, os.O_APPEND)
+                try:
+                    os.write(descriptor, chunk)
+                finally:
+                    os.close(descriptor)
+                self._offset += len(chunk)
+                write_whole(self._offset_file, str(self._offset), durable=False)
+
+
+def _output_file(pid: int) -> Path | None:
+    """Return the regular file to which a process writes its standard output or, if none, its standard error."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            link = Path(f"/proc/{pid}/fd/{number}")
+            target = Path(os.readlink(link))
+            if stat.S_ISREG(link.stat().st_mode) and target.is_file():
+                return target
+    return None
 
 
 def _status_of_reaped(pidfd: int) -> int | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from sae_tui.jobs.launchers.attached import AttachedProgram
+from sae_tui.jobs.launchers.attached import AttachedProgram, OutputCopy
 from sae_tui.jobs.launchers.base import AttemptSetup
 from sae_tui.jobs.launchers.capped_log import CappedLog
 from sae_tui.jobs.launchers.cgroup import Cgroup
@@ -53,10 +53,16 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
 
     is_waiting = False
 
-    def __init__(self, setup: AttemptSetup, config: CommandJob, running: ProcessRef | None = None) -> None:
-        """Prepare to start the program, or to attach to it if it is running already."""
+    def __init__(
+        self, setup: AttemptSetup, config: CommandJob, running: ProcessRef | None = None, *, is_adopted: bool = False
+    ) -> None:
+        """Prepare to start the program, or to attach to it if it is running already.
+
+        A program is adopted if it was not started as a job: it has another log, and what it leaves behind is kept.
+        """
         super().__init__(setup)
-        self._running = running
+        self._running, self._is_adopted = running, is_adopted
+        self._copy: OutputCopy | None = None
         self._locks, self._settings = setup.locks, config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
         self._cgroup: Cgroup | None = None
@@ -86,6 +92,9 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
         exit_file = self._paths.rank_exit(self._spec.attempt, 0)
         self.ranks.append(AttachedProgram(process, exit_file, self._paths.log(0)))
+        if self._is_adopted:
+            offset = self._paths.attempt(self._spec.attempt) / "log.offset"
+            self._copy = OutputCopy(process.pid, self._paths.log(0), offset)
 
     @property
     def _cgroup_name(self) -> str:
@@ -162,8 +171,8 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
     @property
     def alive(self) -> bool:
         """True while the program or a process that it left behind is running."""
-        if super().alive:
-            return True
+        if super().alive or self._is_adopted:
+            return super().alive
         if self._tree and (left := len(self._tree.living())) and not self._has_given_up:
             self._left_behind = self._left_behind or left
             return True
@@ -179,6 +188,8 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
 
     def wait(self, timeout_s: float) -> list[Rank]:
         """Wait up to `timeout_s` for the program to end; then ask the processes that it left behind to exit."""
+        if self._copy:
+            self._copy.poll()
         self._log.check()
         if self.living:
             (program,) = self.living

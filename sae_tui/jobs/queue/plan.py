@@ -48,7 +48,7 @@ class QueuePlan:
         # The number of other jobs that were in the queue in the last round.
         self.n_others = 0
         # Whether a new reading of the GPUs could let a job start, and the last reading that was compared.
-        self._is_reading_useful = True
+        self._is_reading_useful = False
         self._compared: object = None
 
     def turns(self, jobs: Collection[Job], all_active: Sequence[Job] | None = None) -> dict[int, Turn]:

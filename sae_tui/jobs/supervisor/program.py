@@ -6,9 +6,13 @@ from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
 from sae_tui.jobs.launchers.program import ProgramAttempt
 from sae_tui.jobs.reconcile import running_program
 from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
+from trainer.contract.errors import UserError
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.store.states import JobState
+
+# The mode of a job whose program was running before it became a job.
+ADOPTED = "adopted"
 
 
 class ProgramRunner(AttemptRunner):
@@ -22,10 +26,15 @@ class ProgramRunner(AttemptRunner):
         self._settings = config.command
         setup = AttemptSetup(self._job.id, config, self._paths, self._spec(), self._locks)
         running = running_program(self._data, self._control, self._job)
+        if not running and any(rank.attempt == self._job.attempt for rank in self._control.ranks(self._job.id)):
+            # Another supervisor has started the program, and it ended just before this one could attach to it.
+            raise UserError("its program ended while it had no supervisor, so its exit code is unknown")
         if running:
             self._began -= running.age_s
+        if running and self._job.state != JobState.STARTING:
             self._tell("attached", f"its program (pid {running.pid}) goes on under a new supervisor", "info")
-        self._program = ProgramAttempt(setup, config, running)
+        is_adopted = running is not None and self._job.mode == ADOPTED and self._job.attempt == 1
+        self._program = ProgramAttempt(setup, config, running, is_adopted=is_adopted)
         return self._program
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:

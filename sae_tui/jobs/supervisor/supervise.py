@@ -22,6 +22,7 @@ import msgspec
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.queue.waiting_job import QueueEntry
@@ -92,6 +93,10 @@ class Supervisor:
         self._attaches = self._job.state != JobState.QUEUED and bool(
             running_program(self._data, self._control, self._job)
         )
+        if self._attaches:
+            # The program may hold these locks itself, unless it was adopted.
+            self._line.locks = GpuLocks(lock_folder(self._data, self._job.gpu_source), self._job.gpu_uuids)
+            self._line.locks.take()
         self._lock = RunLock(self._paths.root, shared=self._attaches)
         self._lock.share()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
