@@ -355,6 +355,10 @@ def _add_run(add: Add) -> None:
     run.add_argument("--requeue", type=positive, action="append", default=[], metavar="EXIT", help=again)
     grid = "run the command for each value, which replaces {lr}; with several grids, for each combination"
     run.add_argument("--grid", action="append", default=[], metavar="lr=1e-3,3e-4", help=grid)
+    found = (
+        "pattern that finds metrics in its output; may be repeated; default: JSON, key=value, loss: 0.1, tqdm's bars"
+    )
+    run.add_argument("--metrics", action="append", default=[], metavar="'step={step} loss={loss}'", help=found)
     run.add_argument("--backend", choices=tuple(LAUNCH_BACKENDS), help="default: local")
     _add_queue_flags(run)
     _add_launch_flags(run)

@@ -63,6 +63,7 @@ def _job(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, st
         "grace_s": flags.grace,
         "retry_on": flags.retry_on or None,
         "requeue_on": flags.requeue or None,
+        "metrics": flags.metrics or None,
     }
     launch = {
         "max_restarts": flags.retries,

@@ -19,6 +19,7 @@ from sae_tui.jobs.launchers.local import RankProcess, dump_stacks, is_halted, od
 from sae_tui.jobs.launchers.process_tree import MARK, ProcessTree
 from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.program_environment import ProgramEnvironment, snapshot
+from sae_tui.jobs.program_metrics.collector import ProgramMetrics
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import open_private, private_folder
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
@@ -65,6 +66,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._copy: OutputCopy | None = None
         self._locks, self._settings = setup.locks, config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
+        self._metrics = ProgramMetrics(setup.spec, config, self._paths.log(0), self._processes)
         self._cgroup: Cgroup | None = None
         self._tree: ProcessTree | None = None
         # Monotonic times: when the stop sequence began, when the remaining processes were asked to exit.
@@ -86,6 +88,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
         exit_file = self._paths.rank_exit(self._spec.attempt, 0)
         self.ranks.append(Program(0, process, exit_file, self._paths.log(0)))
+        self._metrics.start()
 
     def _attach(self, process: ProcessRef) -> None:
         self._cgroup = Cgroup.of(process.pid, self._cgroup_name)
@@ -176,6 +179,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         if self._tree and (left := len(self._tree.living())) and not self._has_given_up:
             self._left_behind = self._left_behind or left
             return True
+        self._metrics.close()
         if self._cgroup:
             self._cgroup.remove()
         return False
@@ -222,8 +226,10 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         return notes
 
     def dump_stacks(self, file: Path) -> None:
-        living = self._tree.living() if self._tree else []
-        dump_stacks({f"process {ref.pid}": ref for ref in living}, file)
+        dump_stacks({f"process {ref.pid}": ref for ref in self._processes()}, file)
+
+    def _processes(self) -> list[ProcessRef]:
+        return self._tree.living() if self._tree else []
 
 
 def placeholders(spec: RankSpec) -> dict[str, str]:

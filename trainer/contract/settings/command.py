@@ -15,6 +15,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.declare import about, show
 from trainer.contract.settings.job import AnyJob, Launch
+from trainer.contract.settings.metrics_pattern import MOST_PATTERNS, parse_pattern
 from trainer.contract.settings.typed import SIZES, parse_size
 
 ExitCode = Annotated[int, msgspec.Meta(ge=1, le=255)]
@@ -68,6 +69,17 @@ class Command(msgspec.Struct, frozen=True):
                 "Exit codes after which it is queued again, for programs that save and exit.",
                 advanced=True,
                 wanted=_CODES,
+            ),
+        ]
+        | None
+    ) = None
+    metrics: (
+        Annotated[
+            list[str],
+            about(
+                "Patterns that find metrics in its output, like step={step} loss={loss}; empty: the usual formats.",
+                advanced=True,
+                wanted='a list like ["step={step} loss={loss}"]',
             ),
         ]
         | None
@@ -127,4 +139,15 @@ def _problems_of(command: Command) -> list[Problem]:
             parse_size(command.memory)
         except ValueError as error:
             problems.append(Problem("command.memory", str(error)))
-    return problems
+    return problems + _problems_of_patterns(command.metrics or [])
+
+
+def _problems_of_patterns(patterns: Sequence[str]) -> list[Problem]:
+    if len(patterns) > MOST_PATTERNS:
+        return [Problem("command.metrics", f"has more than {MOST_PATTERNS} patterns")]
+    for pattern in patterns:
+        try:
+            parse_pattern(pattern)
+        except ValueError as error:
+            return [Problem("command.metrics", f"{show(pattern)} {error}")]
+    return []

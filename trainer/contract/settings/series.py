@@ -13,6 +13,15 @@ LOSS = Series("loss", better="lower", curve=CurveAxis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
+# The speed, in the kind's unit, and the peak memory, which is copied to the job's row.
+SPEED, PEAK_MEMORY = "tokens_per_s", "memory_bytes"
+# How a command's processes use the machine. The "steps" of these series are seconds since the job first started.
+USAGE = CPU_PERCENT, HOST_MEMORY, GPU_PERCENT, GPU_MEMORY = (
+    "cpu_percent",
+    "host_memory_bytes",
+    "gpu_percent",
+    "gpu_memory_bytes",
+)
 # Titles for other series in a run: the loss terms, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
@@ -32,6 +41,10 @@ _TITLES = {
     "data_ms": "waiting for data, ms",
     "rank_tokens_per_s": "tokens/s of the rank",
     "rank_memory_bytes": "memory of the rank, bytes",
+    CPU_PERCENT: "CPU, % of a core",
+    HOST_MEMORY: "memory, bytes",
+    GPU_PERCENT: "GPU, %",
+    GPU_MEMORY: "memory of the fullest GPU, bytes",
 }
 HELD_OUT = "heldout_"
 # Marks a value from the last batches shown in place of a held-out value before the first evaluation.

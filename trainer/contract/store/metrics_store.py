@@ -97,12 +97,17 @@ class SeriesWriter:
                 [msgspec.structs.astuple(event) for event in events],
             )
 
-    def rewind(self, heartbeat: Heartbeat) -> None:
-        """Delete all rows after the heartbeat's step to keep later values from earlier attempts out of the curves."""
+    def rewind(self, heartbeat: Heartbeat, keep: Sequence[str] = ()) -> None:
+        """Delete all rows after the heartbeat's step to keep later values from earlier attempts out of the curves.
+
+        Rows of the series in `keep` are kept.
+        """
+        others = f"key_id NOT IN (SELECT id FROM keys WHERE name IN ({', '.join('?' * len(keep))}))"
         with explain_errors(self.path), transaction(self._db) as db:
-            db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
+            db.execute(f"DELETE FROM metrics WHERE step > ? AND {others}", (heartbeat.step, *keep))
             for level, shift in ROLLUP_SHIFTS.items():
-                db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
+                bucket = heartbeat.step >> shift
+                db.execute(f"DELETE FROM rollups WHERE level = ? AND bucket >= ? AND {others}", (level, bucket, *keep))
             # The first step of the coarsest bucket that lost rows. Rewriting one row of a bucket recomputes the bucket.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))

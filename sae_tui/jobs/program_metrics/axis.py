@@ -1,0 +1,107 @@
+"""Chooses the step at which a value is stored, and the number of steps in all, from everything a program reports."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sae_tui.jobs.program_metrics.lines import Reading, Source
+
+# So many different steps must precede a smaller one for it to begin another pass, as in the next epoch. Several
+# processes that print to one log are rarely so far apart.
+FEWEST_IN_PASS = 5
+# A bar with a total this many times smaller than that of the leading bar is short.
+SHORT = 10
+
+
+class StepAxis(msgspec.Struct):
+    """The steps of a program. It is stored with the read positions, so that a restart continues in the same way.
+
+    A step that a line states is better than that of a progress bar, an epoch, or the number of the line. A line without
+    the best kind of step belongs to the latest step.
+    """
+
+    source: Source = Source.LINE
+    step: int = 0
+    highest: int = 0
+    total: int | None = None
+    # The steps of earlier passes, and of this pass: its first step, its latest step, and how many there were.
+    before: int = 0
+    first: int | None = None
+    latest: int = 0
+    n_steps: int = 0
+    # The leading progress bar, its total and its position.
+    bar: str = ""
+    bar_total: int | None = None
+    bar_step: int = 0
+    # Whether the program has been started again and has not reported a step since.
+    is_restarted: bool = False
+    # All values after this step are from an earlier attempt that got further; None if there are none.
+    rewind_to: int | None = None
+
+    def restart(self) -> None:
+        """Begin with a program that was started again, perhaps from its first step."""
+        self.is_restarted = True
+        self.before, self.first, self.n_steps, self.bar_step = 0, None, 0, 0
+
+    def place(self, reading: Reading, line: int) -> int:
+        """Return the step of a reading from a line of output."""
+        source = reading.source
+        if reading.bar and not self._follows_bar(reading):
+            source = Source.LINE
+        if source < self.source:
+            return self.step
+        if source is Source.LINE:
+            return self._reach(line)
+        if source > self.source:
+            self.source, self.before, self.first, self.n_steps, self.total = source, 0, None, 0, None
+        step = self._reach(self._in_pass(reading))
+        if reading.total:
+            self.total = self.before + reading.total
+        return step
+
+    def place_file(self, step: int) -> int:
+        """Return the step of a value from a file; files state their steps."""
+        self.source = Source.STEP
+        return self._reach(step) if step >= self.step or self.is_restarted else step
+
+    @property
+    def progress(self) -> tuple[int, int | None]:
+        """The position that is shown: the step and the number of steps, or None if it is unknown."""
+        total = self.total
+        if self.source is Source.STEP and total is None and (self.bar_total or 0) > self.step:
+            # The bar counts the same steps, but it may be ahead of values that are reported from time to time.
+            return max(self.step, self.bar_step), self.bar_total
+        return self.step, total if total and total >= self.step else None
+
+    def _follows_bar(self, reading: Reading) -> bool:
+        """Return whether a bar leads: the bar with the largest total that has not finished."""
+        total, led = reading.total or 0, self.bar_total or 0
+        has_finished = not led or self.bar_step >= led
+        if reading.bar != self.bar:
+            # After a restart, a much shorter bar is of some preparation; another bar may count only the steps left.
+            if self.is_restarted and self.source is Source.BAR and SHORT * total >= led:
+                self.is_restarted, self.before = False, self.highest
+            elif not (has_finished or total > led):
+                return False
+        self.bar, self.bar_total, self.bar_step = reading.bar, reading.total, reading.step
+        return True
+
+    def _in_pass(self, reading: Reading) -> int:
+        """Return a step after all earlier passes; a pass begins when the steps start again."""
+        step = reading.step
+        first = self.first if self.first is not None else step
+        is_whole = reading.total is not None and self.latest >= reading.total
+        if step <= first and step < self.latest and (is_whole or self.n_steps >= FEWEST_IN_PASS):
+            self.before, self.n_steps, first = self.highest + (step == 0 and not is_whole), 0, step
+        self.n_steps += step != self.latest or not self.n_steps
+        self.first, self.latest = min(first, step), step
+        return self.before + step
+
+    def _reach(self, step: int) -> int:
+        if self.is_restarted and self.source is not Source.LINE:
+            self.is_restarted = False
+            if step <= self.highest:
+                self.rewind_to, self.highest = max(0, step - 1), step
+        self.step = step
+        self.highest = max(self.highest, step)
+        return step

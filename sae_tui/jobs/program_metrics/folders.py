@@ -1,0 +1,138 @@
+"""Finds the files with metrics that a program writes, and reads what is new in them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from sae_tui.jobs.program_metrics.event_files import read_events
+from sae_tui.jobs.program_metrics.sources import MOST_BYTES, FilePosition, FileValues, MetricsFile
+from sae_tui.jobs.program_metrics.trackio_files import read_trackio
+from sae_tui.jobs.program_metrics.wandb_files import read_wandb
+
+# A search may take this long; the next one begins so many times later, so searching takes at most 1 % of a core.
+SEARCH_S = 0.2
+PAUSE = 100
+FEWEST_S = 2.0
+DEEPEST = 8
+MOST_FILES = 100
+MOST_BYTES_PER_TURN = 2 * MOST_BYTES
+_SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
+# The clock of a file system is a few milliseconds behind.
+_CLOCK_S = 0.05
+
+
+def reader_of(path: Path) -> MetricsFile | None:
+    """Return the reader for a file with this name, or None if it cannot contain metrics."""
+    if "tfevents" in path.name:
+        return read_events
+    if path.suffix == ".wandb":
+        return read_wandb
+    return read_trackio if path.suffix == ".db" else None
+
+
+class MetricsFolders:
+    """Follows the files with metrics below some folders that were written since a time."""
+
+    def __init__(
+        self, roots: Iterable[Path], left_out: Path, since: float, positions: dict[str, FilePosition],
+        own_pids: Callable[[], Iterable[int]],
+    ) -> None:  # fmt: skip
+        """Follow files below `roots`, but not below `left_out`, unless a process other than `own_pids` writes them.
+
+        `positions` is updated; it maps paths to how far the files were read.
+        """
+        self._roots, self._left_out, self._since = tuple(roots), left_out, since
+        self.positions, self._own_pids = positions, own_pids
+        self._search_at = 0.0
+        self._of_others: set[str] = set()
+        self.damaged: list[Path] = []
+
+    def read(self, *, is_last: bool = False) -> Iterator[tuple[Path, FileValues]]:
+        """Yield new values; search for new files from time to time."""
+        if is_last or time.monotonic() >= self._search_at:
+            began = time.monotonic()
+            self._search()
+            took_s = time.monotonic() - began
+            self._search_at = time.monotonic() + max(FEWEST_S, PAUSE * took_s)
+        left = MOST_BYTES_PER_TURN
+        for name, position in self.positions.items():
+            reader = reader_of(Path(name))
+            if reader and left > 0 and not position.is_damaged and self._has_news(name, position):
+                before = position.place
+                yield from self._values(Path(name), reader, position)
+                left -= max(position.place - before, MOST_BYTES // 64)
+
+    def _values(self, path: Path, reader: MetricsFile, position: FilePosition) -> Iterator[tuple[Path, FileValues]]:
+        with contextlib.suppress(OSError):
+            for values in reader(path, position):
+                yield path, values
+        if position.is_damaged and path.suffix != ".db":
+            self.damaged.append(path)
+
+    def _has_news(self, name: str, position: FilePosition) -> bool:
+        """Return whether a file, or the write-ahead log of a database, has changed since it was read to its end."""
+        size = newest = 0
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(OSError):
+                status = os.stat(name + suffix, follow_symlinks=False)
+                size, newest = size + status.st_size, max(newest, status.st_mtime_ns)
+        if (size, newest) == (position.size, position.mtime_ns) and (name.endswith(".db") or position.place >= size):
+            return False
+        if position.place > size and not name.endswith(".db"):
+            position.place = 0  # The file was written anew.
+        position.size, position.mtime_ns = size, newest
+        return size > 0
+
+    def _search(self) -> None:
+        new = [path for path in self._found() if str(path) not in self.positions and str(path) not in self._of_others]
+        if not new:
+            return
+        others = _opened_by_others(set(self._own_pids()))
+        for path in new[: MOST_FILES - len(self.positions)]:
+            with contextlib.suppress(OSError):
+                status = os.stat(path, follow_symlinks=False)
+                if (status.st_dev, status.st_ino) in others:
+                    self._of_others.add(str(path))
+                else:
+                    self.positions[str(path)] = FilePosition(self._since)
+
+    def _found(self) -> Iterator[Path]:
+        """Yield the files written since the start, the nearest first, without following links."""
+        deadline = time.monotonic() + SEARCH_S
+        folders = deque((root, 0) for root in dict.fromkeys(self._roots))
+        while folders and time.monotonic() < deadline:
+            folder, depth = folders.popleft()
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                for entry in entries:
+                    path = Path(entry.path)
+                    if reader_of(path) and self._is_new(entry):
+                        yield path
+                    elif depth < DEEPEST and self._is_searched(entry, path):
+                        folders.append((path, depth + 1))
+
+    def _is_new(self, entry: os.DirEntry[str]) -> bool:
+        status = entry.stat(follow_symlinks=False)
+        return stat.S_ISREG(status.st_mode) and status.st_mtime >= self._since - _CLOCK_S
+
+    def _is_searched(self, entry: os.DirEntry[str], path: Path) -> bool:
+        is_hidden = entry.name.startswith(".") or entry.name in _SKIPPED
+        return not is_hidden and entry.is_dir(follow_symlinks=False) and path != self._left_out
+
+
+def _opened_by_others(own: set[int]) -> set[tuple[int, int]]:
+    """Return the devices and inodes of the files that other processes of this user have open."""
+    opened = set()
+    for pid in os.listdir("/proc"):
+        if pid.isdecimal() and int(pid) not in own:
+            with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        status = entry.stat()
+                        opened.add((status.st_dev, status.st_ino))
+    return opened

@@ -1,0 +1,115 @@
+"""Reads what a program has newly written to its log, at a bounded cost, also while the log is shortened."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from trainer.contract.files import open_plain
+
+# At most this much is read per turn. The output of a program that writes more for long is skipped up to its end: at
+# 10 MB/s, searching 256 KiB per second takes 1 to 3 % of a core, and all of it would take a whole one.
+MOST_BYTES = 256 * 1024
+MOST_UNREAD_BYTES = 4 * 2**20
+# At the end of the program, this much is read.
+LAST_BYTES = 2**20
+_MARK_BYTES = 256
+_LONGEST = 16 * 1024
+_ENDS = re.compile(rb"[\r\n]")
+
+
+class LogPosition(msgspec.Struct):
+    """How far a log was read: the offset, the bytes before it as hexadecimal digits, and the number of lines."""
+
+    offset: int = 0
+    mark: str = ""
+    lines: int = 0
+
+
+class OutputReader:
+    """Reads complete lines of a log, and each state of a progress bar that is drawn with carriage returns."""
+
+    def __init__(self, file: Path, position: LogPosition) -> None:
+        self._file, self.position = file, position
+        self._seen: tuple[int, int] | None = None
+        self._has_more = False
+        # Whether output was skipped since the start.
+        self.has_skipped = False
+
+    def read(self, *, is_last: bool = False) -> list[tuple[int, str]]:
+        """Return the next lines with their numbers; `is_last` also returns a last line without an end."""
+        try:
+            with open_plain(self._file) as stream:
+                status = os.fstat(stream.fileno())
+                seen = (status.st_size, status.st_mtime_ns)
+                if seen == self._seen and not is_last and not self._has_more:
+                    return []
+                self._seen = seen
+                chunk = self._next(stream, status.st_size, is_last)
+                self._has_more = len(chunk) == MOST_BYTES
+                return list(self._lines(chunk, is_last))
+        except OSError:
+            return []
+
+    def _next(self, stream: BinaryIO, size: int, is_last: bool) -> bytes:
+        """Return the next bytes; skip to the newest ones if far too many are unread."""
+        place, most = self.position, LAST_BYTES if is_last else MOST_BYTES
+        if not self._is_at_mark(stream, size):
+            place.offset = self._find_mark(stream, size)
+        if size - place.offset > (LAST_BYTES if is_last else MOST_UNREAD_BYTES):
+            self.has_skipped = True
+            stream.seek(size - most)
+            chunk = stream.read(most)
+            cut = _ENDS.search(chunk)
+            skipped = chunk[: cut.end()] if cut else b""
+            place.offset, place.mark = size - most + len(skipped), skipped[-_MARK_BYTES:].hex()
+            return chunk[len(skipped) :]
+        stream.seek(place.offset)
+        return stream.read(most)
+
+    def _is_at_mark(self, stream: BinaryIO, size: int) -> bool:
+        """Return whether the bytes before the position are still those that were read."""
+        place, mark = self.position, bytes.fromhex(self.position.mark)
+        if place.offset > size:
+            return False
+        stream.seek(place.offset - len(mark))
+        return stream.read(len(mark)) == mark
+
+    def _find_mark(self, stream: BinaryIO, size: int) -> int:
+        """Return the position in a log that was shortened; without a trace of what was read, its end.
+
+        A short log without a trace is a new one, which is read from its start.
+        """
+        start = max(0, size - MOST_UNREAD_BYTES)
+        stream.seek(start)
+        mark = bytes.fromhex(self.position.mark)
+        found = stream.read(MOST_UNREAD_BYTES).rfind(mark) if mark else -1
+        if found >= 0:
+            return start + found + len(mark)
+        self.position.mark = ""
+        return size if size > LAST_BYTES else 0
+
+    def _lines(self, chunk: bytes, is_last: bool) -> Iterator[tuple[int, str]]:
+        begin = 0
+        for end in _ENDS.finditer(chunk):
+            if end.start() > begin:
+                yield self.position.lines, _decoded(chunk[begin : end.start()])
+            self.position.lines += end[0] == b"\n"
+            begin = end.end()
+        rest = chunk[begin:]
+        # A progress bar that ends with a bracket is complete, although the next carriage return is still to come.
+        if rest and (is_last or len(rest) > _LONGEST or rest.rstrip().endswith(b"]")):
+            yield self.position.lines, _decoded(rest)
+            begin = len(chunk)
+        self.position.offset += begin
+        before = bytes.fromhex(self.position.mark)
+        self.position.mark = (before + chunk[:begin])[-_MARK_BYTES:].hex()
+
+
+def _decoded(line: bytes) -> str:
+    return line[: _LONGEST + 1].decode(errors="replace")

@@ -1,0 +1,59 @@
+"""The kinds of files in which programs store metrics, and what they have in common."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+# At most this much of a file is read per turn.
+MOST_BYTES = 2 * 2**20
+# Larger records are skipped; they contain images or histograms.
+LARGEST_RECORD = 2**20
+
+
+class FilePosition(msgspec.Struct):
+    """How far a file was read; `place` is an offset or, in a database, a row. `is_damaged` ends the reading.
+
+    Rows of a database that are older than `since` are from another program.
+    """
+
+    since: float = 0.0
+    place: int = 0
+    is_damaged: bool = False
+    size: int = 0
+    mtime_ns: int = 0
+
+
+class FileValues(NamedTuple):
+    """Values of one step; `group` separates the runs in a file that has several."""
+
+    step: int
+    values: Mapping[str, float]
+    group: str = ""
+
+
+class MetricsFile(Protocol):
+    """Reads new values from a file; a reader changes the position only past complete records."""
+
+    def __call__(self, path: Path, position: FilePosition) -> Iterator[FileValues]: ...
+
+
+class Window:
+    """The next bytes of a file, at most `MOST_BYTES` of them, by their offset in the file."""
+
+    def __init__(self, stream: io.BufferedReader, offset: int) -> None:
+        self._stream, self._begin = stream, offset
+        self.size = os.fstat(stream.fileno()).st_size
+        stream.seek(offset)
+        self._bytes = stream.read(MOST_BYTES)
+
+    def get(self, offset: int, n: int) -> bytes | None:
+        """Return `n` bytes, or None if they are not in the window."""
+        at = offset - self._begin
+        content = self._bytes[at : at + n]
+        return content if len(content) == n else None
