@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from sae_tui.cli_commands import cards
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import (
     UNKNOWN,
+    LiveLine,
     clock_time,
     nobody_reads_for,
     say,
@@ -245,27 +247,38 @@ def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
         raise UserError(f"job {flags.id} has no rank {flags.rank}; give --rank 0 to {reader.view.world_size - 1}")
     run = context.data.run(flags.id)
     path = run.evaluation_log if flags.evaluation else run.log(flags.rank)
-    follower = LogFollower(path, offset=path.stat().st_size if path.exists() else 0)
+    if flags.follow:
+        _follow_log(reader, path, flags)
+        return Exit.DONE
     lines = tail(path, flags.lines)
-    if context.as_json and not flags.follow:
+    if context.as_json:
         show_json({"id": flags.id, "rank": flags.rank, "lines": lines})
         return Exit.DONE
     for line in lines:
         say(line)
-    if not lines and not flags.follow:
+    if not lines:
         who = "the evaluation" if flags.evaluation else f"rank {flags.rank}"
         warn(f"{who} of job {flags.id} has written nothing")
-    while flags.follow:
+    return Exit.DONE
+
+
+def _follow_log(reader: JobReader, path: Path, flags: argparse.Namespace) -> None:
+    """Print a log until its job has ended; on a terminal, the unfinished line is updated in place."""
+    lines, follower = LogFollower.from_end(path, flags.lines)
+    last = LiveLine()
+    while True:
+        last.say_above(lines)
+        last.show(follower.unfinished)
         ended = reader.view is None or reader.view.state.is_final
         if flags.evaluation:
             ended = reader.view is None or reader.view.evaluation is None
-        for line in follower.new_lines():
-            say(line)
+        if not ended:
+            time.sleep(POLL_S)
+            reader.poll()
+        lines = follower.new_lines()
         if ended:
             break
-        time.sleep(POLL_S)
-        reader.poll()
-    return Exit.DONE
+    last.say_above([*lines, *filter(None, [follower.unfinished])])
 
 
 def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:

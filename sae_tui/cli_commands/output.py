@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import select
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,28 @@ def say_all(lines: Iterable[str]) -> None:
     lines = iter(lines)
     while held := list(islice(lines, 30)):
         _write("\n".join(held))
+
+
+class LiveLine:
+    """The last line on a terminal, which is updated in place; elsewhere, it is not shown."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._shown = ""
+
+    def show(self, line: str) -> None:
+        """Replace the line, cut to the width of the terminal."""
+        shown = printable(line)[: shutil.get_terminal_size().columns - 1]
+        if self._is_terminal and shown != self._shown:
+            show_text(f"\r{shown}\x1b[K")
+            self._shown = shown
+
+    def say_above(self, lines: Sequence[str]) -> None:
+        """Print lines in place of the line, which must be shown again afterwards."""
+        if lines:
+            self.show("")
+        for line in lines:
+            say(line)
 
 
 def warn(text: str) -> None:

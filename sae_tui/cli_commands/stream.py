@@ -32,7 +32,6 @@ from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.exits import Exit
-from trainer.contract.runs.log_tail import tail
 
 EVERY_S = 1.0
 _RECONCILE_EVERY = 5
@@ -105,13 +104,15 @@ class GpuSide:
 
 def _stream_log(context: CommandContext, flags: argparse.Namespace) -> int:
     path = context.data.run(flags.log).log(flags.rank)
-    follower = LogFollower(path, offset=path.stat().st_size if path.exists() else 0)
-    lines = tail(path, _FIRST_LINES)
+    lines, follower = LogFollower.from_end(path, _FIRST_LINES)
     if not lines:
         _tell(Log())
+    shown = ""
     while True:
-        for message in log_messages(lines):
+        unfinished = follower.unfinished
+        for message in log_messages(lines, unfinished if unfinished != shown else None):
             _tell(message)
+        shown = unfinished
         if _is_over(_LOG_EVERY_S):
             return Exit.DONE
         lines = follower.new_lines()

@@ -197,9 +197,12 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread passing log lines to `on_lines`; the last line explains why no more lines follow."""
+    """A thread passing log lines to `on_lines`; the last line explains why no more lines follow.
 
-    def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str]], object]) -> None:
+    The second argument of `on_lines` is the unfinished line, or None if it has not changed.
+    """
+
+    def __init__(self, host: str, argv: Sequence[str], on_lines: Callable[[Sequence[str], str | None], object]) -> None:
         self._host, self._argv, self._on_lines = host, argv, on_lines
         self._stopped = threading.Event()
         self._link: Link | None = None
@@ -219,7 +222,7 @@ class FarLogReader:
         except Exception as error:
             end = f"cannot be followed: {error!r}"
         if not self._stopped.is_set():
-            self._on_lines([f"({self._host} {end})"])
+            self._on_lines([f"({self._host} {end})"], None)
 
     def _follow(self) -> str:
         """Pass lines to `on_lines` until the log ends, and return why it ended."""
@@ -234,7 +237,7 @@ class FarLogReader:
             for message in messages(link):
                 greeted = True
                 if isinstance(message, Log):
-                    self._on_lines(message.lines)
+                    self._on_lines(message.lines, message.unfinished)
         except Refused as refusal:
             return refusal.cause.sentence
         finally:

@@ -150,9 +150,10 @@ class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
 
 
 class Log(msgspec.Struct, frozen=True, tag="log"):
-    """The next lines from the requested log."""
+    """The next lines from the requested log, and the line that is being written; null if it has not changed."""
 
     lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
+    unfinished: str | None = None
 
 
 Message = Hello | RemoteGpus | Jobs | Log
@@ -195,10 +196,12 @@ def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
         count //= 2
 
 
-def log_messages(lines: Sequence[str]) -> Iterator[Log]:
-    """Split log lines into messages."""
+def log_messages(lines: Sequence[str], unfinished: str | None = None) -> Iterator[Log]:
+    """Split log lines into messages; another message contains the unfinished line, if it has changed."""
     for start in range(0, len(lines), MOST_LOG_LINES):
         yield _clean(Log(tuple(lines[start : start + MOST_LOG_LINES])), LONGEST_LOG_LINE)
+    if unfinished is not None:
+        yield _clean(Log(unfinished=unfinished), LONGEST_LOG_LINE)
 
 
 def decode(line: bytes) -> Message:

@@ -28,6 +28,19 @@ class LogFollower:
         self._offset = offset
         self._partial = b""
 
+    @classmethod
+    def from_end(cls, path: Path, n_lines: int) -> tuple[list[str], LogFollower]:
+        """Return the last complete lines of a log, and a follower that goes on with the line after them."""
+        end = log_tail.log_end(path, n_lines)
+        follower = cls(path, end.size)
+        follower._partial = end.unfinished[-log_tail.LONGEST :]
+        return [log_tail.readable(line) for line in end.lines], follower
+
+    @property
+    def unfinished(self) -> str:
+        """The line that is being written, such as the current state of a progress bar."""
+        return log_tail.readable(self._partial)
+
     def new_lines(self) -> list[str]:
         """Return the complete lines appended since the last call."""
         try:
@@ -42,4 +55,4 @@ class LogFollower:
         *lines, partial = (self._partial + chunk).split(b"\n")
         # Keep only the tail of a line that never ends.
         self._partial = partial[-log_tail.LONGEST :]
-        return [log_tail.readable(line) for line in lines]
+        return [log_tail.readable(line) for line in log_tail.without_redrawn(lines)]

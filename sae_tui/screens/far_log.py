@@ -36,4 +36,9 @@ class FarLogScreen(LogScreen):
     def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> FarLogReader:
         rank = self.source
         argv = self._hosts.argv(self._host, "stream", "--log", str(self.job_id), "--rank", rank)
-        return FarLogReader(self._host, argv, lambda lines: on_lines([LogLine(rank, line) for line in lines]))
+
+        def pass_on(texts: Sequence[str], unfinished: str | None) -> None:
+            last = [] if unfinished is None else [LogLine(rank, unfinished, is_unfinished=True)]
+            on_lines([*(LogLine(rank, text) for text in texts), *last])
+
+        return FarLogReader(self._host, argv, pass_on)

@@ -129,7 +129,8 @@ class LogScreen(FramedScreen):
     def _add(self, event: Lines) -> None:
         if event.number == self._number:
             view = self.query_one(LogView)
-            view.append([(line.source, line.text) for line in event.lines])
+            view.append([(line.source, line.text) for line in event.lines if not line.is_unfinished])
+            view.show_unfinished({line.source: line.text for line in event.lines if line.is_unfinished})
             view.say_if_empty(
                 "no process has written anything" if self.source == ALL else f"{self._whose} has written nothing"
             )

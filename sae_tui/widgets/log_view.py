@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -43,6 +43,8 @@ class LogView(LineView, can_focus=True):
         self.n_found = 0
         # The text to show if there are no lines.
         self._nothing = ""
+        # The unfinished line of each source; their rows are the last ones.
+        self._unfinished: dict[str, str] = {}
 
     @property
     def plain(self) -> str:
@@ -57,6 +59,7 @@ class LogView(LineView, can_focus=True):
 
     def clear(self) -> None:
         self._all.clear()
+        self._unfinished.clear()
         self._nothing, self._left = "", 0
         self._arrange()
         self._count()
@@ -74,8 +77,29 @@ class LogView(LineView, can_focus=True):
     def _space(self) -> int:
         return self.size.width - (11 if self.names else 1)
 
+    def show_unfinished(self, lines: Mapping[str, str]) -> None:
+        """Show the line that each source is writing below the other lines, in place of its last unfinished line."""
+        if lines:
+            self._take_unfinished()
+            self._unfinished |= lines
+            self._unfinished = {source: text for source, text in self._unfinished.items() if text}
+            self._add([*self._unfinished.items()])
+
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
         """Add (source, text) lines, and drop the oldest lines beyond the limit."""
+        if lines:
+            self._take_unfinished()
+            self._add([*lines, *self._unfinished.items()])
+
+    def _take_unfinished(self) -> None:
+        """Remove the rows of the unfinished lines."""
+        first = len(self._all) - len(self._unfinished)
+        self.n_found -= self._matches_from(first)
+        del self._all[first:]
+        while self._shown and self._shown[-1] >= first:
+            self._shown.pop()
+
+    def _add(self, lines: Sequence[tuple[str, str]]) -> None:
         self._all += lines
         if len(self._all) > MOST_LINES:
             del self._all[: len(self._all) - MOST_LINES * 9 // 10]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from sae_tui.jobs.files import LogFollower
 from trainer.contract.paths import RunPaths
-from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
 AGAIN_S = 5.0  # The pause before retrying after an error.
@@ -19,10 +18,14 @@ EVALUATION = "evaluation"
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A log line and its source: "0" for rank 0, "supervisor" or "evaluation"."""
+    """A log line and its source: "0" for rank 0, "supervisor" or "evaluation".
+
+    An unfinished line, such as a progress bar, is replaced by the next line of its source; "" removes it.
+    """
 
     source: str
     text: str
+    is_unfinished: bool = False
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
@@ -59,8 +62,11 @@ class LogReader:
 
     def _follow(self) -> None:
         """Pass existing and new lines to `on_lines` until the reader is stopped."""
-        followers = {name: LogFollower(path, offset=_size(path)) for name, path in self._sources.items()}
-        lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
+        ends = {name: LogFollower.from_end(path, FIRST_LINES) for name, path in self._sources.items()}
+        followers = {name: follower for name, (_, follower) in ends.items()}
+        shown = dict.fromkeys(followers, "")
+        lines = [LogLine(name, text) for name, (texts, _) in ends.items() for text in texts]
+        lines += _unfinished(followers, shown)
         if not lines and not self._stopped.is_set():
             # An empty list of lines reports that the logs are empty.
             self._on_lines(())
@@ -69,10 +75,12 @@ class LogReader:
                 self._on_lines(lines)
             self._stopped.wait(POLL_S)
             lines = [LogLine(name, text) for name, follower in followers.items() for text in follower.new_lines()]
+            lines += _unfinished(followers, shown)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def _unfinished(followers: Mapping[str, LogFollower], shown: dict[str, str]) -> list[LogLine]:
+    """Return the unfinished lines that have changed, and record them in `shown`."""
+    now = {name: follower.unfinished for name, follower in followers.items()}
+    changed = [LogLine(name, text, is_unfinished=True) for name, text in now.items() if text != shown[name]]
+    shown.update(now)
+    return changed

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.view import logs
 from sae_tui.jobs.view.logs import LogLine, LogReader
 
@@ -14,14 +15,14 @@ from sae_tui.jobs.view.logs import LogLine, LogReader
 def test_a_log_reader_reports_an_error_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "0.log"
     log.write_text("step 1\n")
-    read, failures = logs.tail, [OSError("stale file handle")]
+    read, failures = LogFollower.from_end, [OSError("stale file handle")]
 
-    def tail(path: Path, n_lines: int) -> list[str]:
+    def from_end(path: Path, n_lines: int) -> tuple[list[str], LogFollower]:
         if failures:
             raise failures.pop()
-        return list(read(path, n_lines))
+        return read(path, n_lines)
 
-    monkeypatch.setattr(logs, "tail", tail)
+    monkeypatch.setattr(LogFollower, "from_end", from_end)
     monkeypatch.setattr(logs, "AGAIN_S", 0.01)
     batches: queue.SimpleQueue[tuple[LogLine, ...]] = queue.SimpleQueue()
     reader = LogReader({"0": log}, lambda lines: batches.put(tuple(lines)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.contract.files import open_plain
 
@@ -16,22 +18,47 @@ _FRAME = re.compile(
 )
 _REASON = re.compile(r"\bwhat\(\): |Watchdog caught|watchdog got stuck|Heartbeat monitor timed out")
 LONGEST = 4 * 2**20
+# Of a line that a progress bar has redrawn, only this much is considered.
+_LONGEST_REDRAWN = 64 * 1024
+# Moves the cursor up; erases the line from the cursor, or all of it.
+_UP, _ERASE = b"\x1b[A", re.compile(rb"\x1b\[[02]?K")
+
+
+class LogEnd(NamedTuple):
+    """The end of a log: its last complete lines, the unfinished line after them, and the length of the log."""
+
+    lines: list[bytes] = []
+    unfinished: bytes = b""
+    size: int = 0
 
 
 def tail(path: Path, n_lines: int) -> list[str]:
     """Return the last `n_lines` lines of a log, or [] if there is no log; read only the end of the log."""
+    end = log_end(path, n_lines)
+    lines = [*end.lines, *filter(None, [end.unfinished])]
+    return [readable(line) for line in lines[-n_lines:]]
+
+
+def log_end(path: Path, n_lines: int) -> LogEnd:
+    """Return the end of a log with its last `n_lines` lines; read only the end of the log."""
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             length = min(size, _BLOCK)
             while True:
                 stream.seek(size - length)
-                lines = stream.read(length).removesuffix(b"\n").split(b"\n") if length else []
-                if length == size or len(lines) > n_lines or length >= LONGEST:
-                    return [readable(line) for line in lines[-n_lines:]]
+                *lines, unfinished = stream.read(length).split(b"\n")
+                kept = without_redrawn(lines)
+                if length == size or len(kept) > n_lines or length >= LONGEST:
+                    return LogEnd(kept[-n_lines:], unfinished, size)
                 length = min(size, 4 * length)
     except OSError:
-        return []
+        return LogEnd()
+
+
+def without_redrawn(lines: Sequence[bytes]) -> list[bytes]:
+    """Leave out lines after which the cursor moves up: the next line is drawn over them, as in nested progress bars."""
+    return [line for line in lines if not line.endswith(_UP)]
 
 
 def last_line(path: Path) -> str:
@@ -51,5 +78,18 @@ def last_line(path: Path) -> str:
 
 
 def readable(line: bytes) -> str:
-    """Decode a line; if a progress bar has redrawn the line with carriage returns, keep only its last state."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+    """Decode a line; if a progress bar has redrawn it with carriage returns, return what a terminal shows at the end.
+
+    A state that is shorter than an earlier one does not hide the rest of it, unless it erases the line.
+    """
+    if b"\r" not in line:
+        return line.decode(errors="replace")
+    shown = ""
+    for state in reversed(line[-_LONGEST_REDRAWN:].split(b"\r")):
+        if state.endswith(_UP):
+            continue  # It is on another line.
+        text = _ERASE.sub(b"", state).replace(b"\0", b"").decode(errors="replace")
+        shown += text[len(shown) :]
+        if _ERASE.search(state):
+            break
+    return shown.rstrip(" ")
