@@ -95,6 +95,7 @@ def _as_json(saes: Sequence[ComparedSae], settings: Settings) -> dict[str, Any]:
     members = [
         {"id": sae.job.id, "name": sae.job.name, "state": sae.job.state, "sae": sae.member}
         | {result.name: value_of(sae, result.name) for result in all_results()}
+        | {"metrics": dict(sae.latest)}
         | {name: getattr(energy_of(sae.job, settings), name) for name in ("energy_share", "cost", "currency", "co2_g")}
         for sae in saes
     ]

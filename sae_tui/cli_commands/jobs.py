@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,14 @@ from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
 from trainer.contract.settings.series import (
+    LOSS,
     OF_BATCH,
+    SPEED,
+    USAGE,
     key_metrics,
     measure,
     measured_names,
+    own_series,
     series_named,
     title_of,
 )
@@ -71,7 +75,7 @@ EXITS = {
 
 def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the jobs matching the filter, in the requested order."""
-    reader = JobsReader(context.data)
+    reader = JobsReader(context.data, reads_series=context.as_json)
     matches = _matches(reader, flags)
     if reader.passed_over:
         warn(reader.passed_over)
@@ -141,11 +145,12 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
         return code
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
+    is_program = kind_of(reader.view.config).is_program
     values |= {name: value for name, value in _how_far(reader).items() if value is not None}
     values["energy"] = energy_words(reader.view, context.settings)
     if postmortem:
         values["error"] = postmortem.error
-    show_fields((_field_title(name), value) for name, value in values.items())
+    show_fields((_field_title(name, is_program=is_program), value) for name, value in values.items())
     _show_cards(now)
     if postmortem:
         _show_cause(postmortem, flags.id)
@@ -355,6 +360,8 @@ _AFTER_METRICS = (
 def _fields(job: JobView) -> dict[str, Any]:
     before, after = ({name: getattr(job, name) for name in names} for names in (_BEFORE_METRICS, _AFTER_METRICS))
     of_now = {"silent": job.silent or None, "best_sae": job.best_sae or None, "evaluation": _evaluation(job)}
+    known = {name: value for name, value in _values(job).items() if value is not None}
+    of_now |= {"metrics": dict(job.others) if kind_of(job.config).is_program else known}
     return before | _values(job) | after | of_now
 
 
@@ -379,9 +386,11 @@ def _values(job: JobView) -> dict[str, float | None]:
     return {name: newest_value(job, name) for name in ("loss", *measured_names())}
 
 
-def _field_title(name: str) -> str:
+def _field_title(name: str, *, is_program: bool) -> str:
     """Return the title of a field; metrics have the same titles as on screen."""
-    if name in (*measured_names(), "tokens_per_s"):
+    if name == SPEED and is_program:
+        return "steps/s"
+    if name in (*measured_names(), *USAGE, SPEED):
         return title_of(name)
     return "ETA" if name == "eta_s" else name
 
@@ -389,13 +398,23 @@ def _field_title(name: str) -> str:
 def _field_texts(job: JobView) -> dict[str, object]:
     """Return the fields formatted for people; JSON contains the raw values."""
     fields = _fields(job)
-    del fields["best_sae"], fields["evaluation"]
+    del fields["best_sae"], fields["evaluation"], fields["metrics"]
+    if kind_of(job.config).is_program:
+        fields = _with_own_metrics(job, fields)
     if not job.overfitting:
         del fields["overfitting"]
     fields |= {"evaluation": job.evaluation.words} if job.evaluation else {}
     if not job.silent:
         del fields["silent"]
     return {name: _field_text(job, name, value) for name, value in fields.items()}
+
+
+def _with_own_metrics(job: JobView, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with what a program reports, losses first, in place of an SAE's metrics and tokens."""
+    own = {name: job.others[name] for name in [*own_series(job.others), *USAGE] if name in job.others}
+    kept = {name: value for name, value in fields.items() if name not in ("loss", "tokens", *measured_names())}
+    before = {name: kept.pop(name) for name in _BEFORE_METRICS if name in kept}
+    return before | own | kept
 
 
 def _field_text(job: JobView, name: str, value: Any) -> object:
@@ -416,10 +435,16 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
 
 def _show_table(jobs: Sequence[JobView]) -> None:
     """Print the jobs as a table; omit the columns for tags and wait reasons if they would be empty."""
-    titles = (series_named(name).title.upper() for name in _listed())
-    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "ETA", "ON")
-    rows = [_row(job) for job in jobs]
+    trains = any(not kind_of(job.config).is_program for job in jobs)
+    of_saes = ("K", "D_SAE", *(series_named(name).title.upper() for name in _listed())) if trains else ()
+    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", *of_saes)
+    headings += ("TOKENS/S" if trains else "STEPS/S", "ETA", "ON")
+    rows = [_row(job, trains=trains) for job in jobs]
+    losses = [
+        measure(job.loss, LOSS) if kind_of(job.config).is_program and job.loss is not None else "" for job in jobs
+    ]
     for heading, cells in (
+        ("LOSS", losses),
         ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
         ("WAITS", [waits(job) for job in jobs]),
     ):
@@ -429,14 +454,17 @@ def _show_table(jobs: Sequence[JobView]) -> None:
     show_table(headings, rows)
 
 
-def _row(job: JobView) -> tuple[object, ...]:
+def _row(job: JobView, *, trains: bool) -> tuple[object, ...]:
+    """Return a job's row; without `trains`, leave out what only SAEs have."""
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
-    rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
-    done = None if job.state is JobState.IMPORTED else wording.done(job.progress)
+    is_slow = job.tokens_per_s is None or (kind_of(job.config).is_program and job.tokens_per_s < 100)
+    rate = job.tokens_per_s if is_slow else round(job.tokens_per_s or 0)
+    is_unknown = job.state is JobState.IMPORTED or (kind_of(job.config).is_program and not job.total_steps)
+    done = None if is_unknown else wording.done(job.progress)
     step = None if job.state is JobState.IMPORTED else job.step
-    values = (_judged_text(job, name) for name in _listed())
+    values = (job.k, job.d_sae, *(_judged_text(job, name) for name in _listed())) if trains else ()
     state = job.phase if is_loading(job) else describe_state(job).word
-    return (job.id, job.name, state, step, done, job.k, job.d_sae, *values, rate, _time_left(job), on)
+    return (job.id, job.name, state, step, done, *values, rate, _time_left(job), on)
 
 
 def _listed() -> list[str]:

@@ -10,7 +10,7 @@ import msgspec
 
 from sae_tui.compare.run import ComparedSae, Curve, Run, Sample
 from trainer.contract.paths import DataDir
-from trainer.contract.settings.series import result_metrics, with_held_out
+from trainer.contract.settings.series import SPEED, own_series, result_metrics, with_held_out
 from trainer.contract.store.job_store import Control
 
 
@@ -61,5 +61,7 @@ class Runs:
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
     """Return the result metrics in their usual order, followed by the other metrics sorted by name."""
     results = [name for metric in result_metrics() for name in with_held_out(metric)]
-    first = [*results, "loss", "tokens_per_s", "lr"]
-    return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))
+    first = [*results, "loss", SPEED, "lr"]
+    others = metrics.difference(first)
+    minor = others - {*own_series(others)}
+    return (*(name for name in first if name in metrics), *own_series(others), *sorted(minor))

@@ -13,6 +13,7 @@ import msgspec
 from sae_tui.compare.noise import Lead, MeasuredSae, lead_of
 from sae_tui.compare.run import ComparedSae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import is_ranked, was_resumed
 from sae_tui.settings import Settings
 from trainer.contract.runs.recipe import MOST_L0_MISS
@@ -20,9 +21,11 @@ from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.series import (
     LOSS,
+    SPEED,
     error_of,
     held_out_metrics,
     measure,
+    own_series,
     result_metrics,
     series_named,
     title_of,
@@ -125,6 +128,24 @@ def all_results() -> list[ComparedFigure]:
     ]
 
 
+def results_of(saes: Sequence[ComparedSae]) -> list[ComparedFigure]:
+    """Return the results of these SAEs and programs: what the programs report, losses first, and then the others."""
+    programs = [sae for sae in saes if kind_of(sae.job.config).is_program]
+    own = own_series(name for sae in programs for name in sae.latest)
+    reported = [ComparedFigure(name, title_of(name), _better(name), word_of(name)) for name in own]
+    if len(programs) < len(saes):
+        return [*reported, *(result for result in all_results() if result.name not in own)]
+    rate = ComparedFigure(SPEED, "steps/s", "higher", number)
+    others = [result for result in _OF_RUN if result.name not in (*own, "tokens", SPEED)]
+    return [*reported, rate, *others] if programs else all_results()
+
+
+def _better(name: str) -> Literal["lower"] | None:
+    """Return whether lower values of a program's series are better: only those of losses on held-out data are."""
+    is_held_out = any(word in name.lower() for word in ("val", "test", "eval", "dev"))
+    return "lower" if "loss" in name.lower() and is_held_out else None
+
+
 def _of_metric(name: str, series: Series) -> ComparedFigure:
     return ComparedFigure(name, title_of(name), series.better, word_of(name))
 
@@ -162,7 +183,7 @@ def _is_imported(sae: ComparedSae) -> bool:
 def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> list[ComparisonRow]:
     """Return a row for each result, final or provisional; with `settings`, also the price and CO₂ of the energy."""
     lines = []
-    for result in all_results():
+    for result in results_of(saes):
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
             line = _judged(ComparisonRow(result.title, values, word=result.word), result, saes)

@@ -52,7 +52,7 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
     finally:
         reader.close()
     queued = [job for job in orphaned if _can_go_on(data, job)]
-    unattended = [job for job in orphaned if job in queued or kind_of(job.config).outlives_supervisor]
+    unattended = [job for job in orphaned if job in queued or kind_of(job.config).is_program]
     if revive and any(_is_mine(data, job) and not is_attended(data, job) for job in unattended):
         revive(data)
     orphaned = [job for job in orphaned if job not in queued]
@@ -177,7 +177,7 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
 
 def running_program(data: DataDir, control: Control, job: Job) -> ProcessRef | None:
     """Return the program of a command's current attempt while it runs, with or without a supervisor."""
-    if not kind_of(job.config).outlives_supervisor:
+    if not kind_of(job.config).is_program:
         return None
     recorded = [rank.process for rank in control.ranks(job.id) if rank.attempt == job.attempt]
     living = [process for process in recorded if process.is_alive()]

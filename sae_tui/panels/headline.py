@@ -19,9 +19,19 @@ from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract import wording
-from trainer.contract.settings.series import OF_BATCH, held_out_metrics, key_metrics, series_named
+from trainer.contract.settings.series import (
+    OF_BATCH,
+    held_out_metrics,
+    key_metrics,
+    own_series,
+    series_named,
+    title_of,
+)
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+
+# The number of values that a program reports in the headline.
+_MOST_OWN = 3
 
 
 class Headline(DetailPanel):
@@ -96,9 +106,17 @@ def _imported(job: JobView) -> Line:
 
 
 def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
-    """Yield text like `held-out FVU 0.1341`, `L0 32`; before the first evaluation, dim text like `FVU ~0.0801`."""
+    """Yield text like `held-out FVU 0.1341`, `L0 32`; before the first evaluation, dim text like `FVU ~0.0801`.
+
+    For a program, yield its first metrics, like `loss 0.31`.
+    """
+    kind = kind_of(detail.view.config)
+    if kind.is_program:
+        for name in own_series(detail.view.others)[:_MOST_OWN]:
+            yield f"  {title_of(name)} {number(detail.view.others[name])}", "text"
+        return
     before = "held-out "
-    for name, series in key_metrics().items() if kind_of(detail.view.config).trains else ():
+    for name, series in key_metrics().items() if kind.trains else ():
         value, is_of_batch = judged(detail, name, member)
         if is_of_batch:
             yield f"  {series.title} {OF_BATCH * (value is not None)}{measure(value, series)}", "dim"

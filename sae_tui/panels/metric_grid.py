@@ -14,7 +14,7 @@ from sae_tui.format import measure
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import CurveAxis
-from trainer.contract.settings.series import curves, series_named, title_of, with_held_out
+from trainer.contract.settings.series import USAGE, curves, series_named, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
 _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # minimum size of a plot with its frame
@@ -31,6 +31,8 @@ class MetricSeries:
     @property
     def title(self) -> str:
         """The title of the plot, with the rank if it is not 0."""
+        if self.name in USAGE:
+            return f"{title_of(self.name)}, by second"
         return f"{title_of(self.name)} · rank {self.rank}" if self.rank else title_of(self.name)
 
     def is_found(self, seek: re.Pattern[str]) -> bool:
@@ -51,7 +53,7 @@ def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
 def _place(name: str) -> tuple[int, str]:
     """Return a sort key: metrics with a curve on the job's screen come first, in the order of that screen."""
     base, order = name.partition("@")[0], [each for metric in curves() for each in with_held_out(metric)]
-    return (order.index(base), name) if base in order else (len(order), name)
+    return (order.index(base), name) if base in order else (len(order) + (base in USAGE), name)
 
 
 class MetricPlot(Plot):
@@ -63,6 +65,8 @@ class MetricPlot(Plot):
 
     def show_metric(self, metric: MetricSeries, span: tuple[float, float] | None, cursor: float | None) -> None:
         """Draw a metric, or only its values between two steps."""
+        if metric.name in USAGE:
+            span = cursor = None  # Its "steps" are seconds.
         series = series_named(metric.name.partition("@")[0])
         axis = series.curve or CurveAxis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)

@@ -10,11 +10,11 @@ from sae_tui.jobs.launch.summary import settled, summary
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.watcher import JobDetail
-from sae_tui.panels.curves import SPEED, CurvePlot, members_of
+from sae_tui.panels.curves import CurvePlot, members_of
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
-from trainer.contract.settings.series import CRITERION, curves, series_named
+from trainer.contract.settings.series import CRITERION, SPEED, curves, series_named
 
 _ENTRY = 30  # width of a setting with its value, in cells
 _NAME = 14

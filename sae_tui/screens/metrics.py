@@ -20,6 +20,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen
+from trainer.contract.settings.series import USAGE
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
@@ -138,7 +139,8 @@ class MetricsScreen(FramedScreen):
     def _all_steps(self) -> tuple[float, float] | None:
         """Return the first and last step over all metrics."""
         detail = self.session.detail
-        series = [points for points in detail.series.values() if points] if detail else []
+        of_steps = [points for (name, _), points in detail.series.items() if name not in USAGE] if detail else []
+        series = [points for points in of_steps if points]
         return (min(one[0].step for one in series), max(one[-1].step for one in series)) if series else None
 
     def action_filter(self) -> None:

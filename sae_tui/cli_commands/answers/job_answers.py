@@ -39,7 +39,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "total_steps": (int | None, "Planned steps; null if not known yet."),
     "progress": (float, "Share of the planned steps that are done (0 to 1)."),
     "eta_s": (float | None, "Time left, in s; null if the job runs no steps or the time is not known yet."),
-    "tokens": (int, "Tokens trained on; for an extraction, rows stored."),
+    "tokens": (int, "Tokens trained on; for an extraction, rows stored; for a command, steps."),
     "loss": (float | None, "Latest loss; null until the first loss is reported."),
     **metrics(),
     "overfitting": (
@@ -47,7 +47,7 @@ _JOB: dict[str, tuple[object, str]] = {
         "How much better it fits training rows than held-out rows, and at which step it was best; null if it does not"
         " overfit. For jobs of older versions, only `sae-tui job` reports it.",
     ),
-    "tokens_per_s": (float | None, "Tokens per second; null if not known yet."),
+    "tokens_per_s": (float | None, "Tokens per second; for a command, steps per second; null if not known yet."),
     "device": (word("cuda", "cpu"), "Devices that it runs on."),
     "gpu_ids": (list_of(int), "Indices of its GPUs; empty on the CPU, or before GPUs are assigned."),
     "gpu_uuids": (list_of(str), "UUIDs of its GPUs."),
@@ -93,6 +93,7 @@ _JOB: dict[str, tuple[object, str]] = {
         ),
         "The running evaluation of its SAEs; null if none.",
     ),
+    "metrics": (by_name(float), "Latest value of each metric that it reports, by name."),
     "best_sae": (
         str | None,
         "In a sweep, the SAE that the loss and metrics belong to; otherwise null.",
@@ -312,6 +313,7 @@ _RUN = fields(
     {"id": _ID, "name": (str, "Name of the job."), "state": _STATE}
     | {"sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.')}
     | {one.name: _result(one.name, one.title) for one in all_results()}
+    | {"metrics": (by_name(float), "Latest value of each metric that the run stored, by name.")}
     | {name: (_ENERGY[name], ENERGY[name]) for name in ("energy_share", "cost", "currency", "co2_g")},
 )
 _COMPARED = fields(

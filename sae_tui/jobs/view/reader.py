@@ -16,13 +16,14 @@ from sae_tui.jobs.going import Evaluations, Going
 from sae_tui.jobs.gpus.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import elsewhere, is_here, silence
+from sae_tui.jobs.output import kind_of, time_limit_s
 from sae_tui.jobs.view.shape import d_sae_words, k_words
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.log_tail import tail
-from trainer.contract.settings.series import held_out, held_out_metrics, measured_names
+from trainer.contract.settings.series import USAGE, held_out, held_out_metrics, measured_names, own_series
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import ENDING, Control
@@ -47,9 +48,9 @@ class JobView(Job, frozen=True, kw_only=True):
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
     the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE in a sweep that the
     loss and metrics belong to, or "" for a single SAE. `others` maps the names of metrics without a column to their
-    latest values. `k` and `d_sae` are text; for a sweep, they contain the lowest and the highest value. `evaluation` is
-    the running evaluation of the SAEs. `silent` describes how long the job's host has been silent; if it is not empty,
-    the job's state is unknown.
+    latest values; for a program, it contains all that the program reports, if this was read. `k` and `d_sae` are text;
+    for a sweep, they contain the lowest and the highest value. `evaluation` is the running evaluation of the SAEs.
+    `silent` describes how long the job's host has been silent; if it is not empty, the job's state is unknown.
     """
 
     phase: str = ""
@@ -99,6 +100,13 @@ def _without_column() -> list[str]:
     return [name for name in measured_names() if name not in VALUE_COLUMNS]
 
 
+def _others(job: Job, live: LiveRun) -> dict[str, float]:
+    """Return the latest values of the metrics without a column or, for a program, of all that it reports."""
+    if not kind_of(job.config).is_program:
+        return live.values(_without_column())
+    return {name: live.latest[name] for name in [*own_series(live.latest), *USAGE] if name in live.latest}
+
+
 def _lacks_held_out(job: Job) -> bool:
     """Return whether a job's row may lack a held-out value from its run; older versions did not record it there."""
     return job.fvu is not None and job.heldout_fvu is None
@@ -107,7 +115,9 @@ def _lacks_held_out(job: Job) -> bool:
 class JobsReader:
     """Reads all jobs, newest first. If the store cannot be read, `poll` does not raise, and `problem` explains why."""
 
-    def __init__(self, data: DataDir) -> None:
+    def __init__(self, data: DataDir, *, reads_series: bool = False) -> None:
+        """Prepare to read; if `reads_series`, also read what ended jobs reported, which takes about 1 ms for each."""
+        self._reads_series = reads_series
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
         # The evaluations that have ended since the first poll, oldest first.
@@ -174,14 +184,13 @@ class JobsReader:
         column, and held-out values for a job run by an older version.
         """
         is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
-        if not is_by_run and not _without_column():
+        is_reported = self._reads_series and kind_of(job.config).is_program
+        if not is_by_run and not _without_column() and not is_reported:
             return _view(job, None, False)
         live = LiveRun(self._data.run(job.id))
         live.poll()
         live.close()
-        return msgspec.structs.replace(
-            _view(job, live if is_by_run else None, False), others=live.values(_without_column())
-        )
+        return msgspec.structs.replace(_view(job, live if is_by_run else None, False), others=_others(job, live))
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []
@@ -376,6 +385,14 @@ def _lost_list_problem(data: DataDir) -> str:
     return f"the job list is missing, but {data.root} has runs; `sae-tui repair` rebuilds the list"
 
 
+def _left_s(job: Job) -> float | None:
+    """Return the seconds until the last step or, if a program does not report its steps, until its time limit."""
+    limit_s = time_limit_s(job.config) if kind_of(job.config).is_program and not job.total_steps else None
+    if limit_s is None or job.started is None:
+        return job.left_s
+    return max(0.0, job.started + limit_s - time.time())
+
+
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """Return a view of a job row with newer values from its run."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
@@ -386,10 +403,10 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
         phase=heartbeat.phase if heartbeat and job.state != JobState.QUEUED else "",
         dropped=heartbeat.dropped if heartbeat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
-        eta_s=job.left_s if job.state == JobState.RUNNING else None,
+        eta_s=_left_s(job) if job.state == JobState.RUNNING else None,
         stop_requested=asked,
         best_sae=live.best_sae if live else "",
-        others=live.values(_without_column()) if live else {},
+        others=_others(job, live) if live else {},
         k=k_words(job.config),
         d_sae=d_sae_words(job.config, job.d_in),
     )

@@ -185,10 +185,11 @@ class KindEntry(Entry, frozen=True):
     estimate: str = ""
     # The `AttemptRunner` class, with which the supervisor runs an attempt.
     runner: str = "sae_tui.jobs.supervisor.attempt:AttemptRunner"
-    # Whether the job's processes go on if its supervisor dies, so that another supervisor can attach to them.
-    outlives_supervisor: bool = False
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
+    # Whether the job runs any program: its metrics have any names, a resumed job starts again from the beginning, and
+    # the program goes on if its supervisor dies.
+    is_program: bool = False
     # The unit of the job's progress, and the unit of its speed.
     unit: str = "step"
     rate: str = "steps/s"
@@ -377,7 +378,7 @@ KINDS = {
         launch="sae_tui.jobs.launch.kinds.command:LaunchCommand",
         run_by="run it with `sae-tui launch`",
         runner="sae_tui.jobs.supervisor.program:ProgramRunner",
-        outlives_supervisor=True,
+        is_program=True,
     ),
 }
 LAUNCH_BACKENDS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trainer.contract import wording
 from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, CurveAxis, MetricEntry, Series
@@ -91,6 +91,16 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
     left_out = set.intersection(*redundant) if redundant else set()
     found = {CRITERION: of_metrics.pop(CRITERION), **of_metrics, **_OTHERS}
     return {name: series for name, series in found.items() if name not in left_out}
+
+
+def own_series(names: Iterable[str]) -> list[str]:
+    """Return the series that a program reports, losses first; leave out those measured by this program."""
+    return sorted(set(names) - {*USAGE, SPEED, PEAK_MEMORY}, key=lambda name: (_loss_place(name), name))
+
+
+def _loss_place(name: str) -> int:
+    words = name.lower()
+    return 0 if words == "loss" else 3 if "loss" not in words else 1 if "train" in words else 2
 
 
 def measured_names() -> list[str]:
