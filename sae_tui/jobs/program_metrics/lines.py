@@ -29,14 +29,14 @@ _TOTALS = ("total_steps", "max_steps", "num_steps", "n_steps", "total")
 # Numbers that are not metrics.
 _IGNORED = frozenset(
     {"timestamp", "_timestamp", "_runtime", "time", "ts", "date", "pid", "port", "rank", "local_rank", "world_size"}
-    | {"line", "lineno", "version", "epoch", "epochs", *_STEPS, *_TOTALS}
+    | {"line", "lineno", "version", "epoch", "epochs", "train_epoch", *_STEPS, *_TOTALS}
 )
 _BEFORE = (
     "train|training|val|valid|validation|test|eval|dev|lm|best|avg|mean|average|running|total|learning|grad|gradient"
     "|epoch|batch|loss|iter"
 )
 _KEY = rf"(?<![\w./-])((?:(?:{_BEFORE})[ \t]+)?[A-Za-z_][\w./@-]{{0,63}}+)"
-_END = r"(?![\w:/]|[.-]\w)"
+_END = r"(?![\w:/]|[.-]\w|%\|)"
 # After a colon without a space or quotes, only a decimal number counts: `localhost:8080` is no metric.
 _SEPARATOR = r"""(?:["']?[ \t]?=[ \t]{0,8}+|["'][ \t]?:[ \t]{0,8}+|:[ \t]{1,8}+|:(?=[-+]?\d{0,20}\.\d))"""
 _PAIR = re.compile(rf"{_KEY}{_SEPARATOR}({NUMBER}){_END}", re.IGNORECASE)
