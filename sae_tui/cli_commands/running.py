@@ -96,9 +96,10 @@ def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, s
     if flags.name:
         return " ".join([flags.name, *(f"{name}={value}" for name, value in values.items())])[:LONGEST_NAME]
     program, *others = (flags.shell or "").split() or argv
-    words = [os.path.basename(program), *others]
-    is_runner = words[0].rstrip("0123456789.") in ("python", "sh", "bash") and others[:1] and others[0][0] != "-"
-    return (" ".join([os.path.basename(others[0]), *others[1:]] if is_runner else words).strip() or "command")[
+    # An argument may be a program of several lines.
+    words = [" ".join(word.split()) for word in (os.path.basename(program), *others)]
+    is_runner = words[0].rstrip("0123456789.") in ("python", "sh", "bash") and others[:1] and others[0][:1] != "-"
+    return (" ".join([os.path.basename(words[1]), *words[2:]] if is_runner else words).strip() or "command")[
         :LONGEST_NAME
     ]
 

@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 
 from trainer.contract.files import open_plain
+from trainer.contract.store.rows import Count
 
 # At most this much is read per turn, which takes up to 3 % of a core. If much more is unread because the program writes
 # faster than that, only the newest output is read: of 10 MB/s, about 1 %, which takes 1 % of a core.
@@ -27,9 +28,9 @@ _ENDS = re.compile(rb"[\r\n]")
 class LogPosition(msgspec.Struct):
     """How far a log was read: the offset, the bytes before it as hexadecimal digits, and the number of lines."""
 
-    offset: int = 0
-    mark: str = ""
-    lines: int = 0
+    offset: Count = 0
+    mark: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z")] = ""
+    lines: Count = 0
 
 
 class OutputReader:

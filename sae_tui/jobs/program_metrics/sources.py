@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from trainer.contract.store.rows import Count
+
 # At most this much of a file is read per turn.
 MOST_BYTES = 2 * 2**20
 # Larger records are skipped; they contain images or histograms.
@@ -23,7 +25,7 @@ class FilePosition(msgspec.Struct):
     """
 
     since: float = 0.0
-    place: int = 0
+    place: Count = 0
     is_damaged: bool = False
     size: int = 0
     mtime_ns: int = 0
