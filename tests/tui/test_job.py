@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from contextlib import closing
 
 import msgspec
@@ -19,9 +20,11 @@ from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline, memory_words
 from sae_tui.panels.log import LogPanel
+from sae_tui.panels.metric_grid import MetricPlot
 from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.widgets.log_view import LogView
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
@@ -191,6 +194,55 @@ async def test_l_shows_the_logs_full_screen_and_r_the_next_rank_or_all_together(
         await wait_until(pilot, lambda: "1: hello from rank one" in view.plain)
         await pilot.press("escape")
         assert app.screen is screen
+
+
+async def test_a_bar_at_the_end_of_a_log_is_updated_in_place(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING)
+    data.run(job_id).create()
+    data.run(job_id).log(0).write_text("start\n\r10% |#")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("l")
+        view = app.screen.query_one(LogView)
+        await wait_until(pilot, lambda: view.plain == "start\n10% |#")
+        await pilot.press("slash", *"10%", "enter")
+        assert view.n_found == 1
+        with data.run(job_id).log(0).open("a") as log:
+            log.write("\r20% |##")
+        await wait_until(pilot, lambda: view.plain == "start\n20% |##")
+        assert view.n_found == 0
+        with data.run(job_id).log(0).open("a") as log:
+            log.write("\r30% |###\nend\n")
+        await wait_until(pilot, lambda: view.plain == "start\n30% |###\nend")
+
+
+COMMAND = 'kind = "command"\n[command]\nargv = ["true"]\n'
+
+
+async def test_a_programs_own_metrics_are_shown_losses_first_and_its_use_of_the_machine_by_second(
+    make_app, data
+) -> None:
+    job_id = record_job(data, "probe", JobState.RUNNING, config=COMMAND)
+    data.run(job_id).create()
+    with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
+        rows = [MetricRow(name, step, step / 8) for name in ("acc", "val/loss", "loss") for step in range(5)]
+        rows += [MetricRow("cpu_percent", second, 50.0) for second in range(0, 500, 5)]
+        writer.write(rows, Heartbeat("running", 4, 10, 4, time.time()))
+    app = make_app(4)
+    async with app.run_test(size=(130, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        own = [plot for plot in screen.query(MetricPlot) if plot.display]
+        assert [plot.plot_title for plot in own] == ["loss", "val/loss", "acc"]
+        assert [plot.series_name for plot in shown_plots(screen)] == ["tokens_per_s"]
+        shown = screen.query_one(Headline).plain
+        assert "loss 0.5  val/loss 0.5  acc 0.5" in shown
+        assert not any(word in shown for word in ("FVU", "L0", "dead"))
+        await pilot.press("a")
+        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and app.screen.query(MetricPlot))
+        plots = [plot for plot in app.screen.query(MetricPlot) if plot.display]
+        assert plots[-1].plot_title == "CPU, % of a core, by second"
+        assert app.screen._all_steps() == (0, 4)
 
 
 async def test_a_log_can_be_searched_and_filtered_and_escape_ends_the_search_first(make_app, data) -> None:

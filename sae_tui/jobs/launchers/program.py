@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sae_tui.jobs.launchers.attached import AttachedProgram, OutputCopy
@@ -55,18 +55,25 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
     is_waiting = False
 
     def __init__(
-        self, setup: AttemptSetup, config: CommandJob, running: ProcessRef | None = None, *, is_adopted: bool = False
+        self,
+        setup: AttemptSetup,
+        config: CommandJob,
+        gpu_uuids: Sequence[str] = (),
+        running: ProcessRef | None = None,
+        *,
+        is_adopted: bool = False,
     ) -> None:
         """Prepare to start the program, or to attach to it if it is running already.
 
-        A program is adopted if it was not started as a job: it has another log, and what it leaves behind is kept.
+        `gpu_uuids` are the job's GPUs, including simulated ones. A program is adopted if it was not started as a job:
+        it has another log, and what it leaves behind is kept.
         """
         super().__init__(setup)
         self._running, self._is_adopted = running, is_adopted
         self._copy: OutputCopy | None = None
         self._locks, self._settings = setup.locks, config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
-        self._metrics = ProgramMetrics(setup.spec, config, self._paths.log(0), self._processes)
+        self._metrics = ProgramMetrics(setup.spec, config, self._paths.log(0), self._processes, gpu_uuids)
         self._cgroup: Cgroup | None = None
         self._tree: ProcessTree | None = None
         # Monotonic times: when the stop sequence began, when the remaining processes were asked to exit.

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -72,9 +72,14 @@ class ProgramMetrics:
     """
 
     def __init__(
-        self, spec: RankSpec, config: CommandJob, log: Path, processes: Callable[[], list[ProcessRef]]
+        self,
+        spec: RankSpec,
+        config: CommandJob,
+        log: Path,
+        processes: Callable[[], list[ProcessRef]],
+        gpu_uuids: Sequence[str] = (),
     ) -> None:
-        self._spec, self._processes = spec, processes
+        self._processes, self._gpu_uuids = processes, gpu_uuids
         self._shares = config.launch.share
         self._data = DataDir(spec.run_dir.parents[1])
         self._db = spec.run_dir / "metrics.db"
@@ -186,9 +191,9 @@ class ProgramMetrics:
         self._usage_at = time.monotonic() + USAGE_EVERY_S
         state, processes = self._state, self._processes()
         used = self._usage.measure(processes)
-        used |= gpu_usage(self._data, socket.gethostname(), self._spec.gpu_uuids)
+        used |= gpu_usage(self._data, socket.gethostname(), self._gpu_uuids)
         # A shared GPU's memory is also used by other jobs.
-        memory = 0.0 if self._shares else used.get(GPU_MEMORY if self._spec.gpu_uuids else HOST_MEMORY, 0.0)
+        memory = 0.0 if self._shares else used.get(GPU_MEMORY if self._gpu_uuids else HOST_MEMORY, 0.0)
         if memory > state.peak_bytes:
             state.peak_bytes = used[PEAK_MEMORY] = memory
         for name, value in used.items():

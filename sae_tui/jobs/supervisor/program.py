@@ -34,7 +34,7 @@ class ProgramRunner(AttemptRunner):
         if running and self._job.state != JobState.STARTING:
             self._tell("attached", f"its program (pid {running.pid}) goes on under a new supervisor", "info")
         is_adopted = running is not None and self._job.mode == ADOPTED and self._job.attempt == 1
-        self._program = ProgramAttempt(setup, config, running, is_adopted=is_adopted)
+        self._program = ProgramAttempt(setup, config, self._job.gpu_uuids, running, is_adopted=is_adopted)
         return self._program
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:

@@ -8,7 +8,10 @@ import sqlite3
 import time
 from pathlib import Path
 
+import pyte
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.going import DONE, FAILED, STARTED
@@ -297,6 +300,15 @@ def test_a_tail_reads_only_the_end_of_a_large_log(tmp_path):
         (b"a 10%\ra 50%\ra 100%\ndone\r\n", 5, ["a 100%", "done"]),
         (b"x" * 70_000 + b"\nend\n", 2, ["x" * 70_000, "end"]),
         (b"\xff\xfe\n", 1, ["\ufffd\ufffd"]),
+        (b"one\n\r10% |#\r20% |##", 5, ["one", "20% |##"]),
+        (b"\r100% |###\r         \rdone\n", 5, ["done"]),
+        (b"abc\rX\nabc\rX\x1b[K\n", 5, ["Xbc", "X"]),
+        (
+            b"\router 0%\n\rin 1%\x1b[A\n\rin 2%\x1b[A\n\rin 3%\x1b[A\router 9%\n\rin 1%",
+            5,
+            ["outer 0%", "outer 9%", "in 1%"],
+        ),
+        (b"a\x1b[31mb\x1b[K\n", 5, ["a\x1b[31mb\x1b[K"]),
     ],
 )
 def test_a_tail_contains_the_last_lines_of_a_log(tmp_path, content, n_lines, lines):
@@ -320,6 +332,27 @@ def test_a_log_follower_returns_each_line_once_and_restarts_after_a_truncation(t
     assert follower.new_lines() == ["two"]
     path.write_bytes(b"new\n")
     assert follower.new_lines() == ["new"]
+
+
+def test_a_log_follower_knows_the_line_that_is_being_written(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b"one\n\r10% |#")
+    lines, follower = LogFollower.from_end(path, 10)
+    assert (lines, follower.unfinished) == (["one"], "10% |#")
+    with path.open("ab") as stream:
+        stream.write(b"\r20% |##")
+    assert (follower.new_lines(), follower.unfinished) == ([], "20% |##")
+    with path.open("ab") as stream:
+        stream.write(b"\r30% |###\nnext\n")
+    assert (follower.new_lines(), follower.unfinished) == (["30% |###", "next"], "")
+
+
+@given(st.lists(st.sampled_from(["a", "bc", " ", "\r", "\r", "\x1b[K", "\x1b[2K\r", "█"]), max_size=30).map("".join))
+def test_a_redrawn_line_is_shown_as_on_a_terminal(text):
+    screen = pyte.Screen(100, 1)
+    pyte.Stream(screen).feed(text)
+    shown = log_tail.readable(text.encode())
+    assert shown.rstrip() == (screen.display[0].rstrip() if "\r" in text else text.rstrip())
 
 
 # Stalls and occupancy.
