@@ -22,6 +22,9 @@ from trainer.contract.store.states import JobState
 few = st.integers(0, 6).map(float)  # only a few values so that points often have the same coordinates
 
 
+COMMAND = 'kind = "command"\n[command]\nargv = ["{}"]\n'
+
+
 def job_file(**sae: object) -> str:
     return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
 
@@ -298,3 +301,22 @@ def test_the_pareto_front_matches_a_comparison_of_every_pair(points) -> None:
 
 def test_the_pareto_front_of_no_points_is_empty() -> None:
     assert front([]) == set()
+
+
+async def test_programs_are_compared_by_what_they_report_losses_first(make_app, data) -> None:
+    ids = [record_job(data, name, JobState.FINISHED, config=COMMAND.format(name)) for name in ("one", "two")]
+    for at, job_id in enumerate(ids):
+        data.run(job_id).create()
+        with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
+            rows = [
+                MetricRow(name, step, step / (8 + at)) for name in ("acc", "val/loss", "cpu_percent") for step in (1, 2)
+            ]
+            writer.write([*rows, MetricRow("memory_bytes", 2, 3e9)], Heartbeat("", 2, 2, 2, 1.7e9))
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(app, pilot, ids)
+        assert screen.comparison.metrics[:2] == ("val/loss", "acc")
+        shown = text(app, ResultsPanel)
+        assert "val/loss" in shown
+        assert "0.25" in shown
+        assert not any(word in shown for word in ("FVU", "L0", "tokens"))

@@ -95,6 +95,7 @@ class ProgramMetrics:
         pids = lambda: [process.pid for process in processes()]  # noqa: E731
         self._folders = MetricsFolders(roots, self._data.root, state.began, state.files, pids)
         self._usage, self._usage_at = ProcessUsage(), time.monotonic() + USAGE_EVERY_S
+        self._measured = time.time()
         self._speeds: deque[tuple[float, int]] = deque()
         self._speed: float | None = None
         self._writer: SeriesWriter | None = None
@@ -191,7 +192,8 @@ class ProgramMetrics:
         self._usage_at = time.monotonic() + USAGE_EVERY_S
         state, processes = self._state, self._processes()
         used = self._usage.measure(processes)
-        used |= gpu_usage(self._data, socket.gethostname(), self._gpu_uuids)
+        used |= gpu_usage(self._data, socket.gethostname(), self._gpu_uuids, self._measured)
+        self._measured = time.time()
         # A shared GPU's memory is also used by other jobs.
         memory = 0.0 if self._shares else used.get(GPU_MEMORY if self._gpu_uuids else HOST_MEMORY, 0.0)
         if memory > state.peak_bytes:

@@ -14,6 +14,7 @@ from sae_tui.jobs.program_metrics.event_files import read_events
 from sae_tui.jobs.program_metrics.sources import MOST_BYTES, FilePosition, FileValues, MetricsFile
 from sae_tui.jobs.program_metrics.trackio_files import read_trackio
 from sae_tui.jobs.program_metrics.wandb_files import read_wandb
+from trainer.contract.store.database import file_identity
 
 # A search may take this long; the next one begins so many times later, so searching takes at most 1 % of a core.
 SEARCH_S = 0.2
@@ -91,16 +92,16 @@ class MetricsFolders:
 
     def _search(self) -> None:
         new = [path for path in self._found() if str(path) not in self.positions and str(path) not in self._of_others]
+        new = new[: max(0, MOST_FILES - len(self.positions))]
         if not new:
             return
-        others = _opened_by_others(set(self._own_pids()))
-        for path in new[: MOST_FILES - len(self.positions)]:
-            with contextlib.suppress(OSError):
-                status = os.stat(path, follow_symlinks=False)
-                if (status.st_dev, status.st_ino) in others:
-                    self._of_others.add(str(path))
-                else:
-                    self.positions[str(path)] = FilePosition(self._since)
+        identities = {path: file_identity(path) for path in new}
+        others = _written_by_others({*identities.values()}, {os.getpid(), *self._own_pids()})
+        for path, identity in identities.items():
+            if identity in others:
+                self._of_others.add(str(path))
+            elif identity:
+                self.positions[str(path)] = FilePosition(self._since)
 
     def _found(self) -> Iterator[Path]:
         """Yield the files written since the start, the nearest first, without following links."""
@@ -125,14 +126,21 @@ class MetricsFolders:
         return not is_hidden and entry.is_dir(follow_symlinks=False) and path != self._left_out
 
 
-def _opened_by_others(own: set[int]) -> set[tuple[int, int]]:
-    """Return the devices and inodes of the files that other processes of this user have open."""
-    opened = set()
+def _written_by_others(files: set[tuple[int, int] | None], own: set[int]) -> set[tuple[int, int]]:
+    """Return which of these files, given by device and inode, another process of this user has open for writing."""
+    written = set()
     for pid in os.listdir("/proc"):
         if pid.isdecimal() and int(pid) not in own:
             with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
                 for entry in entries:
-                    with contextlib.suppress(OSError):
-                        status = entry.stat()
-                        opened.add((status.st_dev, status.st_ino))
-    return opened
+                    with contextlib.suppress(OSError, StopIteration, ValueError):
+                        identity = file_identity(Path(entry.path))
+                        if identity in files and identity and _is_for_writing(pid, entry.name):
+                            written.add(identity)
+    return written
+
+
+def _is_for_writing(pid: str, descriptor: str) -> bool:
+    info = Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text()
+    flags = next(line for line in info.splitlines() if line.startswith("flags:"))
+    return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY

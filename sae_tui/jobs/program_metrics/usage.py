@@ -17,8 +17,6 @@ from trainer.contract.settings.series import CPU_PERCENT, GPU_MEMORY, GPU_PERCEN
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-# Only samples of the GPUs that are this new count.
-_GPU_S = 12.0
 
 
 class ProcessUsage:
@@ -49,12 +47,12 @@ def _ticks_and_memory(pid: int) -> tuple[int, int]:
     return int(fields[11]) + int(fields[12]), int(fields[21]) * _PAGE_BYTES
 
 
-def gpu_usage(data: DataDir, host: str, uuids: Sequence[str]) -> dict[str, float]:
-    """Return the mean utilisation of a job's GPUs and the memory used on the fullest, from stored samples."""
+def gpu_usage(data: DataDir, host: str, uuids: Sequence[str], since: float) -> dict[str, float]:
+    """Return the mean utilisation of a job's GPUs and the most memory used on one, from samples stored since a time."""
     used, memory = [], []
     with contextlib.suppress(UserError):
-        stored = recent(data.gpu_db, host, _GPU_S) if uuids else {}
-        for reading in (stored[uuid][-1] for uuid in uuids if stored.get(uuid)):
+        stored = recent(data.gpu_db, host, max(0.0, time.time() - since)) if uuids else {}
+        for reading in (reading for uuid in uuids for reading in stored.get(uuid, ())):
             used += [reading.utilization] if reading.utilization is not None else []
             memory += [reading.memory_used_bytes] if reading.memory_used_bytes is not None else []
     busy = {GPU_PERCENT: statistics.fmean(used)} if used else {}

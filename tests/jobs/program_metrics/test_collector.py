@@ -260,8 +260,11 @@ def test_the_use_of_a_jobs_gpus_is_read_from_stored_samples(tmp_path: Path) -> N
             )
             db.execute(f"{query} VALUES(?, ?, ?, ?, ?, ?, ?)", row)
     host = socket.gethostname()
-    assert gpu_usage(data, host, ["GPU-0", "GPU-1"]) == {"gpu_percent": 75.0, "gpu_memory_bytes": 5.0 * 2**30}
-    assert gpu_usage(data, host, ["GPU-7"]) == gpu_usage(data, host, []) == {}
+    used = {"gpu_percent": 75.0, "gpu_memory_bytes": 5.0 * 2**30}
+    assert gpu_usage(data, host, ["GPU-0", "GPU-1"], now - 5) == used
+    # Another job may have used the GPU before.
+    assert gpu_usage(data, host, ["GPU-0"], now + 5) == {}
+    assert gpu_usage(data, host, ["GPU-7"], now - 5) == gpu_usage(data, host, [], now - 5) == {}
 
 
 def test_a_silent_programs_time_left_follows_from_its_time_limit(box) -> None:

@@ -151,13 +151,14 @@ def test_old_hidden_linked_and_left_out_files_are_not_read(tmp_path: Path) -> No
     assert list(folders(tmp_path, since=1000.0).read()) == []
 
 
-def test_a_file_that_another_program_writes_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "steps"), [("ab", []), ("rb", [1])])
+def test_a_file_that_another_program_writes_is_not_read(mode: str, steps: list[int], tmp_path: Path) -> None:
     path = tmp_path / "work/events.out.tfevents.1"
     write(path, event(1, {"a": 1}))
-    command = [sys.executable, "-c", f"f = open({str(path)!r}, 'ab'); print(flush=True); input()"]
+    command = [sys.executable, "-c", f"f = open({str(path)!r}, {mode!r}); print(flush=True); input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout
         other.stdout.readline()
-        assert list(folders(tmp_path).read()) == []
+        assert [values.step for _, values in folders(tmp_path).read()] == steps
         assert [values.step for _, values in folders(tmp_path, pids=lambda: [other.pid]).read()] == [1]
         other.kill()
