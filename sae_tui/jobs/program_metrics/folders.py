@@ -67,6 +67,7 @@ class MetricsFolders:
             if reader and left > 0 and not position.is_damaged and self._has_news(name, position):
                 before = position.place
                 yield from self._values(Path(name), reader, position)
+                position.is_read = position.place == before
                 left -= max(position.place - before, MOST_BYTES // 64)
 
     def _values(self, path: Path, reader: MetricsFile, position: FilePosition) -> Iterator[tuple[Path, FileValues]]:
@@ -77,13 +78,13 @@ class MetricsFolders:
             self.damaged.append(path)
 
     def _has_news(self, name: str, position: FilePosition) -> bool:
-        """Return whether a file, or the write-ahead log of a database, has changed since it was read to its end."""
+        """Return whether a file, or the write-ahead log of a database, may have more than was read."""
         size = newest = 0
         for suffix in ("", "-wal"):
             with contextlib.suppress(OSError):
                 status = os.stat(name + suffix, follow_symlinks=False)
                 size, newest = size + status.st_size, max(newest, status.st_mtime_ns)
-        if (size, newest) == (position.size, position.mtime_ns) and (name.endswith(".db") or position.place >= size):
+        if (size, newest) == (position.size, position.mtime_ns) and position.is_read:
             return False
         if position.place > size and not name.endswith(".db"):
             position.place = 0  # The file was written anew.

@@ -27,8 +27,10 @@ class FilePosition(msgspec.Struct):
     since: float = 0.0
     place: Count = 0
     is_damaged: bool = False
+    # The size and time of change when it was last read, and whether that reading found nothing more.
     size: int = 0
     mtime_ns: int = 0
+    is_read: bool = False
 
 
 class FileValues(NamedTuple):

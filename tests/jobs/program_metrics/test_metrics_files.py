@@ -139,6 +139,21 @@ def test_files_below_the_folders_are_found_and_read_once(tmp_path: Path) -> None
     assert [values.step for _, values in found.read()] == [3]
 
 
+def test_a_file_without_news_is_not_opened_again_although_its_last_record_is_incomplete(tmp_path: Path) -> None:
+    path = tmp_path / "work/events.out.tfevents.1"
+    write(path, event(1, {"a": 1}) + event(2, {"a": 2})[:-1])
+    found = folders(tmp_path)
+    assert [values.step for _ in range(2) for _, values in found.read(is_last=True)] == [1]
+    position = found.positions[str(path)]
+    assert position.is_read
+    # A reader that opened the file again would find this damage.
+    status = path.stat()
+    path.write_bytes(event(1, {"a": 1}) + bytes(status.st_size - position.place))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert list(found.read(is_last=True)) == []
+    assert not position.is_damaged
+
+
 def test_old_hidden_linked_and_left_out_files_are_not_read(tmp_path: Path) -> None:
     name = "events.out.tfevents.1"
     write(tmp_path / "work/data/runs/1/tb" / name, event(1, {"a": 1}))
