@@ -92,8 +92,7 @@ class ProgramMetrics:
         state.origin = state.origin or state.began
         self._output = OutputReader(log, state.log)
         roots = (Path(config.command.folder), spec.run_dir)
-        pids = lambda: [process.pid for process in processes()]  # noqa: E731
-        self._folders = MetricsFolders(roots, self._data.root, state.began, state.files, pids)
+        self._folders = MetricsFolders(roots, self._data.root, state.began, state.files, self._pids)
         self._usage, self._usage_at = ProcessUsage(), time.monotonic() + USAGE_EVERY_S
         self._measured = time.time()
         self._speeds: deque[tuple[float, int]] = deque()
@@ -129,20 +128,19 @@ class ProgramMetrics:
 
     def _turn(self, *, is_last: bool) -> None:
         """Read and store what is new; read nothing more while it cannot be stored."""
-        if self._batch.is_empty:
-            for line, text in self._output.read(is_last=is_last):
-                if reading := read_line(text, self._patterns):
-                    self._take_line(reading, line)
-            for path, found in self._folders.read(is_last=is_last):
-                self._take(found.values, self._place_file(found.step), f"{path.parent}/{found.group}")
-            self._measure()
-            self._tell_limits()
-            self._finish_batch(is_last=is_last)
-        if not self._batch.is_empty:
-            self._store()
-            with contextlib.suppress(OSError):
-                # Without it, what was read last is read again, and stored again at the same steps.
-                write_whole(self._state_file, msgspec.json.encode(self._state), durable=False)
+        self._store()
+        for line, text in self._output.read(is_last=is_last):
+            if reading := read_line(text, self._patterns):
+                self._take_line(reading, line)
+        for path, found in self._folders.read(is_last=is_last):
+            self._take(found.values, self._place_file(found.step), f"{path.parent}/{found.group}")
+        self._measure()
+        self._tell_limits()
+        self._finish_batch(is_last=is_last)
+        self._store()
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self._processes()]
 
     def _take_line(self, reading: Reading, line: int) -> None:
         axis = self._state.axis
@@ -162,7 +160,8 @@ class ProgramMetrics:
         axis = self._state.axis
         if axis.rewind_to is not None:
             self._batch.rewind_to, axis.rewind_to = axis.rewind_to, None
-            self._batch.rows = {key: value for key, value in self._batch.rows.items() if key[0] in _OWN}
+            rows, last = self._batch.rows, self._batch.rewind_to
+            self._batch.rows = {key: value for key, value in rows.items() if key[0] in _OWN or key[1] <= last}
             self._speeds.clear()
 
     def _take(self, values: Mapping[str, float], step: int, place: str = "") -> None:
@@ -239,7 +238,10 @@ class ProgramMetrics:
         self._speed = None
 
     def _store(self) -> None:
+        """Store the batch, and then how far everything was read; raise `StoreError` if this is impossible now."""
         batch = self._batch
+        if batch.is_empty:
+            return
         if self._writer and file_identity(self._db) != self._identity:
             self._leave()
         try:
@@ -254,6 +256,9 @@ class ProgramMetrics:
             self._leave()
             raise
         self._batch = Batch()
+        with contextlib.suppress(OSError):
+            # Without it, what was read last is read again, and stored again at the same steps.
+            write_whole(self._state_file, msgspec.json.encode(self._state), durable=False)
 
     def _leave(self) -> None:
         writer, self._writer = self._writer, None
