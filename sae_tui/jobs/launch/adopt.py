@@ -14,12 +14,12 @@ from sae_tui.jobs import detach
 from sae_tui.jobs.edits import LONGEST_NAME, as_tags
 from sae_tui.jobs.launch.launching import Start, enqueue, fields_of, start_or_fail
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launchers.attached import ADOPTED
 from sae_tui.jobs.launchers.process_tree import MARK, ProcessTree, environ_of, is_detached
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.program_environment import snapshot
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
-from sae_tui.jobs.supervisor.program import ADOPTED
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_own

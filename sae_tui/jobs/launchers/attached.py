@@ -23,6 +23,8 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_exit import signal_name
 
+# The mode of a job whose program was running before it became a job.
+ADOPTED = "adopted"
 # The ioctl PIDFD_GET_INFO of Linux 6.13 with the first version of its struct (64 bytes), and the flag for the exit
 # status, which Linux 6.15 added. See include/uapi/linux/pidfd.h.
 _GET_INFO, _WITH_EXIT, _SIZE, _EXIT_AT = 0xC040FF0B, 1 << 3, 64, 60

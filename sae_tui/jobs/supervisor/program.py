@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sae_tui.jobs.launchers.attached import ADOPTED
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
 from sae_tui.jobs.launchers.program import ProgramAttempt
 from sae_tui.jobs.reconcile import running_program
@@ -10,9 +11,6 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.store.states import JobState
-
-# The mode of a job whose program was running before it became a job.
-ADOPTED = "adopted"
 
 
 class ProgramRunner(AttemptRunner):
