@@ -6,6 +6,7 @@ import argparse
 import os
 import pwd
 import shlex
+from collections import Counter
 from pathlib import Path
 
 from sae_tui.cli_commands.context import CommandContext
@@ -20,6 +21,7 @@ from trainer.contract.json_file import LARGEST
 from trainer.contract.output import show_text
 from trainer.contract.paths import private_folder
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
+from trainer.contract.wording import plural
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
@@ -41,7 +43,20 @@ def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Return a dict mapping each job id to the job's name and state."""
     reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
+    return _described(reader)
+
+
+def _described(reader: JobsReader) -> dict[str, str]:
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
+
+
+def ids_and_tags(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
+    """Return a dict like `job_ids`, followed by each tag with the number of its jobs."""
+    reader = JobsReader(CommandContext(parsed_args).data)
+    reader.poll()
+    tags = Counter(tag for job in reader.jobs for tag in job.tags)
+    named = {f"#{text(tag)}": plural(number, "job") for tag, number in tags.items()}
+    return _described(reader) | named
 
 
 def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int:

@@ -7,14 +7,28 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from sae_tui.cli_commands.context import CommandContext, overrides_of
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
+from sae_tui.cli_commands.selection import (
+    Change,
+    attempt,
+    bad_usage,
+    change,
+    confirm,
+    named_jobs,
+    refuse_without_terminal,
+    report,
+    select,
+    tell,
+    unless_ended,
+)
+from sae_tui.cli_commands.values import Selector, selector, selector_in
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
@@ -24,31 +38,61 @@ from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done, show_text
-from trainer.contract.paths import DataDir
-from trainer.contract.store.job_store import Control
-from trainer.contract.wording import gibibytes, join_words
-
-Edit = Callable[[DataDir, Control, int], str]
+from trainer.contract.progress import Progress, track
+from trainer.contract.settings.typed import cut
+from trainer.contract.wording import gibibytes
 
 
 def resume(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Resume an ended or paused job from its last good checkpoint; with `--wait`, wait until it ends, like `launch`."""
-    place = functools.partial(resolve_placement, context)
+    """Resume ended or paused jobs from their last good checkpoints; with `--wait`, wait until they end."""
+    chosen = select(context, flags.ids)
+    if chosen.is_single:
+        return _resume_one(context, flags, chosen.ids[0])
+    with Progress("resume", to_descriptor=False):
+        outcomes = [
+            attempt(job_id, lambda one: _resume(context, flags, one).message) for job_id in track(chosen.ids, "jobs")
+        ]
+    resumed_ids = [one.id for one in outcomes if one.outcome == "done"]
+    if not (flags.wait and resumed_ids):
+        return report(context, outcomes, "resumed")
+    for one in outcomes:
+        if one.outcome != "done":
+            warn(f"{one.outcome}: {one.message}")
+    return wait_for(context, *resumed_ids, began="is resumed")
+
+
+class _Resumed(NamedTuple):
+    """What was done to a job: a sentence, how it begins, the step, and notes on changed settings."""
+
+    message: str
+    began: str
+    step: int | None = None
+    notes: Sequence[str] = ()
+
+
+def _resume(context: CommandContext, flags: argparse.Namespace, job_id: int) -> _Resumed:
+    """Release a held job, or resume an ended job."""
     overrides = overrides_of(flags.overrides, flags.gpus)
-    if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
-        has_done(message)
-        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
-    plan = resumed(context.data, flags.id, place, overrides, finish=flags.finish)
-    has_done(f"job {flags.id} {plan.sentence}")
-    for note in plan.notes:
+    if not overrides and (message := _release_if_held(context, job_id, finish=flags.finish)):
+        return _Resumed(message, "is released")
+    plan = resumed(context.data, job_id, functools.partial(resolve_placement, context), overrides, finish=flags.finish)
+    return _Resumed(f"job {job_id} {plan.sentence}", plan.sentence, plan.step, plan.notes)
+
+
+def _resume_one(context: CommandContext, flags: argparse.Namespace, job_id: int) -> int:
+    done = _resume(context, flags, job_id)
+    has_done(done.message)
+    for note in done.notes:
         warn(f"warning: {note}")
     if flags.wait:
-        return wait_for(context, flags.id, began=plan.sentence)
+        return wait_for(context, job_id, began=done.began)
+    if done.step is None:
+        return tell(context, job_id, done.message)
     if context.as_json:
-        show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
+        show_json({"id": job_id, "step": done.step, "notes": done.notes})
     else:
         cools = ", cools down" if flags.finish else ""
-        say(f"job {flags.id} {plan.sentence}{cools}; `sae-tui logs {flags.id} -f` follows it")
+        say(f"{done.message}{cools}; `sae-tui logs {job_id} -f` follows it")
     return Exit.DONE
 
 
@@ -75,21 +119,48 @@ def clone(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def pause(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _tell(context, flags.id, edits.pause(context.data, flags.id))
+    return change(context, select(context, flags.ids), unless_ended(edits.pause), "paused")
 
 
 def hold(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, edits.hold)
+    return change(context, select(context, flags.ids), edits.hold, "held")
 
 
 def release(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, edits.release)
+    return change(context, select(context, flags.ids), edits.release, "released")
 
 
 def prioritise(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _edit(
-        context, flags.id, lambda data, control, job_id: edits.prioritise(data, control, job_id, flags.priority)
+    """Set the priority given with `--to` or, after a single id, as the last argument."""
+    words, priority = flags.ids, flags.to
+    if priority is None:
+        priority = _last_number(words)
+        words = words[:1]
+    selectors = [_selector(word) for word in words]
+    return change(
+        context,
+        select(context, selectors),
+        lambda data, control, job_id: edits.prioritise(data, control, job_id, priority),
+        f"with priority {priority}",
     )
+
+
+def _last_number(words: Sequence[str]) -> int:
+    """Return the priority in `priority ID N`; raise `BadUsage` for any other arguments."""
+    if len(words) == 1:
+        raise bad_usage("N: the priority is missing", "write `priority 7 5` or `priority 3-9 12 --to 5`")
+    if len(words) > 2 or not _selector(words[0]).is_id:
+        raise bad_usage("--to: the priority of several jobs is missing", "write it as in `priority 3-9 12 --to 5`")
+    if not re.fullmatch(r"[+-]?\d{1,9}", words[1]):
+        raise bad_usage(f'N: must be an integer, not "{cut(words[1])}"', "give a priority from -100 to 100")
+    return int(words[1])
+
+
+def _selector(word: str) -> Selector:
+    try:
+        return selector(word)
+    except argparse.ArgumentTypeError as error:
+        raise bad_usage(f"ID: {error}", "write ids, ranges and #tags as in `3-9 12 '#sweep'`") from None
 
 
 def come_after(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -101,32 +172,56 @@ def rename(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def write_note(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda data, control, job_id: edits.write_note(data, control, job_id, flags.text))
+    return change(
+        context,
+        select(context, flags.ids),
+        lambda data, control, job_id: edits.write_note(data, control, job_id, flags.text),
+        "changed",
+    )
 
 
 def tag(context: CommandContext, flags: argparse.Namespace) -> int:
-    return _edit(
-        context, flags.id, lambda data, control, job_id: edits.retag(data, control, job_id, flags.words, flags.remove)
+    """Add and remove tags: ids, ranges and #tags select jobs, and all other words are tags."""
+    selectors = [one for word in flags.ids if (one := selector_in(word))]
+    words = [*(word for word in flags.ids if selector_in(word) is None), *flags.add]
+    if not selectors:
+        raise bad_usage("ID: no job is given", "start with job ids, ranges or #tags, as in `tag 3-9 baseline`")
+    edits.as_tags([*words, *flags.remove])
+    return change(
+        context,
+        select(context, selectors),
+        lambda data, control, job_id: edits.retag(data, control, job_id, words, flags.remove),
+        "tagged",
     )
 
 
 def remove(context: CommandContext, flags: argparse.Namespace) -> int:
-    """After confirmation, permanently delete jobs with all their files: either all of the jobs or none."""
-    job_ids = list(dict.fromkeys(flags.ids))
+    """After confirmation, permanently delete jobs with all their files: either all of the jobs or none.
+
+    In a range or with a tag, skip jobs that have not ended.
+    """
+    chosen = select(context, flags.ids)
+    living = {job_id for job_id, job in chosen.jobs.items() if not job.state.is_final} - chosen.named
+    job_ids = [job_id for job_id in chosen.ids if job_id not in living]
+    if not job_ids:
+        raise UserError("no job was deleted, because none of these jobs has ended; stop them first")
+    if living:
+        stop_first = "has not ended; stop it first" if len(living) == 1 else "have not ended; stop them first"
+        warn(f"skipped: {named_jobs(living)} {stop_first}")
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
     waiting = waiting_for(context.past(), job_ids)
-    if not (flags.yes or context.as_json):
-        _ask_whether(context, job_ids, waiting)
-    elif waiting:
+    if waiting and (flags.yes or context.as_json):
         warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job start without it")
-    trash.throw_all_away(context.data, job_ids)
-    freed = trash.empty(context.data, job_ids)
-    has_done(f"{_jobs(job_ids)} deleted")
+    _ask_whether(context, flags, job_ids, waiting)
+    with Progress("rm", to_descriptor=False):
+        trash.throw_all_away(context.data, job_ids)
+        freed = trash.empty(context.data, job_ids)
+    has_done(f"{named_jobs(job_ids)} deleted")
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
     else:
-        say(f"{_jobs(job_ids)} deleted, {gibibytes(freed) if freed else 'nothing'} freed")
+        say(f"{named_jobs(job_ids)} deleted, {gibibytes(freed) if freed else 'nothing'} freed")
     return Exit.DONE
 
 
@@ -144,34 +239,17 @@ def repair(context: CommandContext, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _ask_whether(context: CommandContext, job_ids: list[int], waiting: str) -> None:
-    if not sys.stdin.isatty():
-        raise UserError("rm asks for confirmation, which needs a terminal; in a script add --yes")
+def _ask_whether(context: CommandContext, flags: argparse.Namespace, job_ids: list[int], waiting: str) -> None:
+    if flags.yes or context.as_json:
+        return
+    refuse_without_terminal("rm")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
-    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})? [y/N] "
+    question = f"Delete {named_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})?"
     if waiting:
         question = f"{waiting[0].upper()}{waiting[1:]}.\n{question}"
-    try:
-        answer = input(question)
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() not in ("y", "yes"):
-        raise UserError("no job was deleted")
+    confirm(question, "no job was deleted")
 
 
-def _jobs(job_ids: list[int]) -> str:
-    return f"job{'s' * (len(job_ids) > 1)} {join_words([str(job_id) for job_id in job_ids])}"
-
-
-def _edit(context: CommandContext, job_id: int, edit: Edit) -> int:
+def _edit(context: CommandContext, job_id: int, edit: Change) -> int:
     with store_access.existing(context.data, job_id) as control:
-        return _tell(context, job_id, edit(context.data, control, job_id))
-
-
-def _tell(context: CommandContext, job_id: int, message: str) -> int:
-    shown: dict[str, Any] = {"id": job_id, "message": message}
-    if context.as_json:
-        show_json(shown)
-    else:
-        say(message)
-    return Exit.DONE
+        return tell(context, job_id, edit(context.data, control, job_id))

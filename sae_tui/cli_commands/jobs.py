@@ -22,6 +22,17 @@ from sae_tui.cli_commands.output import (
     text,
     warn,
 )
+from sae_tui.cli_commands.selection import (
+    MANY,
+    Change,
+    Selection,
+    change,
+    change_one,
+    confirm,
+    refuse_without_terminal,
+    select,
+    unless_ended,
+)
 from sae_tui.jobs import edits
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
@@ -52,7 +63,7 @@ from trainer.contract.settings.series import (
     title_of,
 )
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import duration, gibibytes
+from trainer.contract.wording import duration, gibibytes, ranges
 
 POLL_S = 0.25
 WATCH_S = 1.0
@@ -231,17 +242,30 @@ def stop(context: CommandContext, flags: argparse.Namespace) -> int:
         raise UsageError(
             "--evaluation: cannot be combined with --kill or --finish, which act on the job; leave them out"
         )
+    chosen = select(context, flags.ids)
     if flags.evaluation:
-        from sae_tui.jobs.evaluation.request import stop as act
+        from sae_tui.jobs.evaluation.request import stop as stop_evaluation
+
+        act: Change = lambda data, _, job_id: stop_evaluation(data, job_id)  # noqa: E731
     else:
-        act = edits.finish if flags.finish else edits.kill if flags.kill else edits.stop
-    message = act(context.data, flags.id)
-    if context.as_json:
-        view = _reader(context, flags.id).view
-        show_json({"id": flags.id, "state": view.state if view else None, "message": message})
-    else:
-        say(message)
+        act = unless_ended(edits.finish if flags.finish else edits.kill if flags.kill else edits.stop)
+        _confirm_stop(context, flags, chosen)
+    if not (chosen.is_single and context.as_json):
+        return change(context, chosen, act, "asked to stop")
+    message = change_one(context.data, chosen.ids[0], act)
+    view = _reader(context, chosen.ids[0]).view
+    show_json({"id": chosen.ids[0], "state": view.state if view else None, "message": message})
     return Exit.DONE
+
+
+def _confirm_stop(context: CommandContext, flags: argparse.Namespace, chosen: Selection) -> None:
+    """Ask for confirmation if more than a few jobs that have started would be stopped."""
+    started = [job.id for job in chosen.jobs.values() if not job.state.is_final and job.state != JobState.QUEUED]
+    if len(started) < MANY or flags.yes or context.as_json:
+        return
+    refuse_without_terminal("stop")
+    what = "Kill" if flags.kill else "Finish" if flags.finish else "Stop"
+    confirm(f"{what} {len(started)} running jobs ({ranges(sorted(started))})?", "no job was stopped")
 
 
 def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -352,8 +376,8 @@ def _reader(context: CommandContext, job_id: int) -> JobReader:
 _BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")
 _AFTER_METRICS = (
     "overfitting", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-    "user", "attempt", "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error",
-    "output_path", "estimated_memory_bytes", "peak_memory_bytes", "dropped",
+    "user", "attempt", "waits_for", "priority", "held", "after", "array", "array_limit", "tags", "note", "created",
+    "started", "ended", "error", "output_path", "estimated_memory_bytes", "peak_memory_bytes", "dropped",
 )  # fmt: skip
 
 

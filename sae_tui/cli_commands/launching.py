@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sae_tui.cli_commands.context import CommandContext, consent_of, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
+from sae_tui.cli_commands.selection import named_jobs
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import environment
 from sae_tui.jobs.gpus.availability import GpuChoice
@@ -15,7 +17,7 @@ from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
 from sae_tui.jobs.launch.kinds import launch_kind
-from sae_tui.jobs.launch.memory_need import PeakMemory
+from sae_tui.jobs.launch.memory_need import PeakMemory, used_before
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
@@ -24,11 +26,15 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
 from trainer.contract.output import has_done
-from trainer.contract.planning.check_job import Proposal
+from trainer.contract.planning.check_job import Proposal, propose
 from trainer.contract.planning.outlook import AnyOutlook
+from trainer.contract.progress import Progress, track
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
-from trainer.contract.wording import join_words, plural
+from trainer.contract.wording import join_words, plural, ranges
+
+# The number of jobs of an array up to which a command prints a line for each.
+MOST_LISTED = 8
 
 
 def validate(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -44,7 +50,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
         if job:
             job = launching.with_whole_python(job, context.settings.python)
             context.wants_gpus = not job.on_cpu
-            where, wrong = _check(context, job)
+            where, wrong = _Checks(context).check(job)
             problems += [problem for problem in wrong if is_known or problem.severity == "error"]
             look = where.look if where and is_known else None
             if where and look:
@@ -72,16 +78,36 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
 def launch(context: CommandContext, flags: argparse.Namespace) -> int:
     """Record the jobs and return; with `--wait`, wait for all jobs and return the worst exit code."""
     overrides, consent = _with_queue_flags(flags), consent_of(context, flags)
-    jobs = [
-        read_job(file, [*overrides, *combination], flags.gpus, consent)
-        for file in flags.jobs
-        for combination in grid(flags.grid)
-    ]
-    return launch_all(context, flags, [name_by_axes(job, flags.grid) for job in jobs] if flags.grid else jobs)
+    combinations = grid(flags.grid)
+    with Progress("launch", to_descriptor=False):
+        jobs = [
+            read_job(file, [*overrides, *combination], flags.gpus, consent)
+            for file in flags.jobs
+            for combination in track(combinations, "job files")
+        ]
+    jobs = [name_by_axes(job, flags.grid) for job in jobs] if flags.grid else jobs
+    return launch_all(context, flags, jobs, array=array_of(flags, len(jobs)))
+
+
+class Array(NamedTuple):
+    """How many jobs of an array may run at once; None if that is not limited."""
+
+    at_once: int | None = None
+
+
+def array_of(flags: argparse.Namespace, n_jobs: int) -> Array | None:
+    """Return the array that the jobs form, or None; raise `JobFileError` for a limit on a single job."""
+    if flags.at_once and n_jobs < 2:
+        raise JobFileError([Problem("--at-once", "limits several jobs, but there is only one; add --grid")])
+    return Array(flags.at_once) if flags.grid or flags.at_once else None
 
 
 def launch_all(
-    context: CommandContext, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None
+    context: CommandContext,
+    flags: argparse.Namespace,
+    jobs: Sequence[AnyJob],
+    parent: int | None = None,
+    array: Array | None = None,
 ) -> int:
     """Launch all jobs, or none if any cannot run. Return the exit code."""
     # A clone trains with its parent's Python, even if that was the app's own Python.
@@ -89,16 +115,17 @@ def launch_all(
     context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
         warn(f"warning: {message}")
-    promises = promised_by(context.data, flags.after)
-    places = [_check_or_raise(context, job, promises) for job in jobs]
+    places = _check_all(context, jobs, promised_by(context.data, flags.after))
     logout = guarantee(context.data)
     if logout.level == "warning":
         warn(f"warning: {logout.sentence}; {logout.remedy}")
     options = {"after": flags.after, "hold": flags.hold, "tags": flags.tag, "parent": parent}
-    pairs = zip(jobs, places, strict=True)
-    ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
+    options |= {"as_array": array is not None, "at_once": array and array.at_once}
+    with Progress("launch", to_descriptor=False):
+        pairs = zip(jobs, places, strict=True)
+        ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
     launched = dict(zip(ids, places, strict=True))
-    has_done(f"{join_words([f'job {job_id}' for job_id in ids])} {'are' if len(ids) > 1 else 'is'} launched")
+    has_done(f"{named_jobs(ids)} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
         held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}
         return wait_for(context, *launched, **held)
@@ -109,14 +136,33 @@ def launch_all(
                 "gpus": [index for index, _ in where.gpus],
                 "device": where.device,
                 "logout": logout.sentence,
+                "array": ids[0] if array else None,
             }
             for job_id, where in launched.items()
         ]
         show_json(rows if len(rows) > 1 else rows[0])
         return Exit.DONE
+    if array and len(jobs) > MOST_LISTED:
+        say(_array_stands(flags, ids, array))
+        return Exit.DONE
     for job_id, job in zip(launched, jobs, strict=True):
         say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
     return Exit.DONE
+
+
+def _array_stands(flags: argparse.Namespace, ids: Sequence[int], array: Array) -> str:
+    """Return a message about a newly launched array's state and how to follow it."""
+    limit = f", at most {array.at_once} of them at once" if array.at_once else ""
+    others = comes_after(dict.fromkeys(flags.after))
+    after = f" and {others.replace('comes', 'come', 1)}" if others else ""
+    which = f"array {ids[0]}: {plural(len(ids), 'job')} ({ranges(ids)})"
+    if flags.hold:
+        return f"{which} are held{after}{limit}; `sae-tui release {_as_range(ids)}` lets them start"
+    return f"{which} are queued{after}{limit}; `sae-tui jobs` shows how far they are"
+
+
+def _as_range(ids: Sequence[int]) -> str:
+    return ranges(ids).replace(",", "")
 
 
 def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
@@ -133,49 +179,61 @@ def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job
     return f"waits: {join_words(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
-def _check_or_raise(context: CommandContext, job: AnyJob, promises: Promises) -> Placement:
-    """Return the job's placement and print warnings; raise `JobFileError` listing all errors."""
-    where, problems = _check(context, job, promises)
-    for problem in problems:
-        if problem.severity == "warning":
-            warn(f"warning: {problem}")
-    if where is None or any(problem.severity == "error" for problem in problems):
-        raise JobFileError(problem for problem in problems if problem.severity == "error")
-    return where
-
-
-def _check(
-    context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES
-) -> tuple[Placement | None, list[Problem]]:
-    """Return the job's placement, or None, and all problems with the job and its placement."""
-    wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
-    with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
-        proposal = _propose(context, job, promises)
-        lack = lack_of_trainer() if job.needs_trainer else ""
-        problems = [*([Problem("", lack)] if lack else []), *problems, *proposal.problems()]
-        try:
-            return _place(context, proposal), problems
-        except JobFileError as error:
-            # Skip settings already reported by earlier checks.
-            paths = {problem.path for problem in problems if problem.severity == "error"}
-            return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
+def _check_all(context: CommandContext, jobs: Sequence[AnyJob], promises: Promises) -> list[Placement]:
+    """Return the jobs' placements and print warnings; raise `JobFileError` listing all errors of the first bad job."""
+    checks, places, warnings = _Checks(context, promises), [], dict[str, None]()
+    try:
+        with Progress("check", to_descriptor=False):
+            for job in track(jobs, "jobs"):
+                where, problems = checks.check(job)
+                warnings |= {str(problem): None for problem in problems if problem.severity == "warning"}
+                wrong = [problem for problem in problems if problem.severity == "error"]
+                if where is None or wrong:
+                    raise JobFileError(wrong)
+                places.append(where)
+    finally:
+        for warning in warnings:
+            warn(f"warning: {warning}")
+    return places
 
 
 def resolve_placement(context: CommandContext, job: AnyJob) -> Placement:
     """Return the job's placement; raise `JobFileError` if the job can never run."""
     with environment.judged_there(job):
-        return _place(context, _propose(context, job))
+        checks = _Checks(context)
+        return checks.place(checks.propose(job))
 
 
-def _propose(context: CommandContext, job: AnyJob, promises: Promises = NO_PROMISES) -> Proposal[AnyJob]:
-    gpus = context.gpus
-    return placement.propose_here(
-        job, gpus.choices, context.data, cuda=gpus.cuda, past=context.past(), promises=promises
-    )
+class _Checks:
+    """Checks jobs against this machine; what is known about the machine and past jobs is read only once."""
 
+    def __init__(self, context: CommandContext, promises: Promises = NO_PROMISES) -> None:
+        self._context = context
+        gpus = context.gpus
+        self._machine = placement.machine(gpus.choices, context.data, cuda=gpus.cuda, promises=promises)
+        self._used_before = used_before(context.past())
 
-def _place(context: CommandContext, proposal: Proposal[AnyJob]) -> Placement:
-    return placement.place(proposal, context.gpus.choices, multi_gpu_enabled=context.settings.multi_gpu_enabled)
+    def check(self, job: AnyJob) -> tuple[Placement | None, list[Problem]]:
+        """Return the job's placement, or None, and all problems with the job and its placement."""
+        gpus = self._context.gpus
+        wants_gpus = gpus.cuda and bool(gpus.choices) and not (job.on_cpu or job.cluster)
+        with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
+            proposal = self.propose(job)
+            lack = lack_of_trainer() if job.needs_trainer else ""
+            problems = [*([Problem("", lack)] if lack else []), *problems, *proposal.problems()]
+            try:
+                return self.place(proposal), problems
+            except JobFileError as error:
+                # Skip settings already reported by earlier checks.
+                paths = {problem.path for problem in problems if problem.severity == "error"}
+                return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
+
+    def propose(self, job: AnyJob) -> Proposal[AnyJob]:
+        return propose(job, self._machine, self._used_before)
+
+    def place(self, proposal: Proposal[AnyJob]) -> Placement:
+        context = self._context
+        return placement.place(proposal, context.gpus.choices, multi_gpu_enabled=context.settings.multi_gpu_enabled)
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:

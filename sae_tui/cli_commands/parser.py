@@ -10,7 +10,19 @@ from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.values import host, port, positive, price, rank, seconds, share, size, step
+from sae_tui.cli_commands.values import (
+    array,
+    host,
+    port,
+    positive,
+    price,
+    rank,
+    seconds,
+    selector,
+    share,
+    size,
+    step,
+)
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
@@ -93,11 +105,13 @@ COMMAND_EXAMPLES = {
         "launch job.toml --gpus auto:2",
         "launch job.toml --gpus 0 --after 7 --tag baseline",
         "launch job.toml --grid sae.k=16,32,64 --gpus auto      queue three jobs",
+        "launch job.toml --grid train.seed=0,1,2,3 --at-once 2",
     ],
     "run": [
         "run --gpus 1 --memory 20GiB --name probe -- python probe.py --layer 12",
         "run --gpus 2 --after 7 --time 4h -- torchrun --nproc-per-node {gpus} finetune.py",
         "run --gpus 1 --grid lr=1e-3,3e-4 --grid seed=0,1 -- python train.py --lr {lr} --seed {seed}",
+        "run --gpus 1 --array 0-31%4 -- python train.py --seed {array_index}      32 jobs, at most 4 at once",
         "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
     "adopt": [
@@ -123,6 +137,7 @@ COMMAND_EXAMPLES = {
     ],
     "stop": [
         "stop 7",
+        "stop 3-9 12 '#sweep'",
         "stop 7 --finish    cool down first, which improves the quality most",
         "stop 7 --kill",
         "stop 7 --evaluation",
@@ -138,22 +153,23 @@ COMMAND_EXAMPLES = {
     "resume": [
         "resume 7",
         "resume 7 --gpus 2,3",
+        "resume 3-9 12                           each from its own checkpoint",
         "resume 7 --set train.n_steps=20000      train for longer than planned",
         "resume 7 --finish                       cool down from the checkpoint, and end as finished",
     ],
     "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
-    "pause": ["pause 7      later: sae-tui resume 7"],
-    "hold": ["hold 7      later: sae-tui release 7"],
-    "release": ["release 7"],
-    "priority": ["priority 7 5"],
+    "pause": ["pause 7      later: sae-tui resume 7", "pause '#sweep'"],
+    "hold": ["hold 7      later: sae-tui release 7", "hold 3-9 12 '#sweep'"],
+    "release": ["release 7", "release '#sweep'"],
+    "priority": ["priority 7 5", "priority 3-9 '#sweep' --to 5"],
     "after": [
         "after 12 7 9      job 12 waits until jobs 7 and 9 have finished",
         "after 12          job 12 waits for no job",
     ],
     "rename": ["rename 7 'k 32, wide'"],
-    "tag": ["tag 7 baseline paper", "tag 7 --remove paper"],
-    "note": ["note 7 'loss spike at step 4000'"],
-    "rm": ["rm 7 9", "rm 7 --yes"],
+    "tag": ["tag 7 baseline paper", "tag 3-9 '#sweep' paper", "tag 7 --remove paper"],
+    "note": ["note 7 'loss spike at step 4000'", "note 3-9 'wrong seed'"],
+    "rm": ["rm 7 9", "rm 3-9 '#old' --yes"],
     "repair": ["repair", "repair --host gpu7    mark the jobs of a host that is gone as lost"],
     "eval": [
         "eval 7 --wait",
@@ -302,6 +318,7 @@ def _add_job_file_commands(add: Add) -> None:
     _add_queue_flags(launch)
     grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
+    _add_at_once(launch)
     look = add("doctor", "doctor.doctor", "Check this machine for problems that would prevent training")
     cost = "price of a GPU per hour, in any currency"
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
@@ -359,6 +376,9 @@ def _add_run(add: Add) -> None:
         "pattern that finds metrics in its output; may be repeated; default: JSON, key=value, loss: 0.1, tqdm's bars"
     )
     run.add_argument("--metrics", action="append", default=[], metavar="'step={step} loss={loss}'", help=found)
+    indices = "run the command for each index, at most 4 at once with %%4; {array_index} is replaced"
+    run.add_argument("--array", type=array, metavar="0-31%4", help=indices)
+    _add_at_once(run)
     run.add_argument("--backend", choices=tuple(LAUNCH_BACKENDS), help="default: local")
     _add_queue_flags(run)
     _add_launch_flags(run)
@@ -371,6 +391,11 @@ def _add_adopt(add: Add) -> None:
     take.add_argument("pid", type=positive, metavar="PID", help="pid of the process, as shown by `sae-tui gpus`")
     take.add_argument("--name", metavar="NAME", help="name of the job; default: its command line")
     take.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
+
+
+def _add_at_once(command: argparse.ArgumentParser) -> None:
+    most = "run at most N of these jobs at once"
+    command.add_argument("--at-once", type=positive, metavar="N", help=most)
 
 
 def _checked_size(text: str) -> str:
@@ -453,10 +478,12 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 def _add_job_commands(add: Add) -> None:
     _add_finding(add)
     show = add("job", "jobs.show_job", "Show one job with its events")
-    stop = add("stop", "jobs.stop", "Ask a job to save a checkpoint and stop")
+    stop = add("stop", "jobs.stop", "Ask jobs to save a checkpoint and stop")
     logs = add("logs", "jobs.show_logs", "Show the log of a job")
-    for command in (show, stop, logs):
+    for command in (show, logs):
         _job_id(command)
+    _job_ids(stop)
+    _add_yes(stop, "stop many running jobs")
     _add_wait(show)
     stop.add_argument("--evaluation", action="store_true", help="stop the evaluation of its SAEs, not the job")
     logs.add_argument("--evaluation", action="store_true", help="show the log of the evaluation of its SAEs")
@@ -540,29 +567,34 @@ def _add_finding(add: Add) -> None:
 
 
 def _add_edit_commands(add: Add) -> None:
-    resume = add("resume", "edits.resume", "Resume a job that has ended or is paused, from its last good checkpoint")
+    resume = add(
+        "resume", "edits.resume", "Resume jobs that have ended or are paused, from their last good checkpoints"
+    )
     clone = add("clone", "edits.clone", "Launch a new job with the settings of another job")
-    pause = add("pause", "edits.pause", "Save a checkpoint of a job and free its GPUs until it is resumed")
-    hold = add("hold", "edits.hold", "Hold a queued job, so that it does not start")
-    release = add("release", "edits.release", "Release a held job, so that it can start")
-    priority = add("priority", "edits.prioritise", "Set the priority of a queued job")
+    pause = add("pause", "edits.pause", "Save a checkpoint of jobs and free their GPUs until they are resumed")
+    hold = add("hold", "edits.hold", "Hold queued jobs, so that they do not start")
+    release = add("release", "edits.release", "Release held jobs, so that they can start")
+    priority = add("priority", "edits.prioritise", "Set the priority of queued jobs")
     after = add("after", "edits.come_after", "Make a queued job wait until other jobs have finished")
     rename = add("rename", "edits.rename", "Rename a job")
-    tag = add("tag", "edits.tag", "Add tags to a job")
-    note = add("note", "edits.write_note", "Set the note of a job")
+    tag = add("tag", "edits.tag", "Add tags to jobs")
+    note = add("note", "edits.write_note", "Set the note of jobs")
     early = "cool down from the checkpoint and end as finished, instead of training all remaining steps"
     resume.add_argument("--finish", action="store_true", help=early)
-    for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
+    for command in (clone, after, rename):
         _job_id(command)
+    for command in (resume, pause, hold, release, note):
+        _job_ids(command)
     for command in (resume, clone):
         _add_overrides(command)
         _add_gpus(command)
     _add_wait(resume)
     _add_launch_flags(clone)
     clone.add_argument("--print", action="store_true", help="print the job file instead of launching the job")
-    priority.add_argument(
-        "priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first"
-    )
+    words = f"{_SELECTED}; after a single id also the priority"
+    _complete_selected(priority.add_argument("ids", nargs="+", metavar="ID", help=words))
+    most = "priority, -100 to 100; jobs with a higher priority start first"
+    priority.add_argument("--to", type=int, metavar="N", help=most)
     others = after.add_argument(
         "others",
         type=positive,
@@ -572,14 +604,15 @@ def _add_edit_commands(add: Add) -> None:
     )
     _complete_ids(others)
     rename.add_argument("name", metavar="NAME")
-    tag.add_argument("words", nargs="*", metavar="WORD")
+    words = f"{_SELECTED}; all other words are the tags to add"
+    _complete_selected(tag.add_argument("ids", nargs="+", metavar="ID", help=words))
+    looks = "add this tag, which may look like an id; may be repeated"
+    tag.add_argument("--add", action="append", default=[], metavar="WORD", help=looks)
     tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="remove this tag; may be repeated")
     note.add_argument("text", metavar="TEXT", help='text of the note; "" removes it')
     delete = add("rm", "edits.remove", "Delete jobs with their checkpoints, logs and SAEs")
-    _complete_ids(
-        delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
-    )
-    delete.add_argument("-y", "--yes", action="store_true", help="delete without confirmation")
+    _job_ids(delete)
+    _add_yes(delete, "delete")
     mend = add(
         "repair", "edits.repair", "Rebuild the list of jobs from their folders, and repair damage left by a crash"
     )
@@ -604,6 +637,23 @@ def _add_own_commands(add: Add) -> None:
 
 def _job_id(command: argparse.ArgumentParser) -> None:
     _complete_ids(command.add_argument("id", type=positive, metavar="ID", help="id of the job"))
+
+
+# The help for arguments that select jobs.
+_SELECTED = "job ids, ranges like 3-9, and #tags in quotes"
+
+
+def _job_ids(command: argparse.ArgumentParser) -> None:
+    _complete_selected(command.add_argument("ids", type=selector, nargs="+", metavar="ID", help=_SELECTED))
+
+
+def _complete_selected(argument: argparse.Action) -> None:
+    """Complete this argument with job ids and tags."""
+    argument.completer = completion.ids_and_tags  # type: ignore[attr-defined]
+
+
+def _add_yes(command: argparse.ArgumentParser, does: str) -> None:
+    command.add_argument("-y", "--yes", action="store_true", help=f"{does} without confirmation")
 
 
 def _complete_ids(job_id: argparse.Action) -> None:

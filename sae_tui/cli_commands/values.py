@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.typed import cut, parse_seconds, parse_size
@@ -81,6 +83,76 @@ def step(text: str) -> int:
 
 def size(text: str) -> int:
     return _parsed(parse_size, text)
+
+
+# The largest array, so that a slip of the finger does not launch a million jobs.
+MOST_IN_ARRAY = 1000
+_INDEX = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?")
+
+
+class ArraySpec(msgspec.Struct, frozen=True):
+    """The indices of an array's jobs, and how many jobs may run at once; None if that is not limited."""
+
+    indices: tuple[int, ...]
+    at_once: int | None = None
+
+
+def array(text: str) -> ArraySpec:
+    """Parse an array in SLURM's syntax: `0-31`, `0-31:2`, `1,3,7` or `0-31%4`."""
+    numbers, percent, limit = text.partition("%")
+    parts = [_indices(part) for part in numbers.split(",")]
+    if any(part is None for part in parts) or (percent and not (limit.isdecimal() and int(limit))):
+        raise argparse.ArgumentTypeError(f'must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "{cut(text)}"')
+    if (count := sum(len(part) for part in parts if part)) > MOST_IN_ARRAY:
+        raise argparse.ArgumentTypeError(f"has {count:,} jobs, but at most {MOST_IN_ARRAY:,} are possible")
+    indices = dict.fromkeys(index for part in parts if part for index in part)
+    return ArraySpec(tuple(indices), int(limit) if percent else None)
+
+
+def _indices(part: str) -> range | None:
+    match = re.fullmatch(_INDEX, part.strip())
+    if match is None or match[3] == "0" or int(match[2] or match[1]) < int(match[1]):
+        return None
+    return range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
+
+
+class Selector(msgspec.Struct, frozen=True):
+    """A part of a selection: the ids from `first` to `last`, or all jobs with a tag."""
+
+    first: int = 0
+    last: int = 0
+    tag: str = ""
+
+    @property
+    def is_id(self) -> bool:
+        return not self.tag and self.first == self.last
+
+    def matches(self, job_id: int, tags: Sequence[str]) -> bool:
+        return self.tag in tags if self.tag else self.first <= job_id <= self.last
+
+    @property
+    def lack(self) -> str:
+        """A clause saying that this matches no job."""
+        if self.tag:
+            return f'no job has the tag "{self.tag}"'
+        return f"there is no job {self.first}" if self.is_id else f"there is no job from {self.first} to {self.last}"
+
+
+def selector_in(word: str) -> Selector | None:
+    """Return the jobs selected by a word, or None if the word is neither an id nor a range nor a tag."""
+    if re.fullmatch(r"\d{1,18}", word) and int(word):
+        return Selector(int(word), int(word))
+    if match := re.fullmatch(r"(\d{1,9})(?:-|\.\.)(\d{1,9})", word):
+        first, last = sorted((int(match[1]), int(match[2])))
+        return Selector(first, last)
+    return Selector(tag=word[1:]) if word.startswith("#") and word[1:] else None
+
+
+def selector(word: str) -> Selector:
+    """Parse an argument that selects jobs."""
+    if (found := selector_in(word)) is None:
+        raise argparse.ArgumentTypeError(f'must be a job id, a range like 3-9 or a #tag, not "{cut(word)}"')
+    return found
 
 
 def _parsed(parse: Callable[[str], V], text: str) -> V:

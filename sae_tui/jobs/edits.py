@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,10 @@ LONGEST_NAME = 80
 LONGEST_TAG = 40
 # Returns the reply to a request: a phrase appended to "job N".
 Words = Callable[[Job], str]
+
+
+class NotApplicable(UserError):
+    """An error for a change that makes no sense in a job's present state, such as releasing a running job."""
 
 
 def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
@@ -91,7 +96,7 @@ def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
     """Resume a paused training job so that it cools down and finishes."""
     job = control.job(job_id)
     if not kind_of(job.config).trains or not job.attempt:
-        raise UserError(f"job {job_id} has no training to cool down yet; release it without --finish")
+        raise NotApplicable(f"job {job_id} has no training to cool down yet; release it without --finish")
     message = release(data, control, job_id)
     control.request(job_id, "finish")
     return message
@@ -120,10 +125,11 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
     return _change(data, control, job_id, message, after=after, waits_for=None)
 
 
-def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and stop; return a message saying what will happen."""
+def stop(data: DataDir, job_id: int, control: Control | None = None) -> str:
+    """Ask a job to save and stop; return a message saying what will happen. `control` is the store, if it is open."""
     return _ask(
         data,
+        control,
         job_id,
         "stop",
         queued=_stop_message,
@@ -131,21 +137,21 @@ def stop(data: DataDir, job_id: int) -> str:
     )
 
 
-def finish(data: DataDir, job_id: int) -> str:
+def finish(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a training job to cool down and finish; raise `UserError` if the job cannot cool down."""
-    with existing(data, job_id) as control:
+    with _opened(data, job_id, control) as control:
         job = control.job(job_id)
         if not kind_of(job.config).trains:
-            raise UserError(f"job {job_id} has no training to cool down; `sae-tui stop {job_id}` stops it")
+            raise NotApplicable(f"job {job_id} has no training to cool down; `sae-tui stop {job_id}` stops it")
         if job.state == JobState.FINISHED:
-            raise UserError(f"job {job_id} has already finished")
+            raise NotApplicable(f"job {job_id} has already finished")
         if job.state.is_final or job.state == JobState.QUEUED:
             way = f"`sae-tui resume {job_id} --finish`" if job.attempt else f"`sae-tui stop {job_id}`"
             does = "cools it down and finishes it" if job.attempt else "removes it from the queue"
-            raise UserError(f"job {job_id} {stands(job)}; {way} {does}")
+            raise NotApplicable(f"job {job_id} {stands(job)}; {way} {does}")
         asked = control.open_requests(job_id)
         if asked & ENDING:
-            raise UserError(f"job {job_id} is being stopped; `sae-tui resume {job_id} --finish` finishes it later")
+            raise NotApplicable(f"job {job_id} is being stopped; `sae-tui resume {job_id} --finish` finishes it later")
         if "finish" in asked:
             return f"job {job_id} is already cooling down"
         refuse_if_silent(data, job)
@@ -154,10 +160,11 @@ def finish(data: DataDir, job_id: int) -> str:
         return f"job {job_id} {how}" + _if_elsewhere(data, job)
 
 
-def kill(data: DataDir, job_id: int) -> str:
+def kill(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a job's supervisor to stop the job's ranks with SIGTERM, and with SIGKILL 5 s later."""
     return _ask(
         data,
+        control,
         job_id,
         "kill",
         queued=_stop_message,
@@ -167,10 +174,11 @@ def kill(data: DataDir, job_id: int) -> str:
     )
 
 
-def pause(data: DataDir, job_id: int) -> str:
+def pause(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a job to save and to return to the queue, where it is held and does not occupy GPUs."""
     return _ask(
         data,
+        control,
         job_id,
         "pause",
         queued=_pause_message,
@@ -212,7 +220,7 @@ def _tag(text: str) -> str:
 
 def _refuse_unless_queued(job: Job, instead: str) -> None:
     if job.state != JobState.QUEUED:
-        raise UserError(f"job {job.id} {stands(job)}; {instead}")
+        raise NotApplicable(f"job {job.id} {stands(job)}; {instead}")
 
 
 def _stop_message(_: Job) -> str:
@@ -228,8 +236,10 @@ def _of_kind(training: str, extraction: str) -> Words:
     return lambda job: extraction if extracts(job.config) else training
 
 
-def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, running: Words) -> str:
-    with existing(data, job_id) as control:
+def _ask(
+    data: DataDir, control: Control | None, job_id: int, kind: RequestKind, *, queued: Words, running: Words
+) -> str:
+    with _opened(data, job_id, control) as control:
         job = control.job(job_id)
         if job.state.is_final:
             return f"job {job_id} {ENDED[job.state]} already"
@@ -239,6 +249,11 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
         control.request(job_id, kind)
         does = (queued if job.state == JobState.QUEUED else running)(job)
         return f"job {job_id} {does}" + _if_elsewhere(data, job)
+
+
+def _opened(data: DataDir, job_id: int, control: Control | None) -> contextlib.AbstractContextManager[Control]:
+    """Return the store, which the caller has opened if it changes several jobs."""
+    return contextlib.nullcontext(control) if control else existing(data, job_id)
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:

@@ -35,7 +35,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
     assert output == f'job {second} is called "better"\n'
     assert shell.json("rename", second, "best") == {"id": second, "message": f'job {second} is called "best"'}
     for command, after in (
-        (["tag", second, "#b", "a", "--remove", "c"], {"tags": ["a", "b"]}),
+        (["tag", second, "b", "a", "--remove", "c"], {"tags": ["a", "b"]}),
         (["note", second, "see fig. 3"], {"note": "see fig. 3"}),
         (["priority", second, "5"], {"priority": 5}),
         (["priority", second, "-5"], {"priority": -5}),
@@ -60,7 +60,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
         ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
         (["priority", "1", "101"], 1, "a priority must be between -100 and 100, not 101"),
-        (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
+        (["priority", "1", "high"], 2, 'N: must be an integer, not "high"'),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
         (["after", "1", "x"], 2, 'OTHER: must be an integer of at least 1, not "x"'),
         (["hold", "2"], 1, "job 2 was stopped; only a queued job can be held"),

@@ -44,6 +44,17 @@ def join_words(words: list[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Format numbers in ascending order with ranges, such as `3-9, 12`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
 def plural(count: int, word: str) -> str:
     """Format a count with its noun, such as `1 GPU`, `2 CPU processes` or `4,000 rows`."""
     ending = "es" if word.endswith("s") else "s"

@@ -61,6 +61,8 @@ _JOB: dict[str, tuple[object, str]] = {
     "priority": (int, "Priority from -100 to 100; jobs with a higher priority start first."),
     "held": (bool, "Whether it is held or paused."),
     "after": (list_of(int), "Ids of the jobs that must finish before it starts."),
+    "array": (int | None, "Id of the first job of its array; null if it is not part of an array."),
+    "array_limit": (int | None, "How many jobs of its array may run at once; null if not limited."),
     "tags": (list_of(str), "Its tags."),
     "note": (str, 'Its note; "" if none.'),
     "created": (float, "Launch time, in s since the epoch."),
@@ -181,6 +183,16 @@ _VERSION: dict[str, tuple[object, str]] = {
 _CARDS = list_of(fields("Version of a report card", _VERSION))
 _ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Report card"), "The report card.")}))
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
+_OUTCOMES = list_of(
+    fields(
+        "For several jobs: what was done to each",
+        {
+            "id": _ID,
+            "message": _MESSAGE,
+            "outcome": (word("done", "skipped", "failed"), "Whether the job was changed; skipped: it does not apply."),
+        },
+    )
+)
 _RESUMED = fields(
     "Resumed",
     {"id": _ID, "step": (int, "Step that it continues from."), "notes": (list_of(str), "Changed settings.")},
@@ -192,6 +204,7 @@ _LAUNCHED = fields(
         "gpus": (list_of(int), "Indices of its GPUs; empty if it uses any GPUs, or the CPU."),
         "device": (word("cuda", "cpu"), "Devices that it runs on."),
         "logout": (str, "Sentence that says whether the job survives your logout."),
+        "array": (int | None, "Id of the first job of its array; null if it is not part of an array."),
     },
 )
 _ENDED = {"title": "With --wait: the job after its end"} | {k: v for k, v in JOB.items() if k != "title"}
@@ -375,7 +388,8 @@ _LOGS = fields(
     {"id": _ID, "rank": (int, "Process that wrote the log."), "lines": (list_of(str), "Last lines of the log.")},
 )
 _STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; null if unknown."), "message": _MESSAGE})
-_EDITS = ("pause", "hold", "release", "priority", "after", "rename", "tag", "note", "eval")
+_EDITS = ("after", "rename", "eval")
+_EDITS_OF_MANY = ("pause", "hold", "release", "priority", "tag", "note")
 _IMPORTED = fields(
     "Job of an imported SAE",
     {
@@ -406,13 +420,13 @@ ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),
     "logs": answer("sae-tui logs --json", _LOGS),
-    "stop": answer("sae-tui stop --json", _STOPPED),
+    "stop": answer("sae-tui stop --json", _STOPPED, _OUTCOMES),
     "validate": answer("sae-tui validate --json", _VALIDATED),
     "launch": answer("sae-tui launch --json: one job, or a list of jobs", *_LAUNCH),
     "adopt": answer("sae-tui adopt --json", _TOLD),
     "run": answer("sae-tui run --json: one job, or a list of jobs", *_LAUNCH),
     "clone": answer("sae-tui clone --json", *_LAUNCH),
-    "resume": answer("sae-tui resume --json", _RESUMED, _TOLD, _ENDED),
+    "resume": answer("sae-tui resume --json", _RESUMED, _TOLD, _OUTCOMES, _ENDED, list_of(_ENDED)),
     "import": answer("sae-tui import --json", _IMPORTED),
     "export": answer("sae-tui export --json", _EXPORTED),
     "doctor": answer("sae-tui doctor --json", _DOCTOR),
@@ -422,4 +436,5 @@ ANSWERS: dict[str, Schema] = {
     "repair": answer("sae-tui repair --json", _REPAIRED),
     "stream": {"$schema": DRAFT, "title": "sae-tui stream, one value per line"} | msgspec.json.schema(Message),
     **{name: answer(f"sae-tui {name} --json", _TOLD) for name in _EDITS},
+    **{name: answer(f"sae-tui {name} --json: one job, or several", _TOLD, _OUTCOMES) for name in _EDITS_OF_MANY},
 }

@@ -21,7 +21,7 @@ from trainer.contract.settings.job_file import any_job_of, load_any, to_table
 from trainer.contract.settings.toml import Judged, table_of
 from trainer.contract.trust import distrust_of_file
 
-MOST_AT_ONCE = 100
+MOST_AT_ONCE = 1000
 
 
 def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+
+import msgspec
 
 from sae_tui.gpu import resolve
 from sae_tui.jobs import detach, environment
@@ -20,6 +23,7 @@ from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
+from trainer.contract import progress
 from trainer.contract.errors import JobFileError, UserError, errors, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
@@ -36,62 +40,155 @@ from trainer.contract.wording import join_words
 
 Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
-J = TypeVar("J", bound=AnyJob)
+# Other processes wait this long while jobs are being recorded; the store gives up only after `BUSY_TIMEOUT_S`.
+LONGEST_TRANSACTION_S = 0.5
 
 
-def launch(
+def launch(data: DataDir, job: AnyJob, placement: Placement, **options: Any) -> int:
+    """Launch a job like `launch_all`, and return its id."""
+    (job_id,) = launch_all(data, [(job, placement)], **options)
+    return job_id
+
+
+def launch_all(
     data: DataDir,
-    job: AnyJob,
-    placement: Placement,
+    jobs: Iterable[tuple[AnyJob, Placement]],
     *,
     gpu_source: str,
     after: Iterable[int] = (),
     hold: bool = False,
     tags: Iterable[str] = (),
     parent: int | None = None,
+    as_array: bool = False,
+    at_once: int | None = None,
     start: Start | None = None,
-) -> int:
-    """Record a job, start its supervisor, and return the job's id without waiting for the job.
+) -> list[int]:
+    """Record jobs, start their supervisors, and return the jobs' ids without waiting for the jobs.
 
-    The job starts after the jobs in `after` have finished and, if `hold`, after it is released. If the job cannot run,
-    raise `JobFileError` and write nothing. If the job cannot be recorded, for example because the disk is full, raise
-    `UserError` and create no job. If the supervisor does not start, raise `UserError`; the job is then `failed`.
+    The jobs start after the jobs in `after` have finished and, if `hold`, after they are released. With `as_array`,
+    they form an array, of which `at_once` jobs may run at once.
+
+    If any job cannot run, raise `JobFileError` and write nothing. If a job cannot be recorded, for example because the
+    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If a
+    supervisor does not start, raise `UserError`; its job is then `failed`.
     """
-    job = with_whole_python(job.with_paths([working_folder()]))
     after, tags = tuple(after), as_tags(tags)
-    with environment.required(job):
-        if problems := errors(check(job, _machine_of(data, placement, promised_by(data, after)))):
-            raise JobFileError(problems)
-        data.create()
-        with open_control(data) as control:
-            refuse_circle(control, 0, after)
-            row = Job(
-                name=job.name,
-                user=user_name(),
-                **this_machine(),
-                gpu_source=gpu_source,
-                held=hold,
-                after=after,
-                tags=tags,
-                parent=parent,
-                visible_devices=visible_devices(placement, gpu_source),
-                **fields_of(data, job, placement, control.jobs()),
-            )
-            with contextlib.ExitStack() as undo:
+    wanted = [(with_whole_python(job.with_paths([working_folder()])), placement) for job, placement in jobs]
+    promises = promised_by(data, after)
+    for job, placement in wanted:
+        with environment.required(job):
+            if problems := errors(check(job, _machine_of(data, placement, promises))):
+                raise JobFileError(problems)
+    data.create()
+    shared = {"user": user_name(), **this_machine(), "gpu_source": gpu_source, "held": hold}
+    shared |= {"after": after, "tags": tags, "parent": parent, "array_limit": at_once}
+    with open_control(data) as control:
+        refuse_circle(control, 0, after)
+        recording = _Recording(data, control, shared, as_array=as_array)
+        return _record_and_start(recording, wanted, start or enqueue)
 
-                def prepare(row: Job) -> Job:
-                    data.refuse_links(row.id)
-                    undo.callback(shutil.rmtree, data.run(row.id).root, ignore_errors=True)
-                    try:
-                        _write_files(data, row, job)
-                    except OSError as error:
-                        raise UserError(f"the job cannot be recorded in {data.root}: {sentence(error)}") from None
-                    return row
 
-                job_id = control.create_job(row, above=data.last_id(), prepare=prepare)
-                undo.pop_all()
-            start_or_fail(data, control, job_id, start or enqueue)
-            return job_id
+def _record_and_start(recording: _Recording, jobs: Sequence[tuple[AnyJob, Placement]], start: Start) -> list[int]:
+    """Record the jobs in a few transactions, start the jobs after each of them, and return their ids."""
+    launched: list[int] = []
+    left = jobs
+    # A job that is recorded but not started is half done.
+    progress.stage("jobs", len(jobs))
+    try:
+        while left:
+            recorded = recording.record(left)
+            left = left[len(recorded) :]
+            launched += _start_all(recording, recorded, start)
+    except NotStarted as error:
+        raise _with_launched(error, [*launched, *error.started]) from None
+    except UserError as error:
+        if not launched:
+            raise
+        raise _with_launched(error, launched) from None
+    return launched
+
+
+def _with_launched(error: UserError, launched: Sequence[int]) -> UserError:
+    """Return the error with the jobs launched before it, if any."""
+    before = join_words([f"job {job_id}" for job_id in launched]) if launched else ""
+    return UserError(f"{error}; already launched: {before}" if before else str(error))
+
+
+class NotStarted(UserError):
+    """An error for recorded jobs that could not be started; `started` contains the ids of the jobs that could."""
+
+    def __init__(self, message: str, started: Sequence[int]) -> None:
+        self.started = tuple(started)
+        super().__init__(message)
+
+
+def _start_all(recording: _Recording, job_ids: Sequence[int], start: Start) -> Sequence[int]:
+    """Start recorded jobs, and return their ids; if some do not start, start the others and raise `NotStarted`."""
+    problems: dict[int, str] = {}
+    for job_id in job_ids:
+        try:
+            start_or_fail(recording.data, recording.control, job_id, start)
+        except UserError as error:
+            problems[job_id] = str(error)
+        progress.advance(0.5)
+    if problems:
+        raise NotStarted(next(iter(problems.values())), [job_id for job_id in job_ids if job_id not in problems])
+    return job_ids
+
+
+class _Recording:
+    """Writes the rows and files of new jobs; `shared` contains the columns that all of the jobs have in common."""
+
+    def __init__(self, data: DataDir, control: Control, shared: dict[str, Any], *, as_array: bool) -> None:
+        self.data, self.control = data, control
+        self._shared, self._as_array = shared, as_array
+        # The id of the array's first job, once it is known.
+        self._array: int | None = None
+        self._past = control.jobs()
+        self._above = data.last_id()
+
+    def record(self, jobs: Iterable[tuple[AnyJob, Placement]]) -> list[int]:
+        """Record the first jobs in one transaction, as many as fit into its time, and return their ids.
+
+        If one of them cannot be recorded, raise `UserError` and leave neither rows nor files of any of them.
+        """
+        ids: list[int] = []
+        until = time.monotonic() + LONGEST_TRANSACTION_S
+        with contextlib.ExitStack() as undo:
+            with self.control.together():
+                for job, placement in jobs:
+                    ids.append(self._record(job, placement, undo))
+                    progress.advance(0.5)
+                    if time.monotonic() > until:
+                        break
+            undo.pop_all()
+        return ids
+
+    def _record(self, job: AnyJob, placement: Placement, undo: contextlib.ExitStack) -> int:
+        with environment.judged_there(job):
+            own = fields_of(self.data, job, placement, self._past)
+        visible = visible_devices(placement, self._shared["gpu_source"])
+        row = Job(name=job.name, visible_devices=visible, **self._shared, **own)
+
+        def prepare(row: Job) -> Job:
+            self.data.refuse_links(row.id)
+            undo.callback(shutil.rmtree, self.data.run(row.id).root, ignore_errors=True)
+            member, row = self._in_array(job, row)
+            try:
+                _write_files(self.data, row, member)
+            except OSError as error:
+                raise UserError(f"the job cannot be recorded in {self.data.root}: {sentence(error)}") from None
+            return row
+
+        return self.control.create_job(row, above=self._above, prepare=prepare)
+
+    def _in_array(self, job: AnyJob, row: Job) -> tuple[AnyJob, Job]:
+        """Return the job and its row with the array's id, which is the id of the array's first job."""
+        if not self._as_array:
+            return job, row
+        self._array = self._array or row.id
+        member = launch_kind(job.kind).in_array(job, self._array)
+        return member, msgspec.structs.replace(row, array=self._array, config=dump_job(member))
 
 
 def enqueue(data: DataDir, job_id: int) -> None:  # noqa: ARG001 - one process waits for all jobs
@@ -105,23 +202,6 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
     if not (python and job.needs_trainer):
         return job
     return job.replace("launch", python=whole(python))
-
-
-def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
-    """Launch jobs in sequence and return their ids; if a launch fails, raise `UserError`.
-
-    The error lists the jobs already launched.
-    """
-    launched: list[int] = []
-    for job, placement in jobs:
-        try:
-            launched.append(launch(data, job, placement, **options))
-        except UserError as error:
-            if not launched:
-                raise
-            before = join_words([f"job {job_id}" for job_id in launched])
-            raise UserError(f"{job.name}: {error}; already launched: {before}") from None
-    return launched
 
 
 def write_files(data: DataDir, control: Control, job_id: int, job: AnyJob) -> None:

@@ -176,6 +176,20 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 @contextlib.contextmanager
+def savepoint(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Make the body of the context one atomic part of the current transaction."""
+    connection.execute("SAVEPOINT part")
+    try:
+        yield connection
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK TO part")
+            connection.execute("RELEASE part")
+        raise
+    connection.execute("RELEASE part")
+
+
+@contextlib.contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
     """Convert SQLite and file system errors to `StoreError`s with a sentence saying what to do."""
     try:

@@ -21,6 +21,7 @@ from trainer.contract.store.database import (
     explain_errors,
     open_reader,
     open_writer,
+    savepoint,
     transaction,
 )
 from trainer.contract.store.follower import StoreFile
@@ -76,6 +77,7 @@ class Control:
         self._file = StoreFile(path, lambda: open_store(path, "control"))
         self._file.connection()
         self.unreadable: frozenset[int] = frozenset()
+        self._together: sqlite3.Connection | None = None
 
     def close(self) -> None:
         self._file.close()
@@ -86,7 +88,20 @@ class Control:
 
     @property
     def _db(self) -> sqlite3.Connection:
-        return self._file.connection()
+        return self._together or self._file.connection()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all changes in the body one transaction; a change that fails in the body is undone alone.
+
+        Other processes cannot write in the meantime, so the body must take less than `BUSY_TIMEOUT_S`.
+        """
+        with self._write() as db:
+            self._together = db
+            try:
+                yield
+            finally:
+                self._together = None
 
     # jobs
 
@@ -350,7 +365,8 @@ class Control:
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with explain_errors(self.path), transaction(self._db) as db:
+        change = savepoint if self._together else transaction
+        with explain_errors(self.path), change(self._db) as db:
             yield db
 
 

@@ -58,6 +58,10 @@ class LaunchKind(Generic[J, L]):
         """
         return None
 
+    def in_array(self, job: J, array: int) -> J:
+        """Return a job of an array with the array's id, which is known only once the first job is recorded."""
+        return job
+
     def write_files(self, data: DataDir, row: Job, job: J) -> None:
         """Write the files that the job needs in its run folder, in addition to the job file.
 

@@ -18,6 +18,9 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes, plural
 
+# The variables that tell a program of an array which of its jobs it is.
+ARRAY_ID, ARRAY_INDEX = "SAE_TUI_ARRAY_ID", "SAE_TUI_ARRAY_INDEX"
+
 
 class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):
     """A command's launch."""
@@ -47,6 +50,10 @@ class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):
                     if other and (other.command.argv, other.command.folder) == (job.command.argv, job.command.folder):
                         return PeakMemory(done.id, done.peak_memory_bytes, "cuda")
         return None
+
+    def in_array(self, job: CommandJob, array: int) -> CommandJob:
+        """Tell the program the array's id in a variable, which a clone or a resumed job also gets."""
+        return job.replace("command", env=[*(job.command.env or ()), f"{ARRAY_ID}={array}"])
 
     def write_files(self, data: DataDir, row: Job, job: CommandJob) -> None:
         """Store the program's environment; a resumed job keeps its own, and a clone gets its parent's."""
