@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from textual.app import App
@@ -19,7 +19,7 @@ from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs import edits, environment, store_access
+from sae_tui.jobs import bulk, edits, environment
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer, offer_of
 from sae_tui.jobs.gpus.availability import GpuChoice
@@ -32,6 +32,7 @@ from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
 from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.settings import Settings
@@ -110,6 +111,8 @@ ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve
 # The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
+# The number of jobs from which a message summarises what was done to them.
+_MANY = 4
 
 
 class Navigation(Protocol):
@@ -176,6 +179,14 @@ def _stop_question(job: JobView) -> tuple[str, str]:
     return f"Stop {which}? It is {describe_state(job).word}; it keeps what it has saved.", "Stop"
 
 
+def _what_becomes(jobs: Sequence[JobView], verb: str, queued: str) -> str:
+    """Return text like `4 running jobs will save and stop; 20 queued jobs will leave the queue`."""
+    n_queued = sum(job.state is JobState.QUEUED for job in jobs)
+    running = f"{plural(len(jobs) - n_queued, 'running job')} will save and {verb}"
+    waiting = f"{plural(n_queued, 'queued job')} will {queued}"
+    return "; ".join([*([running] if n_queued < len(jobs) else []), *([waiting] if n_queued else [])])
+
+
 class Actions:
     """Launches and changes jobs in worker threads."""
 
@@ -219,7 +230,9 @@ class Actions:
                 placed = [(job, self._place(job)) for job in jobs]
                 # All jobs in a sweep train on the same rows, so they wait for the same jobs.
                 after = writers_of(jobs[0], state.jobs)
-                job_ids = launching.launch_all(state.data, placed, gpu_source=source, parent=parent, after=after)
+                job_ids = launching.launch_all(
+                    state.data, placed, gpu_source=source, parent=parent, after=after, as_array=len(jobs) > 1
+                )
             except Exception as error:
                 bug = f"the launch failed because of a bug in sae-tui: {error!r}"
                 why = sentence(error) if isinstance(error, UserError | OSError) else bug
@@ -309,6 +322,62 @@ class Actions:
         plan = resume(self._state.data, job_id, self._place)
         return "; ".join([f"job {job_id} {plan.sentence}", *plan.notes])
 
+    # arrays
+
+    def stop_array(self, array: ArrayView) -> None:
+        """Ask once, then stop all jobs of an array; if they are all stopping already, offer to kill them."""
+        living = [job for job in array.jobs if not job.state.is_final]
+        asked = [job for job in living if not (job.state is JobState.STOPPING or job.stop_requested)]
+        if living and not asked:
+            question = f"All active jobs of array {array.id} are stopping. Kill them now? Unsaved progress is lost."
+            self._change_array(array, living, question, "Kill them", bulk.unless_ended(edits.kill), "killed")
+            return
+        question = f"Stop array {array.id}? {_what_becomes(asked, 'stop', 'leave the queue')}."
+        self._change_array(array, asked, question, "Stop all", bulk.unless_ended(edits.stop), "asked to stop")
+
+    def pause_array(self, array: ArrayView) -> None:
+        """Ask once, then pause the running jobs of an array and hold the queued ones."""
+        living = [job for job in array.jobs if not job.state.is_final]
+        question = f"Pause array {array.id}? {_what_becomes(living, 'pause', 'be held')}."
+        self._change_array(array, living, question, "Pause all", bulk.unless_ended(edits.pause), "paused")
+
+    def hold_array(self, array: ArrayView) -> None:
+        """Ask once, then hold the queued jobs of an array; if all of them are held, release them."""
+        free = [job for job in array.jobs if job.state is JobState.QUEUED and not job.held]
+        if not free:
+            self.release_array(array)
+            return
+        question = f"Hold {plural(len(free), 'queued job')} of array {array.id}?"
+        self._change_array(array, free, question, "Hold all", edits.hold, "held")
+
+    def release_array(self, array: ArrayView) -> None:
+        """Ask once, then release the held jobs of an array."""
+        held = [job for job in array.jobs if job.state is JobState.QUEUED and job.held]
+        question = f"Release {plural(len(held), 'held job')} of array {array.id}?"
+        self._change_array(array, held, question, "Release all", edits.release, "released")
+
+    def _change_array(
+        self, array: ArrayView, jobs: Sequence[JobView], question: str, yes: str, change: Edit, done: str
+    ) -> None:
+        if not jobs:
+            self._app.notify(f"No job of array {array.id} can be {done}.", severity="warning")
+            return
+        self.ask(question, yes, functools.partial(self._change_all, [job.id for job in jobs], change, done))
+
+    def _change_all(self, job_ids: Sequence[int], change: Edit, done: str) -> str:
+        """Change the jobs and return a message: the outcome for a few jobs, otherwise a summary with the first failure.
+
+        Changes run one after the other, because each may depend on the previous one.
+        """
+        with self._one_edit:
+            outcomes = list(bulk.change_all(self._state.data, job_ids, change))
+        if len(outcomes) == 1 and outcomes[0].outcome != "done":
+            raise UserError(outcomes[0].message)
+        if len(outcomes) < _MANY:
+            return "\n".join(one.message for one in outcomes)
+        failed = [one.message for one in outcomes if one.outcome != "done"]
+        return "\n".join([bulk.summary(outcomes, done), *failed[:1]])
+
     def _has_ended(self, job: JobView) -> bool:
         if job.state.is_final:
             self._app.notify(f"Job {job.id} {ENDED[job.state]}.", severity="warning")
@@ -388,21 +457,9 @@ class Actions:
         self._active -= {job.id for job in ended}
         return ended
 
-    def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Apply a function from the module `edits` to each job in a worker thread, and report the results.
-
-        Edits run one at a time, because each may depend on the previous one.
-        """
-
-        def act() -> str:
-            with self._one_edit:
-                return "\n".join(self._edit_one(job_id, edit) for job_id in job_ids)
-
-        self.do(act)
-
-    def _edit_one(self, job_id: int, edit: Edit) -> str:
-        with store_access.existing(self._state.data, job_id) as control:
-            return edit(self._state.data, control, job_id)
+    def edit(self, job_ids: Sequence[int], edit: Edit) -> None:
+        """Apply a function from the module `edits` to each job in a worker thread, and report the results."""
+        self.do(functools.partial(self._change_all, job_ids, edit, "changed"))
 
     def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
         """Ask a question and run `act` if the user presses the button labelled `yes`. `also` adds a third button."""

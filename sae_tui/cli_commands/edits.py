@@ -16,8 +16,6 @@ from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.selection import (
-    Change,
-    attempt,
     bad_usage,
     change,
     confirm,
@@ -26,10 +24,10 @@ from sae_tui.cli_commands.selection import (
     report,
     select,
     tell,
-    unless_ended,
 )
 from sae_tui.cli_commands.values import Selector, selector, selector_in
 from sae_tui.jobs import edits, store_access
+from sae_tui.jobs.bulk import Change, attempt, unless_ended
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.queue.after import waiting_for

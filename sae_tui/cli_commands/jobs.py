@@ -24,21 +24,21 @@ from sae_tui.cli_commands.output import (
 )
 from sae_tui.cli_commands.selection import (
     MANY,
-    Change,
     Selection,
     change,
     change_one,
     confirm,
     refuse_without_terminal,
     select,
-    unless_ended,
 )
 from sae_tui.jobs import edits
+from sae_tui.jobs.bulk import Change, unless_ended
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.output import kind_of, name_of_output
 from sae_tui.jobs.states import ENDED, describe_state
+from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
@@ -87,7 +87,7 @@ EXITS = {
 def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the jobs matching the filter, in the requested order."""
     reader = JobsReader(context.data, reads_series=context.as_json)
-    matches = _matches(reader, flags)
+    matches = _matches(context, reader, flags)
     if reader.passed_over:
         warn(reader.passed_over)
     if flags.watch:
@@ -99,7 +99,7 @@ def show_jobs(context: CommandContext, flags: argparse.Namespace) -> int:
     elif not matches:
         say(f"none of the {len(reader.jobs)} jobs matches the filter")
     else:
-        _show_table(matches)
+        _show_table(_entries(context, flags, matches))
     return Exit.DONE
 
 
@@ -107,13 +107,13 @@ def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReade
     """Print the matching jobs after each change, until the output is closed."""
     shown, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
     while True:
-        matches = _matches(reader, flags)
+        matches = _matches(context, reader, flags)
         rows = _rows(context, matches)
         if rows != shown and context.as_json:
             show_json(rows, in_a_line=True)
         elif rows != shown:
             say(clock_time(time.time()))
-            _show_table(matches)
+            _show_table(_entries(context, flags, matches))
         shown = rows
         if nobody_reads_for(WATCH_S):
             return Exit.UNREAD
@@ -122,12 +122,24 @@ def _watch(context: CommandContext, flags: argparse.Namespace, reader: JobsReade
             reconcile_at = time.monotonic() + RECONCILE_EVERY_S
 
 
-def _matches(reader: JobsReader, flags: argparse.Namespace) -> list[JobView]:
+def _matches(context: CommandContext, reader: JobsReader, flags: argparse.Namespace) -> list[JobView]:
     """Poll the reader and return the matching jobs; raise `UserError` if the jobs cannot be read."""
     reader.poll()
     if reader.problem:
         raise UserError(reader.problem)
-    return find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
+    limit = None if _folds(context, flags) else flags.limit
+    return find(reader.jobs, " ".join(flags.filter), flags.sort, limit)
+
+
+def _folds(context: CommandContext, flags: argparse.Namespace) -> bool:
+    """Return whether arrays are shown as one line; a filter and JSON list their jobs."""
+    return not (context.as_json or flags.all or flags.filter)
+
+
+def _entries(
+    context: CommandContext, flags: argparse.Namespace, jobs: Sequence[JobView]
+) -> Sequence[JobView | ArrayView]:
+    return fold(jobs)[: flags.limit] if _folds(context, flags) else jobs
 
 
 def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
@@ -457,25 +469,38 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
     return gibibytes(value) if name.endswith("_bytes") and value is not None else value
 
 
-def _show_table(jobs: Sequence[JobView]) -> None:
+def _show_table(entries: Sequence[JobView | ArrayView]) -> None:
     """Print the jobs as a table; omit the columns for tags and wait reasons if they would be empty."""
+    jobs = [job for entry in entries for job in (entry.jobs if isinstance(entry, ArrayView) else [entry])]
     trains = any(not kind_of(job.config).is_program for job in jobs)
     of_saes = ("K", "D_SAE", *(series_named(name).title.upper() for name in _listed())) if trains else ()
     headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", *of_saes)
     headings += ("TOKENS/S" if trains else "STEPS/S", "ETA", "ON")
-    rows = [_row(job, trains=trains) for job in jobs]
-    losses = [
-        measure(job.loss, LOSS) if kind_of(job.config).is_program and job.loss is not None else "" for job in jobs
+    left_out = [None] * (len(headings) - 5)
+    rows = [
+        (*_array_row(entry), *left_out) if isinstance(entry, ArrayView) else _row(entry, trains=trains)
+        for entry in entries
     ]
-    for heading, cells in (
-        ("LOSS", losses),
-        ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
-        ("WAITS", [waits(job) for job in jobs]),
-    ):
+    for heading, words in (("LOSS", _loss), ("TAGS", _tags), ("WAITS", waits)):
+        cells = ["" if isinstance(entry, ArrayView) else words(entry) for entry in entries]
         if any(cells):
             headings = (*headings, heading)
             rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
     show_table(headings, rows)
+
+
+def _loss(job: JobView) -> str:
+    """Return the loss that a program reported, or ""."""
+    return measure(job.loss, LOSS) if kind_of(job.config).is_program and job.loss is not None else ""
+
+
+def _tags(job: JobView) -> str:
+    return " ".join(f"#{tag}" for tag in job.tags)
+
+
+def _array_row(array: ArrayView) -> tuple[object, ...]:
+    """Return the first cells of an array: its jobs by state instead of a name, and the share that has finished."""
+    return (array.id, f"{array.words} · {array.name}", None, None, wording.done(array.progress))
 
 
 def _row(job: JobView, *, trains: bool) -> tuple[object, ...]:

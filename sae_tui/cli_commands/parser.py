@@ -509,6 +509,8 @@ def _add_finding(add: Add) -> None:
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
     find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
+    each = "list each job of an array; otherwise, without a filter, an array is one line"
+    find.add_argument("--all", action="store_true", help=each)
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
     ids.completer = completion.job_ids  # type: ignore[attr-defined]

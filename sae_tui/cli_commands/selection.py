@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.values import Selector
-from sae_tui.jobs.edits import NotApplicable
+from sae_tui.jobs.bulk import AlreadyEnded, Change, Outcome, change_all, summary
 from sae_tui.jobs.store_access import existing
-from trainer.contract.errors import BadUsage, UserError, sentence
+from trainer.contract.errors import BadUsage, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done
 from trainer.contract.paths import DataDir
-from trainer.contract.progress import Progress
-from trainer.contract.store.database import StoreError
+from trainer.contract.progress import Progress, track
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
-from trainer.contract.wording import join_words, plural, ranges
+from trainer.contract.wording import join_words, ranges
 
-# A summary follows the lines about this many jobs or more; up to here, a sentence names each job.
+# A summary follows the lines about this many jobs or more; a sentence about fewer jobs names each of them.
 MANY = 6
-# Other processes wait this long while jobs are being changed.
-LONGEST_TRANSACTION_S = 0.5
-
-Change = Callable[[DataDir, Control, int], str]
-Request = Callable[[DataDir, int, Control], str]
 
 
 class Selection(msgspec.Struct, frozen=True):
@@ -75,14 +67,6 @@ def _all_jobs(data: DataDir) -> tuple[list[Job], frozenset[int]]:
         return control.jobs(), control.unreadable
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What a command did to a job: a sentence, and whether the job was changed."""
-
-    id: int
-    message: str
-    outcome: Literal["done", "skipped", "failed"] = "done"
-
-
 def change(context: CommandContext, chosen: Selection, edit: Change, done: str) -> int:
     """Change the selected jobs, report each of them, and return the exit code; `done` is a word like `held`.
 
@@ -90,9 +74,8 @@ def change(context: CommandContext, chosen: Selection, edit: Change, done: str) 
     """
     if chosen.is_single:
         return tell(context, chosen.ids[0], change_one(context.data, chosen.ids[0], edit))
-    with Progress(done, to_descriptor=False) as progress:
-        progress.stage("jobs", len(chosen.ids))
-        outcomes = list(_changes(context.data, chosen.ids, edit, progress))
+    with Progress(done, to_descriptor=False):
+        outcomes = list(track(change_all(context.data, chosen.ids, edit), "jobs", len(chosen.ids)))
     return report(context, outcomes, done)
 
 
@@ -114,64 +97,21 @@ def tell(context: CommandContext, job_id: int, message: str) -> int:
     return Exit.DONE
 
 
-def _changes(data: DataDir, job_ids: Sequence[int], edit: Change, progress: Progress) -> Iterator[Outcome]:
-    """Change the jobs in as few transactions as other processes allow; yield the outcomes once they are stored."""
-    left = list(job_ids)
-    with existing(data, left[0]) as control:
-        while left:
-            outcomes: list[Outcome] = []
-            until = time.monotonic() + LONGEST_TRANSACTION_S
-            with control.together():
-                while left and time.monotonic() < until:
-                    outcomes.append(attempt(left.pop(0), lambda job_id: edit(data, control, job_id)))
-                    progress.advance()
-            yield from outcomes
-
-
-def attempt(job_id: int, act: Callable[[int], str]) -> Outcome:
-    """Act on a job and return the outcome; an error of the whole store is raised."""
-    try:
-        return Outcome(job_id, act(job_id))
-    except StoreError:
-        raise
-    except NotApplicable as error:
-        return Outcome(job_id, str(error), "skipped")
-    except (UserError, OSError) as error:
-        return Outcome(job_id, sentence(error), "failed")
-
-
 def report(context: CommandContext, outcomes: Sequence[Outcome], done: str) -> int:
     """Print a line for each job, and a summary of many; return the exit code, 1 if nothing was done or a job failed."""
-    counts = {word: sum(one.outcome == word for one in outcomes) for word in ("done", "skipped", "failed")}
-    words = {"done": done, "skipped": "skipped", "failed": "failed"}
-    parts = [f"{counts[word]} {shown}" for word, shown in words.items() if counts[word] or word == "done"]
-    summary = f"{plural(len(outcomes), 'job')}: {', '.join(parts)}"
-    has_done(summary)
+    has_done(summary(outcomes, done))
     if context.as_json:
         show_json(outcomes)
     else:
         for one in outcomes:
-            say(one.message) if one.outcome == "done" else warn(f"{one.outcome}: {one.message}")
+            if one.outcome == "done":
+                say(one.message)
+            else:
+                warn(f"{one.outcome}: {one.message}")
         if len(outcomes) >= MANY:
-            say(summary)
-    return Exit.DONE if counts["done"] and not counts["failed"] else Exit.FAILED
-
-
-class AlreadyEnded(NotApplicable):
-    """Raised for a job that has ended; for a single job, this is not an error."""
-
-
-def unless_ended(act: Request) -> Change:
-    """Return a change that asks an active job for something, and does not apply to a job that has ended."""
-
-    def edit(data: DataDir, control: Control, job_id: int) -> str:
-        has_ended = control.job(job_id).state.is_final
-        message = act(data, job_id, control)
-        if has_ended:
-            raise AlreadyEnded(message)
-        return message
-
-    return edit
+            say(summary(outcomes, done))
+    kinds = {one.outcome for one in outcomes}
+    return Exit.DONE if "done" in kinds and "failed" not in kinds else Exit.FAILED
 
 
 def refuse_without_terminal(command: str) -> None:

@@ -91,9 +91,12 @@ class JobsFinder(Filtered):
         self.table.action_move(0)
 
     def action_mark(self) -> None:
-        """Mark or unmark the job under the cursor and move to the next one."""
-        if self.table.selected is not None:
-            self.table.marked ^= {self.table.selected}
+        """Mark or unmark the job or array under the cursor and move to the next row."""
+        array, job_id = self.table.selected_array, self.table.selected
+        ids = {job.id for job in array.jobs} if array else set[int]() if job_id is None else {job_id}
+        if ids:
+            marked = self.table.marked
+            self.table.marked = marked - ids if ids <= marked else marked | ids
             self.table.action_move(1)
             self._draw()
 
@@ -114,12 +117,15 @@ class JobsFinder(Filtered):
         self._draw()
 
     @on(Input.Changed)
+    @on(JobsPanel.Folded)
     def _draw(self) -> None:
         text = self.words
         matches = find(self._jobs, text, self.order)
         hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
-        self.table.show_jobs(matches, self._problem or nothing, *self._of_hosts(len(matches), text))
+        self.table.show_jobs(
+            matches, self._problem or nothing, *self._of_hosts(len(matches), text), folds=not self.filtering
+        )
         marked = len(self.table.marked)
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",

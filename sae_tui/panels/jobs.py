@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from textual.binding import Binding
+from textual.message import Message
+
 from sae_tui.format import bar, count, duration, measure, number
 from sae_tui.jobs.states import describe_state, was_resumed
+from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView, is_loading, judged_value
 from sae_tui.widgets.lines import Line, Span
@@ -15,9 +19,10 @@ from trainer.contract.runs.report_card import PART_TITLES
 from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
+JOBS = Binding.Group("Jobs")
 MARK = "●"
-# The suffix of an evaluation row's key, after the job's id.
-_EVALUATION = " evaluation"
+# The suffixes of the keys of an evaluation's row and of an array's row, after the job's id and the array's id.
+_EVALUATION, _ARRAY = " evaluation", " array"
 _STEP_WIDTH = 9
 _EMPTY: Span = ("", "text")
 COLUMNS = (
@@ -40,32 +45,113 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The jobs table, with job ids as row keys. `marked` contains the jobs that a bulk action applies to."""
+    """The jobs table, with job ids as row keys. `marked` contains the jobs that a bulk action applies to.
+
+    The jobs of an array are folded into one row, until the user unfolds it.
+    """
+
+    BINDINGS = [
+        Binding("right", "unfold", "Unfold", show=False, id="jobs.unfold", group=JOBS,
+                tooltip="Show the jobs of the array under the cursor; enter does too"),
+        Binding("left", "fold", "Fold", show=False, id="jobs.fold", group=JOBS,
+                tooltip="Show the array under the cursor as one row"),
+    ]  # fmt: skip
+
+    class Folded(Message):
+        """The user has folded or unfolded an array, so the rows must be shown again."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
         self.steps: tuple[Line, ...] = ()
         self.marked: frozenset[int] = frozenset()
-        self._made: dict[int, tuple[JobView, bool, Row]] = {}
+        self.arrays: dict[int, ArrayView] = {}
+        self._opened: frozenset[int] = frozenset()
+        self._made: dict[int, tuple[JobView, bool, bool, Row]] = {}
 
     def show_jobs(
-        self, jobs: Sequence[JobView], nothing: str = "", above: Sequence[Row] = (), below: Sequence[Row] = ()
+        self,
+        jobs: Sequence[JobView],
+        nothing: str = "",
+        above: Sequence[Row] = (),
+        below: Sequence[Row] = (),
+        *,
+        folds: bool = True,
     ) -> None:
         """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
-        `above` is this host's heading and `below` contains the rows for other hosts, if any.
+        `above` is this host's heading and `below` contains the rows for other hosts, if any. Unless `folds`, show the
+        jobs of arrays on their own, as a filter does.
         """
         self.empty = nothing or self.steps
-        made = {job.id: self._row(job) for job in jobs}
-        self._made |= made
-        rows = [one for job, _, row in made.values() for one in (row, *evaluation_rows(job))]
+        entries = fold(jobs) if folds else list(jobs)
+        self.arrays = {entry.id: entry for entry in entries if isinstance(entry, ArrayView)}
+        self._go_to_arrays()
+        rows = [row for entry in entries for row in self._rows(entry)]
         self.show_rows([*above, *rows, *below])
 
-    def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
+    def _go_to_arrays(self) -> None:
+        """Move the cursor from the jobs of folded arrays to the arrays."""
+        hidden = {
+            str(job.id): f"{one.id}{_ARRAY}"
+            for one in self.arrays.values()
+            if one.id not in self._opened
+            for job in one.jobs
+        }
+        self._awaited = hidden.get(self._awaited or "", self._awaited)
+        if self.cursor in hidden:
+            self.cursor = hidden[self.cursor]
+
+    def _rows(self, entry: JobView | ArrayView) -> list[Row]:
+        if isinstance(entry, JobView):
+            return [self._row(entry), *evaluation_rows(entry)]
+        is_open = self.is_open(entry)
+        marked = self.marked.issuperset(job.id for job in entry.jobs)
+        head = array_row(entry, is_open=is_open, marked=marked)
+        members = [row for job in entry.jobs for row in (self._row(job, below=True), *evaluation_rows(job))]
+        return [head, *(members if is_open else [])]
+
+    def _row(self, job: JobView, *, below: bool = False) -> Row:
         """Reuse the previous row if nothing has changed, since formatting cells for a thousand jobs takes 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
-        return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
+        if made is None or made[:3] != (job, marked, below):
+            made = self._made[job.id] = (job, marked, below, job_row(job, marked=marked, below=below))
+        return made[3]
+
+    def action_unfold(self) -> None:
+        if array := self.selected_array:
+            self._opened |= {array.id}
+            self.post_message(self.Folded())
+
+    def action_fold(self) -> None:
+        """Fold the array under the cursor, or the array of the job under the cursor."""
+        job_id = self.selected
+        array = self.selected_array or next(
+            (one for one in self.arrays.values() if any(job.id == job_id for job in one.jobs)), None
+        )
+        if array:
+            self._opened -= {array.id}
+            self.cursor = f"{array.id}{_ARRAY}"
+            self.post_message(self.Folded())
+
+    def toggle(self) -> bool:
+        """Unfold or fold the array under the cursor; return False if there is none."""
+        if (array := self.selected_array) is None:
+            return False
+        if self.is_open(array):
+            self.action_fold()
+        else:
+            self.action_unfold()
+        return True
+
+    def is_open(self, array: ArrayView) -> bool:
+        """Return whether the array's jobs are shown below its row."""
+        return array.id in self._opened
+
+    @property
+    def n_folded(self) -> int:
+        """How many fewer rows the table has because of arrays."""
+        return sum(-1 if one.id in self._opened else len(one.jobs) - 1 for one in self.arrays.values())
 
     def show_steps(self, steps: Sequence[Line]) -> None:
         """Show these lines while there are no jobs."""
@@ -80,6 +166,18 @@ class JobsPanel(KeyedTable):
         """The id of the job under the cursor (for an evaluation, the id of its job), or None for a remote job."""
         job_id = (self.cursor or "").removesuffix(_EVALUATION)
         return int(job_id) if job_id.isdecimal() else None
+
+    @property
+    def selected_array(self) -> ArrayView | None:
+        """The array under the cursor, or None for a job."""
+        array_id, is_array, _ = (self.cursor or "").partition(_ARRAY)
+        return self.arrays.get(int(array_id)) if is_array and array_id.isdecimal() else None
+
+    @property
+    def previewed(self) -> int | None:
+        """The id of the job to show in detail: the job under the cursor, or one of the array under the cursor."""
+        array = self.selected_array
+        return array.shown.id if array else self.selected
 
 
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
@@ -106,11 +204,23 @@ def _step(name: str, *keys_and_words: str) -> Line:
     return ((name.ljust(_STEP_WIDTH), "title"), *((text, styles[at % 2]) for at, text in enumerate(keys_and_words)))
 
 
-def job_row(job: JobView, *, marked: bool = False) -> Row:
+def array_row(array: ArrayView, *, is_open: bool, marked: bool = False) -> Row:
+    """Return an array's row: its jobs by state, and the share of them that have finished."""
+    sign = "▾" if is_open else "▸"
+    words: Span = (f"{sign} {array.words} · {array.name}", "title")
+    number: Span = (f"{MARK if marked else ''}{array.id}", "accent" if marked else "label")
+    # The bar takes the column of the remaining time, so that the words have space in narrow windows.
+    cells = (number, words, *[_EMPTY] * (len(COLUMNS) - 4), (bar(array.progress, 8), "bar rail"), _EMPTY)
+    return Row(f"{array.id}{_ARRAY}", cells, spill=1)
+
+
+def job_row(job: JobView, *, marked: bool = False, below: bool = False) -> Row:
+    """Return a job's row; it is indented if it is `below` its array's row."""
     word, sign, style = describe_state(job)
+    indent = "  " if below else ""
     head: tuple[Span, ...] = (
         (f"{MARK if marked else ''}{job.id}", "accent" if marked else "label"),
-        (" ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),
+        (indent + " ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),
         (job.k, "text"),
         (job.d_sae, "text"),
         (f"{sign} {word}", style),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,17 +21,19 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import RecentHistory
 from sae_tui.gpu.window import stored_past
 from sae_tui.jobs.features import features_of_job, has_features
+from sae_tui.jobs.view.arrays import ArrayView
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from sae_tui.panels.gpus import GpuPanel, Shape
-from sae_tui.panels.jobs import JobsPanel, first_steps
+from sae_tui.panels.jobs import JOBS, JobsPanel, first_steps
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import PanelHeights, arrange
-from sae_tui.screens.job_edits import JOBS, JobEdits
+from sae_tui.screens.job_edits import JobEdits
 from sae_tui.screens.look_back import LookBack, span_keys
-from sae_tui.screens.offers import offers_for
+from sae_tui.screens.offers import offers_for, offers_for_array
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
@@ -227,7 +229,8 @@ class Dashboard(FramedScreen):
 
     @property
     def _n_job_rows(self) -> int:
-        return self._others.n_job_rows if self._others else len(self.session.jobs)
+        n_rows = self._others.n_job_rows if self._others else len(self.session.jobs)
+        return n_rows - self.query_one(JobsPanel).n_folded
 
     def _view(self, n_gpus: int) -> str:
         """Return the view to show.
@@ -250,7 +253,7 @@ class Dashboard(FramedScreen):
             n_jobs=self._n_job_rows,
             is_card_view=view == "per_gpu",
             tiles=view == "map",
-            previews=self.query_one(JobsPanel).selected is not None,
+            previews=self.query_one(JobsPanel).previewed is not None,
             words=len(self.query_one(GpuPanel).wrapped(self._why_none()[0], inside)),
             taken=self._others.rows if self._others else 0,
         )
@@ -285,7 +288,7 @@ class Dashboard(FramedScreen):
         self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
         self.query_one(StatusLine).show_status(self.session.status())
         rows, detail = self._arrange(len(self.session.monitor.latest())), self.session.detail
-        if rows.preview and detail is not None and detail.view.id == self.query_one(JobsPanel).selected:
+        if rows.preview and detail is not None and detail.view.id == self.query_one(JobsPanel).previewed:
             self.query_one(PreviewPanel).show_detail(msgspec.structs.replace(detail, member=detail.view.best_sae))
 
     def _first_steps(self) -> Sequence[Line]:
@@ -306,7 +309,7 @@ class Dashboard(FramedScreen):
         # Any screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
         # dialog.
         if self.app.screen is self and self._rows and self._rows.preview:
-            self.session.watcher.follow(self.query_one(JobsPanel).selected)
+            self.session.watcher.follow(self.query_one(JobsPanel).previewed)
 
     def select(self, job_id: int | None) -> None:
         """Put the cursor on a job that may not be listed yet."""
@@ -316,18 +319,26 @@ class Dashboard(FramedScreen):
     def keys_offered(self) -> FooterOffer:
         """Return the keys to show: first the actions on the job under the cursor, or launching if there is no job."""
         job, readonly = self.query_one(JobEdits).selected, self.session.readonly
-        offered = offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
+        offered = self._offers(job, readonly=readonly)
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
-        launches = () if readonly else ("dashboard.new",) if job else ("dashboard.new", "dashboard.extract")
+        has_jobs = job is not None or self.query_one(JobsPanel).selected_array is not None
+        launches = () if readonly else ("dashboard.new",) if has_jobs else ("dashboard.new", "dashboard.extract")
         others = ["dashboard.features"] * (job is not None and has_features(self.session.data, job.id))
-        others += [*launches, *(["jobs.filter"] if job else []), "dashboard.view", "dashboard.settings"]
+        others += [*launches, *(["jobs.filter"] if has_jobs else []), "dashboard.view", "dashboard.settings"]
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
-        hidden = _OF_JOBS | {"dashboard.new", "dashboard.extract"} if readonly or job else _OF_JOBS
+        hidden = _OF_JOBS | {"dashboard.new", "dashboard.extract"} if readonly or has_jobs else _OF_JOBS
         if not self.session.monitor.latest():
             others.remove("dashboard.view")
             hidden = hidden | {"dashboard.view"}
         return FooterOffer([*verbs, *others], hidden - {*verbs, *others}, verbs)
+
+    def _offers(self, job: JobView | None, *, readonly: bool) -> Mapping[str, str]:
+        """Return the actions on the job or array under the cursor."""
+        panel = self.query_one(JobsPanel)
+        if array := panel.selected_array:
+            return offers_for_array(array, is_open=panel.is_open(array), readonly=readonly)
+        return offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
 
     def action_open_log(self) -> None:
         if self._others and self._others.open_log():
@@ -381,17 +392,18 @@ class Dashboard(FramedScreen):
         self.query_one(GpuPanel).scroll_gpus(pages)
 
     def action_open_job(self) -> None:
-        if not (self._others and self._others.open_log()):
-            self._with_selected(self.session.go.open_job)
+        if self.query_one(JobsPanel).toggle() or (self._others and self._others.open_log()):
+            return
+        self._with_selected(self.session.go.open_job)
 
     def action_stop_job(self) -> None:
-        self._act("stop", self.session.actions.stop)
+        self._act("stop", self.session.actions.stop, self.session.actions.stop_array)
 
     def action_pause_job(self) -> None:
-        self._act("pause", self.session.actions.pause)
+        self._act("pause", self.session.actions.pause, self.session.actions.pause_array)
 
     def action_continue_job(self) -> None:
-        self._act("continue", self.session.actions.resume)
+        self._act("continue", self.session.actions.resume, self.session.actions.release_array)
 
     def action_clone_job(self) -> None:
         self._with_selected(self.session.go.clone_job)
@@ -399,9 +411,11 @@ class Dashboard(FramedScreen):
     def action_delete_job(self) -> None:
         self.session.actions.delete(self.query_one(JobEdits).targets)
 
-    def _act(self, verb: str, act: Callable[[int], object]) -> None:
-        """Apply an action to the job under the cursor, on the host running the job."""
-        if not (self._others and self._others.act(verb)):
+    def _act(self, verb: str, act: Callable[[int], object], act_on_array: Callable[[ArrayView], object]) -> None:
+        """Apply an action to the job or array under the cursor, on the host running the job."""
+        if array := self.query_one(JobsPanel).selected_array:
+            act_on_array(array)
+        elif not (self._others and self._others.act(verb)):
             self._with_selected(act)
 
     def _with_selected(self, act: Callable[[int], object]) -> None:
@@ -412,3 +426,8 @@ class Dashboard(FramedScreen):
     @on(KeyedTable.Chosen)
     def _open(self) -> None:
         self.action_open_job()
+
+    @on(JobsPanel.Folded)
+    def _fold(self) -> None:
+        self.show_jobs()
+        self.refresh_bindings()

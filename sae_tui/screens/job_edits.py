@@ -8,8 +8,10 @@ from textual.binding import Binding
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.states import stands
+from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.finder import JobsFinder
+from sae_tui.panels.jobs import JOBS
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from trainer.contract.paths import DataDir
@@ -17,7 +19,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
-JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
+QUEUE = Binding.Group("Queue")
 
 
 class JobEdits(JobsFinder):
@@ -55,8 +57,14 @@ class JobEdits(JobsFinder):
 
     @property
     def targets(self) -> list[int]:
-        """The marked jobs or, if there are none, the job under the cursor."""
-        return self.marked or [job.id for job in [self.selected] if job]
+        """The marked jobs or, if there are none, the job under the cursor, or all jobs of the array there."""
+        array = self.selected_array
+        return self.marked or [job.id for job in (array.jobs if array else [self.selected]) if job]
+
+    @property
+    def selected_array(self) -> ArrayView | None:
+        """The array under the cursor."""
+        return self.table.selected_array
 
     def action_compare(self) -> None:
         from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
@@ -98,11 +106,16 @@ class JobEdits(JobsFinder):
         def change(data: DataDir, control: Control, job_id: int) -> str:
             return edits.prioritise(data, control, job_id, control.job(job_id).priority + by)
 
-        if job := self._in_line():
+        if array := self.selected_array:
+            queued = [job.id for job in array.jobs if job.state == JobState.QUEUED]
+            self.session.actions.edit(queued, change)
+        elif job := self._in_line():
             self.session.actions.edit([job.id], change)
 
     def action_hold(self) -> None:
-        if job := self._in_line():
+        if array := self.selected_array:
+            self.session.actions.hold_array(array)
+        elif job := self._in_line():
             self.session.actions.edit([job.id], edits.release if job.held else edits.hold)
 
     def action_come_after(self) -> None:

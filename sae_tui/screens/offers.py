@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import DONE, JobState
@@ -28,6 +29,19 @@ def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
     """
     offered = _offers(job)
     return {verb: word for verb, word in offered.items() if verb in _LOOKS} if readonly else offered
+
+
+def offers_for_array(array: ArrayView, *, is_open: bool, readonly: bool = False) -> Mapping[str, str]:
+    """Return the actions applicable to the jobs of an array, most important first, each with its label."""
+    offered = {"open": "Fold" if is_open else "Unfold"}
+    if readonly:
+        return offered
+    queued = [job for job in array.jobs if job.state == JobState.QUEUED]
+    if queued:
+        offered["hold"] = "Release all" if all(job.held for job in queued) else "Hold all"
+    if all(job.state.is_final for job in array.jobs):
+        return offered | {"mark": "Mark", "delete": "Delete all"}
+    return offered | {"stop": "Stop all", **({"sooner": "Sooner"} if queued else {}), "mark": "Mark"}
 
 
 def _offers(job: Job) -> Mapping[str, str]:
