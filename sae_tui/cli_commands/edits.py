@@ -27,7 +27,7 @@ from sae_tui.cli_commands.selection import (
 )
 from sae_tui.cli_commands.values import Selector, selector, selector_in
 from sae_tui.jobs import edits, store_access
-from sae_tui.jobs.bulk import Change, attempt, unless_ended
+from sae_tui.jobs.bulk import Change, NothingToDo, attempt, unless_ended
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.queue.after import waiting_for
@@ -36,8 +36,10 @@ from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done, show_text
+from trainer.contract.paths import DataDir
 from trainer.contract.progress import Progress, track
 from trainer.contract.settings.typed import cut
+from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes
 
 
@@ -48,7 +50,7 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
         return _resume_one(context, flags, chosen.ids[0])
     with Progress("resume", to_descriptor=False):
         outcomes = [
-            attempt(job_id, lambda one: _resume(context, flags, one).message) for job_id in track(chosen.ids, "jobs")
+            attempt(job_id, lambda one: _resume(context, flags, one).with_notes) for job_id in track(chosen.ids, "jobs")
         ]
     resumed_ids = [one.id for one in outcomes if one.outcome == "done"]
     if not (flags.wait and resumed_ids):
@@ -66,6 +68,10 @@ class _Resumed(NamedTuple):
     began: str
     step: int | None = None
     notes: Sequence[str] = ()
+
+    @property
+    def with_notes(self) -> str:
+        return "; ".join([self.message, *self.notes])
 
 
 def _resume(context: CommandContext, flags: argparse.Namespace, job_id: int) -> _Resumed:
@@ -125,7 +131,15 @@ def hold(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def release(context: CommandContext, flags: argparse.Namespace) -> int:
-    return change(context, select(context, flags.ids), edits.release, "released")
+    return change(context, select(context, flags.ids), _release_held, "released")
+
+
+def _release_held(data: DataDir, control: Control, job_id: int) -> str:
+    is_held = control.job(job_id).held or "pause" in control.open_requests(job_id)
+    message = edits.release(data, control, job_id)
+    if not is_held:
+        raise NothingToDo(message)
+    return message
 
 
 def prioritise(context: CommandContext, flags: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.values import Selector
-from sae_tui.jobs.bulk import AlreadyEnded, Change, Outcome, change_all, summary
+from sae_tui.jobs.bulk import Change, NothingToDo, Outcome, change_all, summary
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import BadUsage, UserError
 from trainer.contract.exits import Exit
@@ -84,7 +84,7 @@ def change_one(data: DataDir, job_id: int, edit: Change) -> str:
     with existing(data, job_id) as control:
         try:
             return edit(data, control, job_id)
-        except AlreadyEnded as error:
+        except NothingToDo as error:
             return str(error)
 
 

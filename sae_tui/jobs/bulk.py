@@ -33,8 +33,8 @@ class Outcome(msgspec.Struct, frozen=True):
     outcome: Literal["done", "skipped", "failed"] = "done"
 
 
-class AlreadyEnded(NotApplicable):
-    """Raised for a job that has ended; for a single job, this is not an error."""
+class NothingToDo(NotApplicable):
+    """Raised for a job that already is as it should be, such as one that has ended; alone, it is not an error."""
 
 
 def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterator[Outcome]:
@@ -71,7 +71,7 @@ def unless_ended(request: Request) -> Change:
         has_ended = control.job(job_id).state.is_final
         message = request(data, job_id, control)
         if has_ended:
-            raise AlreadyEnded(message)
+            raise NothingToDo(message)
         return message
 
     return change

@@ -12,10 +12,10 @@ from sae_tui.jobs.view.reader import JobView
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
-# The order of states in an array's summary.
+# The order of states in an array's summary. The bar shows how many have finished, so that state may be cut off.
 _ORDER = (
-    "starting", "running", "cooling", "stalled", "stopping", "queued", HELD.word, PAUSED.word, "finished", "failed",
-    "lost", "stopped",
+    "starting", "running", "cooling", "stalled", "stopping", "queued", HELD.word, PAUSED.word, "failed", "lost",
+    "stopped", "finished",
 )  # fmt: skip
 
 
