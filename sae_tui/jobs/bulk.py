@@ -48,8 +48,14 @@ def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterato
             until = time.monotonic() + LONGEST_TRANSACTION_S
             with control.together():
                 while left and (not outcomes or time.monotonic() < until):
-                    outcomes.append(attempt(left.pop(0), lambda job_id: change(data, control, job_id)))
+                    outcomes.append(attempt(left.pop(0), lambda job_id: _change_whole(data, control, job_id, change)))
             yield from outcomes
+
+
+def _change_whole(data: DataDir, control: Control, job_id: int, change: Change) -> str:
+    """Change a job; if that fails, leave its row unchanged."""
+    with control.together():
+        return change(data, control, job_id)
 
 
 def attempt(job_id: int, act: Callable[[int], str]) -> Outcome:

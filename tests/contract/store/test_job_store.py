@@ -261,3 +261,53 @@ def test_a_store_works_again_once_its_moved_folder_is_moved_back(
                 control.job(job_id)
         aside.rename(folder)
         assert control.job(job_id).id == job_id
+
+
+def test_changes_made_together_are_stored_together(control: Control, queued: MakeJob) -> None:
+    other = Control(control.path, readonly=True)
+    with control.together():
+        ids = [control.create_job(queued()) for _ in range(3)]
+        control.update(ids[0], note="first")
+        assert other.jobs() == []
+    assert [job.id for job in other.jobs()] == ids[::-1]
+    other.close()
+
+
+def half_change(control: Control, job_id: int) -> None:
+    """Change a job together with others, and fail."""
+    with control.together():
+        control.update(job_id, note="lost")
+        control.add_event(job_id, "lost", "lost")
+        raise UserError("stop")
+
+
+def test_changes_made_together_within_others_are_undone_together(control: Control, queued: MakeJob) -> None:
+    with control.together():
+        job_id = control.create_job(queued())
+        with pytest.raises(UserError):
+            half_change(control, job_id)
+        control.update(job_id, priority=3)
+    (job,) = control.jobs()
+    assert (job.note, job.priority, control.events(job_id)) == ("", 3, [])
+
+
+def test_a_change_that_fails_is_undone_alone(control: Control, queued: MakeJob) -> None:
+    def fails(row: Job) -> Job:
+        raise UserError("its files cannot be written")
+
+    with control.together():
+        first = control.create_job(queued())
+        with pytest.raises(UserError):
+            control.create_job(queued(), prepare=fails)
+        second = control.create_job(queued())
+    assert [job.id for job in control.jobs()] == [second, first]
+    assert second == first + 1
+
+
+def test_an_error_undoes_all_changes_made_together(control: Control, queued: MakeJob) -> None:
+    job_id = control.create_job(queued())
+    with pytest.raises(UserError):
+        half_change(control, job_id)
+    assert (control.job(job_id).note, control.events(job_id)) == ("", [])
+    control.update(job_id, note="kept")
+    assert control.job(job_id).note == "kept"

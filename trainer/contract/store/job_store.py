@@ -96,12 +96,13 @@ class Control:
 
         Other processes cannot write in the meantime, so the body must take less than `BUSY_TIMEOUT_S`.
         """
+        outer = self._together
         with self._write() as db:
             self._together = db
             try:
                 yield
             finally:
-                self._together = None
+                self._together = outer
 
     # jobs
 
