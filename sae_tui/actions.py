@@ -111,7 +111,7 @@ ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve
 # The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
-# The number of jobs from which a message summarises what was done to them.
+# A message about this many jobs or more is a summary.
 _MANY = 4
 
 

@@ -176,7 +176,9 @@ def record_jobs(data: DataDir) -> None:
     """For all job ids in the documentation, record finished jobs with report cards."""
     data.create()
     for number in range(1, 14):
-        job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2, tags=("sweep",))
+        job_id = record_job(
+            data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2, tags=("sweep",)
+        )
         record_metrics(data, job_id, steps=20)
         put_card(data.sae(job_id))
 

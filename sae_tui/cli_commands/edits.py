@@ -55,10 +55,10 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
     resumed_ids = [one.id for one in outcomes if one.outcome == "done"]
     if not (flags.wait and resumed_ids):
         return report(context, outcomes, "resumed")
-    for one in outcomes:
-        if one.outcome != "done":
-            warn(f"{one.outcome}: {one.message}")
-    return wait_for(context, *resumed_ids, began="is resumed")
+    left = [one for one in outcomes if one.outcome != "done"]
+    for one in left:
+        warn(f"{one.outcome}: {one.message}")
+    return max(wait_for(context, *resumed_ids, began="is resumed"), Exit.FAILED if left else Exit.DONE)
 
 
 class _Resumed(NamedTuple):

@@ -1,6 +1,6 @@
 """Selects the jobs that a command acts on: by id, by a range of ids like `3-9`, or by tag like `#sweep`.
 
-A command that changes several jobs reports each of them, and skips the jobs to which the change does not apply.
+A command that changes several jobs reports each of them. It skips a job if the change does not apply to it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def change_one(data: DataDir, job_id: int, edit: Change) -> str:
 
 
 def tell(context: CommandContext, job_id: int, message: str) -> int:
-    """Report what was done to a single job."""
+    """Report the change of a single job."""
     if context.as_json:
         show_json({"id": job_id, "message": message})
     else:

@@ -1,4 +1,4 @@
-"""Changes many jobs in a few transactions, and skips the jobs to which the change does not apply."""
+"""Changes many jobs in a few transactions; skips a job if the change does not apply to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Request = Callable[[DataDir, int, Control], str]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What was done to a job: a sentence, and whether the job was changed."""
+    """The result of changing a job: a sentence, and whether the job was changed."""
 
     id: int
     message: str

@@ -66,7 +66,7 @@ def launch_all(
     """Record jobs, start their supervisors, and return the jobs' ids without waiting for the jobs.
 
     The jobs start after the jobs in `after` have finished and, if `hold`, after they are released. With `as_array`,
-    they form an array, of which `at_once` jobs may run at once.
+    they form an array; at most `at_once` jobs of the array run at once.
 
     If any job cannot run, raise `JobFileError` and write nothing. If a job cannot be recorded, for example because the
     disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If a
@@ -148,7 +148,7 @@ class _Recording:
         self._above = data.last_id()
 
     def record(self, jobs: Iterable[tuple[AnyJob, Placement]]) -> list[int]:
-        """Record the first jobs in one transaction, as many as fit into its time, and return their ids.
+        """Record the first jobs in one transaction, until its time is over, and return their ids.
 
         If one of them cannot be recorded, raise `UserError` and leave neither rows nor files of any of them.
         """

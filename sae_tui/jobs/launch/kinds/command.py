@@ -18,7 +18,7 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes, plural
 
-# The variables that tell a program of an array which of its jobs it is.
+# The variables with the id of the array and the index of the job, for programs of an array.
 ARRAY_ID, ARRAY_INDEX = "SAE_TUI_ARRAY_ID", "SAE_TUI_ARRAY_INDEX"
 
 
@@ -52,7 +52,7 @@ class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):
         return None
 
     def in_array(self, job: CommandJob, array: int) -> CommandJob:
-        """Tell the program the array's id in a variable, which a clone or a resumed job also gets."""
+        """Add a variable with the id of the array, which a clone and a resumed job also get."""
         return job.replace("command", env=[*(job.command.env or ()), f"{ARRAY_ID}={array}"])
 
     def write_files(self, data: DataDir, row: Job, job: CommandJob) -> None:
