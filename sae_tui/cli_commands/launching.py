@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sae_tui.cli_commands.context import CommandContext, consent_of, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
@@ -124,30 +124,24 @@ def launch_all(
     with Progress("launch", to_descriptor=False):
         pairs = zip(jobs, places, strict=True)
         ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
-    launched = dict(zip(ids, places, strict=True))
     has_done(f"{named_jobs(ids)} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
         held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}
-        return wait_for(context, *launched, **held)
+        return wait_for(context, *ids, **held)
     if context.as_json:
-        rows = [
-            {
-                "id": job_id,
-                "gpus": [index for index, _ in where.gpus],
-                "device": where.device,
-                "logout": logout.sentence,
-                "array": ids[0] if array else None,
-            }
-            for job_id, where in launched.items()
-        ]
+        shared = {"logout": logout.sentence, "array": ids[0] if array else None}
+        rows = [_launched(job_id, where) | shared for job_id, where in zip(ids, places, strict=True)]
         show_json(rows if len(rows) > 1 else rows[0])
-        return Exit.DONE
-    if array and len(jobs) > MOST_LISTED:
+    elif array and len(ids) > MOST_LISTED:
         say(_array_stands(flags, ids, array))
-        return Exit.DONE
-    for job_id, job in zip(launched, jobs, strict=True):
-        say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
+    else:
+        for job_id, job, where in zip(ids, jobs, places, strict=True):
+            say(f"job {job_id} {_stands(context, flags, job_id, job, where)}")
     return Exit.DONE
+
+
+def _launched(job_id: int, where: Placement) -> dict[str, Any]:
+    return {"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device}
 
 
 def _array_stands(flags: argparse.Namespace, ids: Sequence[int], array: Array) -> str:

@@ -87,11 +87,11 @@ def test_an_invalid_array_is_refused_in_one_line(shell, flags, said):
 
 
 def test_a_large_array_is_reported_in_one_line(shell):
-    done = shell.run("run", "--gpus", 0, "--hold", "--array", "0-19%4", "--", "true")
+    done = shell.run("run", "--gpus", 0, "--hold", "--array", "0-8%4", "--", "true")
     assert done.stdout == (
-        "array 1: 20 jobs (1-20) are held, at most 4 of them at once; `sae-tui release 1-20` lets them start\n"
+        "array 1: 9 jobs (1-9) are held, at most 4 of them at once; `sae-tui release 1-9` lets them start\n"
     )
-    shell.run("stop", "1-20", "--yes")
+    shell.run("stop", "1-9", "--yes")
     wait_for_store(shell.data, lambda control: all(job.state.is_final for job in control.jobs()))
 
 

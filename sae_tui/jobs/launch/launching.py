@@ -36,12 +36,14 @@ from trainer.contract.settings.promised import Promises
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import join_words
+from trainer.contract.wording import join_words, ranges
 
 Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
 # Other processes wait this long while jobs are being recorded; the store gives up only after `BUSY_TIMEOUT_S`.
 LONGEST_TRANSACTION_S = 0.5
+# An error names this many launched jobs or more by ranges of their ids.
+MANY = 6
 
 
 def launch(data: DataDir, job: AnyJob, placement: Placement, **options: Any) -> int:
@@ -110,8 +112,9 @@ def _record_and_start(recording: _Recording, jobs: Sequence[tuple[AnyJob, Placem
 
 def _with_launched(error: UserError, launched: Sequence[int]) -> UserError:
     """Return the error with the jobs launched before it, if any."""
-    before = join_words([f"job {job_id}" for job_id in launched]) if launched else ""
-    return UserError(f"{error}; already launched: {before}" if before else str(error))
+    few = len(launched) < MANY
+    before = join_words([f"job {job_id}" for job_id in launched]) if few and launched else f"jobs {ranges(launched)}"
+    return UserError(f"{error}; already launched: {before}" if launched else str(error))
 
 
 class NotStarted(UserError):
@@ -145,7 +148,6 @@ class _Recording:
         # The id of the array's first job, once it is known.
         self._array: int | None = None
         self._past = control.jobs()
-        self._above = data.last_id()
 
     def record(self, jobs: Iterable[tuple[AnyJob, Placement]]) -> list[int]:
         """Record the first jobs in one transaction, until its time is over, and return their ids.
@@ -156,15 +158,17 @@ class _Recording:
         until = time.monotonic() + LONGEST_TRANSACTION_S
         with contextlib.ExitStack() as undo:
             with self.control.together():
+                # Another launch that was killed may have left folders.
+                above = self.data.last_id()
                 for job, placement in jobs:
-                    ids.append(self._record(job, placement, undo))
+                    ids.append(self._record(job, placement, above, undo))
                     progress.advance(0.5)
                     if time.monotonic() > until:
                         break
             undo.pop_all()
         return ids
 
-    def _record(self, job: AnyJob, placement: Placement, undo: contextlib.ExitStack) -> int:
+    def _record(self, job: AnyJob, placement: Placement, above: int, undo: contextlib.ExitStack) -> int:
         with environment.judged_there(job):
             own = fields_of(self.data, job, placement, self._past)
         visible = visible_devices(placement, self._shared["gpu_source"])
@@ -180,7 +184,7 @@ class _Recording:
                 raise UserError(f"the job cannot be recorded in {self.data.root}: {sentence(error)}") from None
             return row
 
-        return self.control.create_job(row, above=self._above, prepare=prepare)
+        return self.control.create_job(row, above=above, prepare=prepare)
 
     def _in_array(self, job: AnyJob, row: Job) -> tuple[AnyJob, Job]:
         """Return the job and its row with the array's id, which is the id of the array's first job."""
