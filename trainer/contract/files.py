@@ -10,6 +10,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,7 +61,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
-            if durable:
+            if durable and _unsynced.get() is None:
                 os.fsync(stream.fileno())
         os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
@@ -70,7 +71,41 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
     finally:
         os.close(folder)
     if durable:
-        _sync_names(path.parent)
+        _sync_names(path.parent) if (unsynced := _unsynced.get()) is None else unsynced.append(path)
+
+
+# The files written in the body of `synced_together`, or None outside.
+_unsynced: ContextVar[list[Path] | None] = ContextVar("_unsynced", default=None)
+# Disks finish writes in groups, so several threads wait hardly longer than one.
+_SYNC_THREADS = 8
+
+
+@contextlib.contextmanager
+def synced_together() -> Iterator[None]:
+    """Wait for the disk only once, for all files that this thread writes in the body; raise `OSError` on failure.
+
+    Waiting for each of 1,000 files takes 10 s on a busy disk.
+    """
+    files: list[Path] = []
+    token = _unsynced.set(files)
+    try:
+        yield
+    finally:
+        _unsynced.reset(token)
+    # Imported late because few commands write many files.
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(_SYNC_THREADS) as threads:
+        list(threads.map(_sync, files))
+        list(threads.map(_sync_names, dict.fromkeys(file.parent for file in files)))
+
+
+def _sync(file: Path) -> None:
+    descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_names(folder: Path) -> None:

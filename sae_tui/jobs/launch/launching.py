@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract import progress
 from trainer.contract.errors import JobFileError, UserError, errors, sentence
-from trainer.contract.files import write_own
+from trainer.contract.files import synced_together, write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
 from trainer.contract.planning.gpu_vendors import VENDORS
@@ -157,7 +157,7 @@ class _Recording:
         ids: list[int] = []
         until = time.monotonic() + LONGEST_TRANSACTION_S
         with contextlib.ExitStack() as undo:
-            with self.control.together():
+            with self.control.together(), self._explained(), synced_together():
                 # Another launch that was killed may have left folders.
                 above = self.data.last_id()
                 for job, placement in jobs:
@@ -178,13 +178,19 @@ class _Recording:
             self.data.refuse_links(row.id)
             undo.callback(shutil.rmtree, self.data.run(row.id).root, ignore_errors=True)
             member, row = self._in_array(job, row)
-            try:
+            with self._explained():
                 _write_files(self.data, row, member)
-            except OSError as error:
-                raise UserError(f"the job cannot be recorded in {self.data.root}: {sentence(error)}") from None
             return row
 
         return self.control.create_job(row, above=above, prepare=prepare)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Convert an `OSError` to a `UserError` about the data folder."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"the job cannot be recorded in {self.data.root}: {sentence(error)}") from None
 
     def _in_array(self, job: AnyJob, row: Job) -> tuple[AnyJob, Job]:
         """Return the job and its row with the array's id, which is the id of the array's first job."""

@@ -66,12 +66,12 @@ def test_jobs_that_cannot_be_recorded_leave_nothing_and_the_earlier_ones_are_nam
     # Each job gets its own transaction.
     monkeypatch.setattr(launching, "LONGEST_TRANSACTION_S", 0.0)
 
-    def block_third(data, job_id: int) -> None:
+    def block_later(data, job_id: int) -> None:
         if job_id == 2:
-            data.run(3).root.symlink_to("/nowhere")
+            data.trash.symlink_to("/nowhere")
 
     with pytest.raises(UserError, match=r"is a symbolic link.*; already launched: job 1 and job 2$"):
-        launch(box, [command(f"job {n}") for n in range(4)], block_third)
+        launch(box, [command(f"job {n}") for n in range(4)], block_later)
     assert [job.id for job in box.control.jobs()] == [2, 1]
 
 
@@ -89,6 +89,35 @@ def test_a_failure_in_a_transaction_undoes_the_files_and_rows_of_all_its_jobs(bo
         launch(box, [command(f"job {n}") for n in range(4)], no_start)
     assert box.control.jobs() == []
     assert [box.data.run(job_id).root.exists() for job_id in (1, 2, 3)] == [False, False, False]
+
+
+def test_no_row_is_stored_before_its_files_are_on_the_disk(box, monkeypatch):
+    synced: dict[str, int] = {}
+
+    def fsync(descriptor: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = len(box.control.jobs())
+
+    box.make_store()
+    monkeypatch.setattr(os, "fsync", fsync)
+    ids = launch(box, [command("a"), command("b")], no_start)
+    for job_id in ids:
+        root = box.data.run(job_id).root
+        for path in (root, *(root / name for name in ("job.toml", "environment.json", "record.json"))):
+            assert synced[str(path)] == 0
+    assert len(box.control.jobs()) == 2
+
+
+def test_a_disk_that_loses_the_files_leaves_no_job(box, monkeypatch):
+    box.make_store()
+
+    def fsync(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(UserError, match=r"^the job cannot be recorded in .*: Input/output error$"):
+        launch(box, [command("a"), command("b")], no_start)
+    assert box.control.jobs() == []
+    assert not box.data.run(1).root.exists()
 
 
 def test_if_a_job_does_not_start_the_others_do_and_are_named(box):
