@@ -17,11 +17,13 @@ from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.limits import problems_with_policy, warnings_about
 from sae_tui.jobs.launch.memory_need import PeakMemory, used_before
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
+from sae_tui.policy import read_policy
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
@@ -205,7 +207,8 @@ class _Checks:
         self._context = context
         gpus = context.gpus
         self._machine = placement.machine(gpus.choices, context.data, cuda=gpus.cuda, promises=promises)
-        self._used_before = used_before(context.past())
+        self._past, self._policy = context.past(), read_policy(context.data)
+        self._used_before = used_before(self._past)
 
     def check(self, job: AnyJob) -> tuple[Placement | None, list[Problem]]:
         """Return the job's placement, or None, and all problems with the job and its placement."""
@@ -216,7 +219,9 @@ class _Checks:
             lack = lack_of_trainer() if job.needs_trainer else ""
             problems = [*([Problem("", lack)] if lack else []), *problems, *proposal.problems()]
             try:
-                return self.place(proposal), problems
+                where = self.place(proposal)
+                beyond = problems_with_policy(job, where.gpus_wanted, self._policy, self._past)
+                return where, [*problems, *warnings_about(self._policy), *beyond]
             except JobFileError as error:
                 # Skip settings already reported by earlier checks.
                 paths = {problem.path for problem in problems if problem.severity == "error"}

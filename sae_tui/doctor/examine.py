@@ -13,6 +13,7 @@ from sae_tui.doctor import (
     environments,
     links,
     machine,
+    policy,
     queue_service,
     self_test,
     session,
@@ -56,6 +57,7 @@ CHECKS: tuple[Check, ...] = (
     terminal.check_mouse,
     slurm.check_slurm,
     session.check_logout,
+    policy.check_policy,
     queue_service.check_queue_service,
     environments.check_environments,
     environments.check_trainer_code,
@@ -72,7 +74,7 @@ OF_FOLDER: frozenset[Check] = frozenset(
     (
         trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
         storage.check_file_locks, storage.check_store_lock, storage.check_locks, storage.check_folder,
-        storage.check_space,
+        storage.check_space, policy.check_policy,
     )
 )  # fmt: skip
 # The time limit in seconds for the next finding of a check. GPU reads have their own limits, 37 s in total. The

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from sae_tui import policy
+from sae_tui.jobs.gpus import idle
 from sae_tui.jobs.launchers import local
 from sae_tui.jobs.supervisor import supervise
 from sae_tui.jobs.supervisor.supervise import main
@@ -22,7 +24,15 @@ def plant_a_mistake() -> None:
     attempt.Watch = Buggy
 
 
+def shorten_idle_times(idle_s: float) -> None:
+    """Point out a job that has not used its GPUs for this long, and check this often."""
+    policy.IDLE_S = idle_s
+    idle.CHECK_EVERY_S = idle_s / 4
+
+
 if __name__ == "__main__":
+    if idle_s := os.environ.get("FAKE_IDLE_S"):
+        shorten_idle_times(float(idle_s))
     if os.environ.get("FAKE_BUG"):
         plant_a_mistake()
     supervise.RESTART_AFTER_S = 0.1

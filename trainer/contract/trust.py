@@ -8,6 +8,7 @@ import io
 import os
 import pwd
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 from trainer.contract.errors import UserError
@@ -104,24 +105,28 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
     return f"others may write to {step}; `chmod go-w` it"
 
 
-def open_own(file: Path) -> io.BufferedReader:
+def open_own(file: Path, owners: Collection[int] = ()) -> io.BufferedReader:
     """Open a file that controls what programs do on behalf of this user.
 
-    Raise `UserError` if anyone but this user and root can write to the file, and `OSError` if it is missing.
+    Raise `UserError` if anyone but this user and root, or but the users in `owners` if given, can write to the file,
+    and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     # Check the open file because the name may refer to another file by now.
-    if why := distrust_of_open(file, os.fstat(descriptor)):
+    if why := distrust_of_open(file, os.fstat(descriptor), owners=owners):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")
     return open(descriptor, "rb")
 
 
-def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
-    """Return the same as `distrust_of_file` for an open file with this status; with `pipes`, also allow pipes."""
+def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False, owners: Collection[int] = ()) -> str:
+    """Return the same as `distrust_of_file` for an open file with this status; with `pipes`, also allow pipes.
+
+    `owners` replaces this user and root as the users whose files are trusted.
+    """
     if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (owners or (os.geteuid(), 0)):
         return f"{file} belongs to {user_of(status.st_uid)}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to {file}; `chmod go-w` it"

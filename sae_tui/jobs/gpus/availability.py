@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from sae_tui.gpu.base import ONE_PROCESS, GpuProcess, GpuSample
-from sae_tui.jobs.gpus.locks import HolderReader, lock_holders, owner
+from sae_tui.jobs.gpus.locks import HolderReader, lock_holders, owner, user_of_process
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
@@ -101,6 +101,18 @@ def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterab
     # If one of our jobs holds the lock but not yet the lease, it is recognised by its supervisor's pid.
     other_users = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, other_users=other_users) if other_users else held
+
+
+def locked_elsewhere(folder: Path, unleased: Iterable[str], own_pids: Collection[int]) -> dict[str, frozenset[str]]:
+    """Return, for each user, the UUIDs of the GPUs that jobs from other data folders have locked.
+
+    `unleased` contains the UUIDs of the GPUs that no job in our own store holds.
+    """
+    found: dict[str, set[str]] = {}
+    for uuid, pid in lock_holders(folder, unleased).items():
+        if pid not in own_pids and (user := user_of_process(pid)):
+            found.setdefault(user, set()).add(uuid)
+    return {user: frozenset(uuids) for user, uuids in found.items()}
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:

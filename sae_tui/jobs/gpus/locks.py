@@ -167,10 +167,16 @@ def pids_by_lock(lines: bytes) -> dict[str, int]:
 
 def owner(pid: int) -> str:
     """Describe a process's owner, like `alice (pid 123)`, or return only the pid if the process has exited."""
+    user = user_of_process(pid)
+    return f"{user} (pid {pid})" if user else f"pid {pid}"
+
+
+def user_of_process(pid: int) -> str:
+    """Return the login name of a process's user, or "" if the process has exited."""
     try:
-        return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
+        return user_of(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
-        return f"pid {pid}"
+        return ""
 
 
 def _path(folder: Path, uuid: str) -> Path:

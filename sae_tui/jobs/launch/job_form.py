@@ -14,10 +14,12 @@ from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, capacity_on_cpu, capacity_on_gpus, used_before
 from sae_tui.jobs.launch.placement import propose_here
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
+from sae_tui.policy import read_policy
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, shipped_data, working_folder
@@ -166,6 +168,8 @@ def _review(
     except JobFileError:
         return Review(None, (*problems, *proposal.problems()))
     problems += proposal.problems()
+    policy = read_policy(data)
+    problems += problems_with_policy(job, proposal.devices if look.on_gpus else 0, policy, past)
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = capacity(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = kind.need(job, look, free, device=device, past=past)
@@ -177,6 +181,8 @@ def _review(
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes)
     text = kind.summary(job, look, device=device, past=past)
+    if (limited := with_policy_limit(job, policy)) is not job:
+        text = f"{text} · stops after {limited.launch.time_limit}, as the policy of this machine says"
     if waits := comes_after(writers_of(job, past)):
         text = f"{text} · {waits}, whose rows it reads"
     lack = look.lack if look.on_gpus else ""

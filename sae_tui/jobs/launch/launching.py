@@ -15,6 +15,7 @@ from sae_tui.gpu import resolve
 from sae_tui.jobs import detach, environment
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.named_python import whole
@@ -23,6 +24,7 @@ from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
+from sae_tui.policy import read_policy
 from trainer.contract import progress
 from trainer.contract.errors import JobFileError, UserError, errors, sentence
 from trainer.contract.files import synced_together, write_own
@@ -75,11 +77,13 @@ def launch_all(
     supervisor does not start, raise `UserError`; its job is then `failed`.
     """
     after, tags = tuple(after), as_tags(tags)
-    wanted = [(with_whole_python(job.with_paths([working_folder()])), placement) for job, placement in jobs]
-    promises = promised_by(data, after)
+    policy, promises = read_policy(data), promised_by(data, after)
+    absolute = [(with_whole_python(job.with_paths([working_folder()])), placement) for job, placement in jobs]
+    wanted = [(with_policy_limit(job, policy), placement) for job, placement in absolute]
     for job, placement in wanted:
         with environment.required(job):
-            if problems := errors(check(job, _machine_of(data, placement, promises))):
+            beyond = problems_with_policy(job, placement.gpus_wanted, policy, ())
+            if problems := errors([*check(job, _machine_of(data, placement, promises)), *beyond]):
                 raise JobFileError(problems)
     data.create()
     shared = {"user": user_name(), **this_machine(), "gpu_source": gpu_source, "held": hold}

@@ -18,6 +18,7 @@ from sae_tui.jobs.launch.launching import (
     with_whole_python,
     write_files,
 )
+from sae_tui.jobs.launch.limits import problems_with_policy
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.machine import elsewhere, is_here, this_machine
 from sae_tui.jobs.output import NO_SHARD
@@ -26,7 +27,8 @@ from sae_tui.jobs.queue.gpu_reader import GpuReader
 from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
-from trainer.contract.errors import JobFileError, Problem, UserError, sentence
+from sae_tui.policy import read_policy
+from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
@@ -102,6 +104,8 @@ def resume(
             raise UserError(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
         _refuse_gpus_of_others(data, job, plan.placement)
+        if beyond := errors(problems_with_policy(plan.config, plan.placement.gpus_wanted, read_policy(data), ())):
+            raise JobFileError(beyond)
         job = _with_its_place(job)
         plan = msgspec.structs.replace(plan, waits=_why_it_waits(job))
         if finish and plan.counts == "row":

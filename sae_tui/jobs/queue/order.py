@@ -1,13 +1,18 @@
-"""Decides which queued job starts next; given the same queue and GPUs, all supervisors reach the same decision.
+"""Decides which queued job starts next; given the same queue and GPUs, all processes reach the same decision.
 
-Jobs are ordered by priority, then by age. A job that cannot start yet reserves the first suitable GPUs to become free.
-Other jobs may use reserved GPUs if they are expected to end in time (backfill), until the waiting job has waited for
-`BACKFILL_S`. Therefore, a job that needs many GPUs waits for at most `BACKFILL_S` plus the duration of the longest
-running job.
+Jobs are ordered by priority, then as `fair` says: by the GPU time of their users, then by age. A job that cannot start
+yet reserves the first suitable GPUs to become free. Other jobs may use reserved GPUs if they are expected to end in
+time (backfill), until the waiting job has waited for `BACKFILL_S`.
+
+Let D be the duration of the longest job. A job that stays first in the order starts within `BACKFILL_S` + D: once it
+has waited for `BACKFILL_S`, every suitable GPU that becomes free is kept for it. With one user, this is the oldest job.
+With U users, a user's oldest job starts within `AGED_S` + U * D: after `AGED_S`, at most one job of each other user is
+before it. These bounds apply within a priority, to jobs that no limit holds back.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,12 +20,10 @@ import msgspec
 
 from sae_tui.gpu import resolve
 from sae_tui.gpu.visible import left_by
+from sae_tui.jobs.queue.fair import BACKFILL_S, NOTHING_USED, Claims, FairLine, Standing, age_key
 from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
-
-# After a job has waited this long, other jobs can no longer use its reserved GPUs.
-BACKFILL_S = 3600.0
 
 
 class QueueGpu(msgspec.Struct, frozen=True):
@@ -94,33 +97,49 @@ class _Reservation(msgspec.Struct, frozen=True):
 
 
 def in_order(line: Iterable[Job]) -> list[Job]:
-    return sorted(line, key=lambda job: (-job.priority, job.queued or job.created, job.id))
+    """Return jobs by priority, then by age; this is the order in which one user's jobs start."""
+    return sorted(line, key=lambda job: (-job.priority, *age_key(job)))
 
 
-def turns(line: Iterable[Job], gpus: Iterable[QueueGpu], now: float) -> dict[int, Turn]:
-    """Return a dict mapping the id of every queued job to its turn; `now` is in seconds since the epoch."""
+def turns(
+    line: Iterable[Job], gpus: Iterable[QueueGpu], now: float, standing: Standing = NOTHING_USED
+) -> dict[int, Turn]:
+    """Return a dict mapping the id of every queued job to its turn, in the order of the queue.
+
+    `now` is in seconds since the epoch. A job without GPUs may start if its turn has no reason for waiting.
+    """
     board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
+    visible_to = functools.cache(functools.partial(_visible, tuple(board.values())))
+    claims = Claims(standing, (lease for gpu in board.values() for lease in gpu.leases), now)
     reservations: dict[str, _Reservation] = {}
     turn_by_job: dict[int, Turn] = {}
-    for job in in_order(line):
-        visible = _visible(job, board)
-        turn_by_job[job.id] = turn = _turn(job, visible, reservations)
-        if turn.gpus:
-            board |= {gpu.uuid: gpu.with_job(job) for gpu in turn.gpus}
+    order = FairLine(line, standing, now)
+    for job in order:
+        if held_back := claims.obstacle(job):
+            turn_by_job[job.id] = Turn(waits_for=held_back)
+            continue
+        seen = [board[uuid] for uuid in visible_to(job.visible_devices if job.any_gpus else None, job.gpu_source)]
+        turn_by_job[job.id] = turn = _turn(job, seen, reservations)
+        if turn.waits_for:
+            kept = _keep(job, seen, reservations, now) if claims.may_reserve(job) else {}
+            reservations |= kept
+            claims.wait(job, len(kept))
         else:
-            reservations |= _keep(job, visible, reservations, now)
+            kept = {}
+            board |= {gpu.uuid: gpu.with_job(job) for gpu in turn.gpus}
+            claims.start(job, [gpu.uuid for gpu in turn.gpus])
+        if kept or turn.gpus:
+            order.charge(job)
     return turn_by_job
 
 
-def _visible(job: Job, board: Mapping[str, QueueGpu]) -> list[QueueGpu]:
-    """Return the GPUs that a job may use; for a job that accepts any GPU, these are the GPUs visible at its launch."""
-    if not job.any_gpus or job.visible_devices is None:
-        return list(board.values())
-    source = resolve(job.gpu_source)
-    left = left_by(
-        ((gpu.index, gpu.uuid, gpu.vendor or source) for gpu in board.values()), lambda _: job.visible_devices
-    )
-    return [gpu for gpu in board.values() if gpu.index in left]
+def _visible(gpus: Sequence[QueueGpu], visible_devices: str | None, gpu_source: str) -> list[str]:
+    """Return the UUIDs of the GPUs that a job may use; with `visible_devices`, those visible to it at its launch."""
+    if visible_devices is None:
+        return [gpu.uuid for gpu in gpus]
+    source = resolve(gpu_source)
+    left = left_by(((gpu.index, gpu.uuid, gpu.vendor or source) for gpu in gpus), lambda _: visible_devices)
+    return [gpu.uuid for gpu in gpus if gpu.index in left]
 
 
 def _turn(job: Job, gpus: Sequence[QueueGpu], reservations: Mapping[str, _Reservation]) -> Turn:

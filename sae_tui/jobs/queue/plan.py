@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from sae_tui.jobs.gpus.availability import holders, with_other_users
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
+from sae_tui.jobs.queue.fair import NOTHING_USED, Standing, read_standing
 from sae_tui.jobs.queue.gpu_reader import FRESH_S, GpuReader, gpus, named_gpus
 from sae_tui.jobs.queue.order import QueueGpu, Turn, turns
 from sae_tui.jobs.reconcile import is_attended, is_supervised, reconcile
@@ -50,6 +51,7 @@ class QueuePlan:
         # Whether a new reading of the GPUs could let a job start, and the last reading that was compared.
         self._is_reading_useful = False
         self._compared: object = None
+        self._standing: Standing = NOTHING_USED
 
     def turns(self, jobs: Collection[Job], all_active: Sequence[Job] | None = None) -> dict[int, Turn]:
         """Return the turn of each of these jobs, which must wait for nothing but their GPUs.
@@ -60,15 +62,15 @@ class QueuePlan:
         active = self._active(all_active)
         others = self._others(jobs, active)
         if not any(job.gpus_wanted for job in jobs):
-            return self._decide(jobs, others, [])
+            return self._decide(jobs, others, active, [])
         self._is_reading_useful = self._reader is None or self._may_start(jobs, others, active)
         if not self._is_reading_useful:
-            return self._decide(jobs, others, self._gpus(jobs, active, math.inf))
-        planned = self._decide(jobs, others, self._gpus(jobs, active, FRESH_S))
+            return self._decide(jobs, others, active, self._gpus(jobs, active, math.inf))
+        planned = self._decide(jobs, others, active, self._gpus(jobs, active, FRESH_S))
         if any(turn.gpus for turn in planned.values()):
             # The rows may have changed while the GPUs were read.
             active = self._active(None)
-            planned = self._decide(jobs, self._others(jobs, active), self._gpus(jobs, active, JUST_NOW_S))
+            planned = self._decide(jobs, self._others(jobs, active), active, self._gpus(jobs, active, JUST_NOW_S))
         return planned
 
     def has_changed(self) -> bool:
@@ -99,7 +101,7 @@ class QueuePlan:
         return others
 
     def _is_in_line(self, job: Job, attended: dict[str, bool]) -> bool:
-        if job.state != JobState.QUEUED or job.held or not job.gpus_wanted:
+        if job.state != JobState.QUEUED or job.held or not (job.gpus_wanted or job.array_limit):
             return False
         if job.user not in attended:
             attended[job.user] = is_attended(self._data, job)
@@ -111,16 +113,28 @@ class QueuePlan:
         known = self._gpus(jobs, active, math.inf)
         if not known:
             return True
+        self._standing = self._read_standing(active, known)
         best = [msgspec.structs.replace(gpu, unusable="", other_user="", free_bytes=2**62) for gpu in known]
-        planned = turns([*jobs, *others], best, time.time())
+        planned = turns([*jobs, *others], best, time.time(), self._standing)
         return any(planned[job.id].gpus for job in jobs)
 
-    def _decide(self, jobs: Collection[Job], others: Sequence[Job], seen: Sequence[QueueGpu]) -> dict[int, Turn]:
+    def most_gpus(self, user: str) -> int | None:
+        """Return how many GPUs a user's jobs may hold according to the last plan, or None without a limit."""
+        return self._standing.most_gpus(user)
+
+    def _read_standing(self, active: Mapping[int, Job], seen: Iterable[QueueGpu]) -> Standing:
+        unleased = [gpu.uuid for gpu in seen if not gpu.leases]
+        return read_standing(self._data, self._control, self.host, active.values(), unleased, self._folder, time.time())
+
+    def _decide(
+        self, jobs: Collection[Job], others: Sequence[Job], active: Mapping[int, Job], seen: Sequence[QueueGpu]
+    ) -> dict[int, Turn]:
         if not seen and self._reader and self._reader.problem:
             waits = Turn(waits_for=f"the GPUs cannot be read: {self._reader.problem}")
             return {job.id: waits if job.gpus_wanted else Turn() for job in jobs}
         moving = [job for job in others if self._silent.get(job.id) != job]
-        planned = turns([*jobs, *moving], seen, time.time())
+        self._standing = self._read_standing(active, seen)
+        planned = turns([*jobs, *moving], seen, time.time(), self._standing)
         self._pass_over_silent([job for job in moving if planned[job.id].gpus])
         for job in others:
             if self._silent.get(job.id) == job:

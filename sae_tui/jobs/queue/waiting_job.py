@@ -126,7 +126,7 @@ class QueueEntry:
         }
         try:
             capacity = {gpu.uuid: gpu.free_bytes for gpu in chosen if gpu.free_bytes is not None}
-            if not self._control.lease(self.job, gpus, capacity, **fields):
+            if not self._control.lease(self.job, gpus, capacity, self._plan.most_gpus(self.job.user), **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
             # The GPU's lock was free, so the supervisor and ranks of the job holding the lease have exited.

@@ -13,6 +13,7 @@ import msgspec
 from sae_tui.jobs import named_python
 from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.gpus.idle import IdleWatch
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup, RankCommand
 from sae_tui.jobs.live import LiveRun
@@ -25,6 +26,7 @@ from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import SAVE_S, Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
+from sae_tui.policy import IDLE_S, read_policy
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.extras import OtherInterpreter, judged_by
 from trainer.contract.paths import DataDir, RunPaths
@@ -90,7 +92,8 @@ class AttemptRunner:
         self._given_up = ""
         self._stacks: threading.Thread | None = None
         self._began = time.monotonic()
-        self._is_late = False
+        self._idle = IdleWatch(data, job)
+        self._is_late = self._is_idle = False
         # Why this program asked the job to stop, or "".
         self._stop_reason = ""
 
@@ -144,6 +147,7 @@ class AttemptRunner:
         with judged_by(there), inspecting_by(ShardHeaders(self._data).inspect):
             attempt = self._attempt(config)
         self._launch = config.launch
+        self._limit_s = self._time_limit_s()
         try:
             attempt.start()
         except (UserError, OSError) as error:
@@ -214,6 +218,7 @@ class AttemptRunner:
                 attempt.ask_to_finish()
             self._look_after(attempt, watch)
             self._check_time_limit(watch)
+            self._check_idle(watch)
             meter.turn()
             if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
                 attempt.end()
@@ -238,17 +243,41 @@ class AttemptRunner:
             self._tell("given-up", self._given_up, "error")
 
     def _check_time_limit(self, watch: Watch) -> None:
-        """Warn when 90 % of `launch.time_limit` have passed, and then ask the job to stop; SLURM has its own limit."""
-        launch, passed_s = self._launch, time.monotonic() - self._began
-        if launch.time_limit is None or LAUNCH_BACKENDS[launch.backend].cluster:
+        """Warn when 90 % of the time limit have passed, and then ask the job to stop; SLURM has its own limit."""
+        limit_s, passed_s = self._limit_s, time.monotonic() - self._began
+        if limit_s is None:
             return
-        limit_s = parse_time_limit(launch.time_limit)
         if passed_s > limit_s and not watch.asked_to_stop:
             self._stop_reason = f"reached its time limit of {duration(limit_s)}"
             watch.request_stop(self._stop_reason)
         elif passed_s > LATE * limit_s and not self._is_late:
             self._is_late = True
             self._tell("late", f"has {duration(limit_s - passed_s)} left until its time limit", "warning")
+
+    def _time_limit_s(self) -> float | None:
+        """Return the job's time limit in seconds, which the policy of the machine may shorten, or None."""
+        if LAUNCH_BACKENDS[self._launch.backend].cluster:
+            return None
+        limit, policy = self._launch.time_limit, read_policy(self._data)
+        for problem in policy.problems:
+            note(f"{policy.path}: {problem}")
+        return policy.time_limit_s(None if limit is None else parse_time_limit(limit))
+
+    def _check_idle(self, watch: Watch) -> None:
+        """Point out a job that does not use its GPUs; ask it to stop after the time in the policy of the machine."""
+        if (idle_s := self._idle.turn()) is None:
+            return
+        was_idle, self._is_idle = self._is_idle, idle_s >= IDLE_S
+        if not self._is_idle:
+            return
+        unused = f"used its GPUs for less than 5 % for {duration(idle_s)}"
+        if not was_idle:
+            self._tell("idle", f"has {unused}", "warning")
+        # Read the policy here: it may have changed since the job started.
+        stop_s = read_policy(self._data).stop_idle_s
+        if stop_s is not None and idle_s >= stop_s and not watch.asked_to_stop:
+            self._stop_reason = f"{unused}, which the policy of this machine does not allow"
+            watch.request_stop(self._stop_reason)
 
     def _dump(self, attempt: Attempt) -> None:
         odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,9 +48,9 @@ def read_plain_text(path: Path) -> str:
         return _text_of(stream)
 
 
-def read_own_text(path: Path) -> str:
-    """Read a file like `read_text`; raise `UserError` if another user may have written it."""
-    with open_own(path) as stream:
+def read_own_text(path: Path, owners: Collection[int] = ()) -> str:
+    """Read a file like `read_text`; raise `UserError` if another user, or one not in `owners`, may have written it."""
+    with open_own(path, owners) as stream:
         return _text_of(stream)
 
 

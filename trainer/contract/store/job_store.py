@@ -28,6 +28,7 @@ from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import (
     LARGEST_ID,
     Event,
+    GpuUse,
     Job,
     Lease,
     Rank,
@@ -38,6 +39,7 @@ from trainer.contract.store.rows import (
     to_row,
 )
 from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
+from trainer.contract.wording import plural
 
 # The process evaluating the job's SAEs handles the request "stop-evaluation"; the supervisor handles all other
 # requests.
@@ -203,6 +205,11 @@ class Control:
     def active_jobs(self) -> list[Job]:
         return self.jobs(ACTIVE)
 
+    def gpu_use(self, host: str, since: float) -> list[GpuUse]:
+        """Return the GPU use of the jobs on a host that have started and had not ended before the time `since`."""
+        with explain_errors(self.path):
+            return list(readable(_dicts(self._db, _GPU_USE, (host, since)), GpuUse))
+
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
         """Set a job's state and fields atomically.
 
@@ -243,15 +250,18 @@ class Control:
     # leases
 
     def lease(
-        self, job: Job, gpus: Sequence[tuple[int, str]], space: Mapping[str, int] | None = None, **fields: Any
-    ) -> bool:
+        self, job: Job, gpus: Sequence[tuple[int, str]], space: Mapping[str, int] | None = None,
+        most_gpus: int | None = None, **fields: Any,
+    ) -> bool:  # fmt: skip
         """Lease GPUs to a job and change its state to `starting` in one transaction.
 
         The GPUs are given as pairs (index, UUID). Raise `LeaseConflict` if another job holds one of the GPUs, unless
-        both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Return False if the job
-        may no longer start.
+        both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Also raise it if the
+        job's user would hold more than `most_gpus` GPUs, or if as many jobs of its array are active as may be. Return
+        False if the job may no longer start.
         """
         with self._write() as db:
+            _refuse_beyond_limits(db, job, len(gpus), most_gpus)
             for index, uuid in gpus:
                 query = "SELECT job_id, user FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
                 query += " AND NOT shared" if job.shares_gpus else ""
@@ -371,6 +381,16 @@ class Control:
             yield db
 
 
+# A paused job is queued again without its GPUs, so use the number of GPUs that it wants.
+_GPU_USE = (
+    "SELECT id, user, state, priority, queued, started, ended, energy_s, CASE WHEN state = 'queued' THEN gpus_wanted"
+    " WHEN json_valid(gpu_uuids) THEN json_array_length(gpu_uuids) ELSE 0 END AS n_gpus FROM jobs"
+    " WHERE host = ? AND started IS NOT NULL AND (ended IS NULL OR ended > ?)"
+)
+_HELD = "SELECT count(DISTINCT gpu_uuid) FROM leases WHERE host = ? AND user = ? AND job_id != ?"
+_ACTIVE_IN_ARRAY = (
+    "SELECT count(*) FROM jobs WHERE array = ? AND id != ? AND state IN ('starting', 'running', 'stalled', 'stopping')"
+)
 _TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
 _WITHOUT = (
     'UPDATE jobs SET "after" = (SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value != ?)'
@@ -379,16 +399,16 @@ _WITHOUT = (
 _ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
 
 
-def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
+def _dicts(db: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
     try:
-        return [dict(row) for row in db.execute(query)]
+        return [dict(row) for row in db.execute(query, values)]
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
     # A single value that is not UTF-8 makes the entire query fail. If such a value is read as bytes, only its own row
     # is unreadable.
     db.text_factory = _text_or_bytes
-    return [dict(row) for row in db.execute(query)]
+    return [dict(row) for row in db.execute(query, values)]
 
 
 def _text_or_bytes(raw: bytes) -> str | bytes:
@@ -396,6 +416,28 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
         return raw.decode()
     except UnicodeDecodeError:
         return raw
+
+
+def limit_of_user(user: str, held: int, most: int, wanted: int) -> str:
+    """Return why a user's job must wait, like `ann has 4 of 4 GPUs that the policy allows`."""
+    needs = f", and this job needs {wanted}" if wanted > 1 and held < most else ""
+    return f"{user} has {held} of {plural(most, 'GPU')} that the policy allows{needs}"
+
+
+def limit_of_array(array: int, active: int, most: int) -> str:
+    """Return why a job of an array must wait, like `4 of at most 4 jobs of array 12 are active`."""
+    return f"{active} of at most {plural(most, 'job')} of array {array} {'is' if most == 1 else 'are'} active"
+
+
+def _refuse_beyond_limits(db: sqlite3.Connection, job: Job, n_gpus: int, most_gpus: int | None) -> None:
+    """Raise `LeaseConflict` if a job may not start because of its user's or its array's other jobs."""
+    held = db.execute(_HELD, (job.host, job.user, job.id)).fetchone()[0] if n_gpus and most_gpus is not None else 0
+    if most_gpus is not None and n_gpus and held + n_gpus > most_gpus:
+        raise LeaseConflict(limit_of_user(job.user, held, most_gpus, n_gpus))
+    if job.array is not None and job.array_limit:
+        active = db.execute(_ACTIVE_IN_ARRAY, (job.array, job.id)).fetchone()[0]
+        if active >= job.array_limit:
+            raise LeaseConflict(limit_of_array(job.array, active, job.array_limit))
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:

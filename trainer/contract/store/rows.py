@@ -176,6 +176,20 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: Count | None = None
 
 
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The columns of `jobs` that say how long a job has held how many GPUs since it was last queued."""
+
+    id: JobId
+    user: str
+    state: JobState
+    priority: Number = 0
+    queued: Time | None = None
+    started: Time
+    ended: Time | None = None
+    n_gpus: FewAtOnce = 0
+    energy_s: Duration | None = None
+
+
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """An event for a job; the level is "info", "warning" or "error"."""
 
