@@ -19,7 +19,7 @@ def check_policy(box: CheckedMachine) -> Iterator[Finding]:
         return
     for problem in policy.problems:
         sentence, _, remedy = str(problem).partition("; ")
-        yield Finding("warning", _SUBJECT, sentence, f"{remedy}; the file is {policy.path}" if remedy else "")
+        yield Finding("warning", _SUBJECT, sentence, remedy or f"correct {policy.path}")
     if policy.owner:
         yield _in_force(box, policy)
 
