@@ -18,8 +18,8 @@ def check_policy(box: CheckedMachine) -> Iterator[Finding]:
         yield Finding("ok", _SUBJECT, "no policy limits the jobs on this machine")
         return
     for problem in policy.problems:
-        sentence, _, remedy = str(problem).partition("; ")
-        yield Finding("warning", _SUBJECT, sentence, remedy or f"correct {policy.path}")
+        sentence, _, remedy = str(problem).partition("; `")
+        yield Finding("warning", _SUBJECT, sentence, f"`{remedy}" if remedy else f"correct {policy.path}")
     if policy.owner:
         yield _in_force(box, policy)
 

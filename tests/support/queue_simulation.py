@@ -133,7 +133,7 @@ class Simulation:
         for ran in self._running.values():
             if ran.row.array is not None:
                 active[ran.row.array] += 1
-        return Standing(tuple(ran.use(self.now) for ran in self._recent), active, {}, self._limits)
+        return Standing(tuple(ran.use(self.now) for ran in self._recent), (), active, {}, self._limits)
 
 
 def crowd(n_jobs: int = 1000, n_users: int = 8, days: float = 5.0, seed: int = 0) -> list[SimJob]:

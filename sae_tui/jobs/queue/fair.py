@@ -41,14 +41,17 @@ BACKFILL_S = 3600.0
 class Standing(msgspec.Struct, frozen=True):
     """What users have used and hold, and the limits that apply now.
 
-    `past` contains the GPU use of the last day, including that of active jobs. `active` is the number of active jobs in
-    each array. `elsewhere` contains, for each user, the UUIDs of GPUs held by jobs from other data folders.
+    `past` contains the GPU use of the last day, including that of active jobs, and `leases` the GPUs held by jobs.
+    `active` is the number of active jobs in each array. `elsewhere` contains, for each user, the UUIDs of GPUs held by
+    jobs from other data folders. `largest` contains the limits that no job can exceed at any time.
     """
 
     past: tuple[GpuUse, ...] = ()
+    leases: tuple[Lease, ...] = ()
     active: Mapping[int, int] = {}
     elsewhere: Mapping[str, frozenset[str]] = {}
     limits: Limits = Limits()
+    largest: Limits = Limits()
 
     def most_gpus(self, user: str) -> int | None:
         """Return how many GPUs a user's jobs in this data folder may hold, or None if there is no limit."""
@@ -74,14 +77,17 @@ def read_standing(
     and `locks` is the folder with the locks of GPUs.
     """
     started = [job for job in active if job.state != JobState.QUEUED]
-    limits = read_policy(data).limits(now)
+    policy = read_policy(data)
+    limits = policy.limits(now)
     # A job in this data folder may hold a lock, but not yet the lease.
     own = {job.supervisor_pid for job in active if job.supervisor_pid}
     return Standing(
         past=tuple(control.gpu_use(host, now - WINDOW_S)),
+        leases=tuple(lease for lease in control.leases() if lease.host == host),
         active=Counter(job.array for job in started if job.array is not None),
         elsewhere={} if limits.gpus_per_user is None else locked_elsewhere(locks, unleased, own),
         limits=limits,
+        largest=policy.largest,
     )
 
 
@@ -195,11 +201,11 @@ class Claims:
     """Counts, during a plan, the GPUs of each user and the active jobs of each array, including planned ones."""
 
     def __init__(self, standing: Standing, leases: Iterable[Lease], now: float) -> None:
-        self._limits, self._now = standing.limits, now
+        self._limits, self._largest, self._now = standing.limits, standing.largest, now
         self._held: dict[str, set[str]] = defaultdict(set)
         for user, uuids in standing.elsewhere.items():
             self._held[user] |= uuids
-        for lease in leases:
+        for lease in (*standing.leases, *leases):
             self._held[lease.user].add(lease.gpu_uuid)
         self._active = defaultdict(int, standing.active)
         # The GPUs reserved for each user's waiting jobs, the jobs of each array that wait for GPUs, and the job of each
@@ -216,6 +222,10 @@ class Claims:
         most_s = self._limits.max_time_s if job.gpus_wanted else None
         limit_s = None if most_s is None else time_limit_s(job.config)
         if most_s is None or limit_s is None or limit_s <= most_s:
+            return ""
+        longest_s = self._largest.max_time_s
+        if longest_s is not None and limit_s > longest_s:
+            # The policy has changed since the launch. The job would wait forever, so its supervisor shortens its limit.
             return ""
         return f"its time limit is {duration(limit_s)}, and the policy now allows {duration(most_s)}"
 

@@ -250,7 +250,7 @@ class AttemptRunner:
         if passed_s > limit_s and not watch.asked_to_stop:
             self._stop_reason = f"reached its time limit of {duration(limit_s)}"
             watch.request_stop(self._stop_reason)
-        elif passed_s > LATE * limit_s and not self._is_late:
+        elif LATE * limit_s < passed_s <= limit_s and not self._is_late:
             self._is_late = True
             self._tell("late", f"has {duration(limit_s - passed_s)} left until its time limit", "warning")
 

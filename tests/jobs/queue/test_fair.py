@@ -166,12 +166,15 @@ def test_a_users_reservations_do_not_exceed_the_limit():
 
 def test_a_job_with_a_longer_time_limit_than_allowed_now_waits():
     long, short = ('[launch]\ntime_limit = "12:00:00"\n', '[launch]\ntime_limit = "1:00:00"\n')
-    standing = Standing(limits=Limits(max_time_s=4 * HOUR_S))
+    standing = Standing(limits=Limits(max_time_s=4 * HOUR_S), largest=Limits(max_time_s=12 * HOUR_S))
     line = [job(1, config=long), job(2, config=short), job(3), job(4, config="[launch]\ntime_limit = 7")]
     assert starting(line, board(4), standing) == [2, 3, 4]
     assert turns(line, board(4), NOW, standing)[1].waits_for == (
         "its time limit is 12 h 00 min, and the policy now allows 4 h 00 min"
     )
+    # A job launched before the policy was changed does not wait forever: its supervisor shortens its time limit.
+    always = Limits(max_time_s=4 * HOUR_S)
+    assert starting(line, board(4), Standing(limits=always, largest=always)) == [1, 2, 3, 4]
 
 
 def test_at_most_as_many_jobs_of_an_array_run_as_its_limit_says():
@@ -254,7 +257,7 @@ def test_the_decision_does_not_depend_on_the_order_of_the_rows(case, source):
     line, gpus, standing = case
     found = turns(line, gpus, NOW, standing)
     shuffled = [source.sample(rows, len(rows)) for rows in (line, gpus, list(standing.past))]
-    other = Standing(tuple(shuffled[2]), standing.active, standing.elsewhere, standing.limits)
+    other = Standing(tuple(shuffled[2]), (), standing.active, standing.elsewhere, standing.limits)
     again = turns(shuffled[0], shuffled[1], NOW, other)
     assert list(again.items()) == list(found.items())
 
@@ -263,7 +266,7 @@ def test_the_decision_does_not_depend_on_the_order_of_the_rows(case, source):
 def test_a_user_alone_gets_the_same_decisions_whatever_the_user_has_used(case):
     line, gpus, standing = case
     alone = [Job(**{name: getattr(one, name) for name in one.__struct_fields__} | {"user": "ann"}) for one in line]
-    bare = Standing((), standing.active, standing.elsewhere, standing.limits)
+    bare = Standing((), (), standing.active, standing.elsewhere, standing.limits)
     assert turns(alone, gpus, NOW, standing) == turns(alone, gpus, NOW, bare)
 
 
