@@ -48,9 +48,9 @@ def main() -> None:
     since = oldest_since(ran)
     for n_gpus in sorted({one.row.gpus_wanted for one in ran}):
         alike = [one for one in ran if one.row.gpus_wanted == n_gpus and one.row.priority == 0]
-        waits = [one.started - since[one.row.id] for one in alike]
-        worst = max(wait / promised_s(one, since[one.row.id], ran, flags.users) for one, wait in zip(alike, waits))
-        longest = f"at most {max(waits) / HOUR_S:.1f} h as the oldest job of their user"
+        waits = {one.row.id: one.started - since[one.row.id] for one in alike}
+        worst = max(waits[one.row.id] / promised_s(one, since[one.row.id], ran, flags.users) for one in alike)
+        longest = f"at most {max(waits.values()) / HOUR_S:.1f} h as the oldest job of their user"
         print(f"{n_gpus}-GPU jobs waited {longest}, {worst:.0%} of the promise")
     print("\nGPU hours of each day, of the users who always had a job in the queue")
     for number, day in enumerate(shares_by_day(ran), 1):

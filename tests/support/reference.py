@@ -25,6 +25,7 @@ import sae_tui
 from sae_tui.cli_commands.parser import COMMAND_EXAMPLES
 from sae_tui.cli_commands.parser import make_parser as app_parser
 from sae_tui.cli_commands.schema import schemas
+from sae_tui.policy import Hours, Rules
 from sae_tui.screens.help import _title as title_of_key
 from sae_tui.settings import Settings
 from trainer.contract.exits import Exit
@@ -188,6 +189,14 @@ def _settings() -> str:
             "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app edits it. An invalid"
             " value is reported, and the default is used instead.",
             _setting_table("settings", settings_of(Settings)),
+            "## policy.toml",
+            "[The policy of a machine](../how-to/shared-box.md#a-policy-for-all-users) is in"
+            " `/etc/sae-tui/policy.toml`, or in a data folder that a group shares. An invalid value is reported by"
+            " `sae-tui doctor`, and ignored.",
+            _setting_table("policy", settings_of(Rules)),
+            "Each `[[hours]]` section contains hours in which larger limits apply. A limit that it does not set is the"
+            " usual one.",
+            _setting_table("policy", settings_of(Hours)),
         ]
     )
 

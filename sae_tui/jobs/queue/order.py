@@ -12,6 +12,7 @@ before it. These bounds apply within a priority, to jobs that no limit holds bac
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,29 +109,70 @@ def turns(
 
     `now` is in seconds since the epoch. A job without GPUs may start if its turn has no reason for waiting.
     """
-    board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
-    visible_to = functools.cache(functools.partial(_visible, tuple(board.values())))
-    claims = Claims(standing, (lease for gpu in board.values() for lease in gpu.leases), now)
-    reservations: dict[str, _Reservation] = {}
+    plan, order = _Plan(gpus, now), FairLine(line, standing, now)
+    claims = Claims(standing, plan.leases, now)
     turn_by_job: dict[int, Turn] = {}
-    order = FairLine(line, standing, now)
     for job in order:
         if held_back := claims.obstacle(job):
             turn_by_job[job.id] = Turn(waits_for=held_back)
             continue
-        seen = [board[uuid] for uuid in visible_to(job.visible_devices if job.any_gpus else None, job.gpu_source)]
-        turn_by_job[job.id] = turn = _turn(job, seen, reservations)
+        turn, n_reserved = plan.place(job, may_reserve=claims.may_reserve(job))
+        turn_by_job[job.id] = turn
         if turn.waits_for:
-            kept = _keep(job, seen, reservations, now) if claims.may_reserve(job) else {}
-            reservations |= kept
-            claims.wait(job, len(kept))
+            claims.wait(job, n_reserved)
         else:
-            kept = {}
-            board |= {gpu.uuid: gpu.with_job(job) for gpu in turn.gpus}
             claims.start(job, [gpu.uuid for gpu in turn.gpus])
-        if kept or turn.gpus:
+        if n_reserved or turn.gpus:
             order.charge(job)
     return turn_by_job
+
+
+class _Plan:
+    """The GPUs during a plan, with the jobs that it starts and the reservations for the jobs that wait."""
+
+    def __init__(self, gpus: Iterable[QueueGpu], now: float) -> None:
+        self._board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
+        self._now = now
+        self._reservations: dict[str, _Reservation] = {}
+        self._visible_to = functools.cache(functools.partial(_visible, tuple(self._board.values())))
+        # The turns of jobs that can neither start nor reserve GPUs, for all jobs that only differ in other columns.
+        self._waiting: dict[tuple[object, ...], Turn] = {}
+        self._until_s: list[float] = []
+
+    @property
+    def leases(self) -> Iterable[Lease]:
+        return (lease for gpu in self._board.values() for lease in gpu.leases)
+
+    def place(self, job: Job, *, may_reserve: bool) -> tuple[Turn, int]:
+        """Start a job or reserve GPUs for it; return its turn and the number of reserved GPUs."""
+        alike = self._alike(job)
+        if turn := self._waiting.get(alike):
+            return turn, 0
+        gpus = [self._board[uuid] for uuid in self._visible_to(*_sight(job))]
+        turn = _turn(job, gpus, self._reservations)
+        kept = _keep(job, gpus, self._reservations, self._now) if turn.waits_for and may_reserve else {}
+        if turn.gpus or kept:
+            self._board |= {gpu.uuid: gpu.with_job(job) for gpu in turn.gpus}
+            self._reservations |= kept
+            self._until_s = sorted(reservation.until_s for reservation in self._reservations.values())
+            self._waiting.clear()
+        elif turn.waits_for and may_reserve:
+            self._waiting[alike] = turn
+        return turn, len(kept)
+
+    def _alike(self, job: Job) -> tuple[object, ...]:
+        """Return everything on which a waiting job's turn depends, but not its exact duration."""
+        n_too_short = (
+            len(self._until_s) if job.expected_s is None else bisect.bisect_left(self._until_s, job.expected_s)
+        )
+        named = () if job.any_gpus else job.gpu_uuids
+        needs = (job.gpus_wanted, named, job.shares_gpus, job.takes_slices, job.card_memory_bytes)
+        return (*_sight(job), *needs, n_too_short)
+
+
+def _sight(job: Job) -> tuple[str | None, str]:
+    """Return the value that limits the GPUs visible to a job, and their source; a job that names its GPUs sees all."""
+    return (job.visible_devices, job.gpu_source) if job.any_gpus else (None, "")
 
 
 def _visible(gpus: Sequence[QueueGpu], visible_devices: str | None, gpu_source: str) -> list[str]:

@@ -22,7 +22,7 @@ from support.queue_simulation import (
     sim_row,
 )
 
-from sae_tui.jobs.queue import fair
+from sae_tui.jobs.queue import fair, order
 from sae_tui.jobs.queue.fair import AGED_S, BACKFILL_S, LEAST_S, WINDOW_S, Standing, gpu_seconds
 from sae_tui.jobs.queue.order import QueueGpu, turns
 from sae_tui.policy import Limits
@@ -260,6 +260,16 @@ def test_the_decision_does_not_depend_on_the_order_of_the_rows(case, source):
     other = Standing(tuple(shuffled[2]), (), standing.active, standing.elsewhere, standing.limits)
     again = turns(shuffled[0], shuffled[1], NOW, other)
     assert list(again.items()) == list(found.items())
+
+
+@given(cases())
+def test_jobs_that_wait_for_the_same_reason_are_decided_as_each_would_be_alone(case):
+    line, gpus, standing = case
+    found = turns(line, gpus, NOW, standing)
+    with pytest.MonkeyPatch.context() as patch:
+        # No two jobs are alike, so no decision about one is used for another.
+        patch.setattr(order._Plan, "_alike", lambda self, one: (one.id,))
+        assert turns(line, gpus, NOW, standing) == found
 
 
 @given(cases())
