@@ -27,6 +27,7 @@ from support.tour import LARGEST_BYTES
 from support.tui import record_job, record_metrics
 
 from sae_tui.cli_commands.parser import make_parser as app_parser
+from sae_tui.policy import read_policy
 from sae_tui.settings import load_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -118,6 +119,12 @@ def test_every_toml_block_is_a_valid_job_file_or_settings_file(tmp_path: Path) -
         if block.title == "settings.toml":
             (tmp_path / block.title).write_text(block.text)
             problems = load_settings(tmp_path / block.title)[1]
+        elif block.title == "policy.toml":
+            file = tmp_path / "etc" / "sae-tui" / block.title
+            file.parent.mkdir(parents=True)
+            file.write_text(block.text)
+            file.chmod(0o644)
+            problems = list(read_policy(DataDir(tmp_path), tmp_path).problems)
         else:
             # Add a data section to a partial job file.
             table = tomllib.loads(block.text)
