@@ -12,7 +12,7 @@ from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.catalog import KINDS, KindEntry
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
-from trainer.contract.settings.job_file import class_of, parse_any, parse_as, parse_job
+from trainer.contract.settings.job_file import class_of, parse_as, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.settings.typed import parse_time_limit
 from trainer.contract.store.rows import Job
@@ -84,14 +84,6 @@ def time_limit_s(config: str) -> float | None:
     with contextlib.suppress(ValueError):
         return parse_time_limit(limit) if isinstance(limit, str) else None
     return None
-
-
-@functools.lru_cache(maxsize=256)
-def time_limit_s(config: str) -> float | None:
-    """Return the time limit in a recorded job file in seconds, or None if there is none."""
-    job, _ = parse_any(table_of(config))
-    limit = job.launch.time_limit if job else None
-    return None if limit is None else parse_time_limit(limit)
 
 
 @functools.lru_cache(maxsize=256)
