@@ -54,7 +54,8 @@ class CappedLog:
                 message = (
                     f"[sae-tui removed {gibibytes(removed)} here: the log reached command.log_limit_mib, {limit}]\n"
                 )
-                os.write(descriptor, message.encode() + tail[first:])
+                # The program may have written half a line in the meantime.
+                os.write(descriptor, b"\n" + message.encode() + tail[first:])
             finally:
                 os.close(descriptor)
         return removed
