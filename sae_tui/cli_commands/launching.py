@@ -51,7 +51,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
         problems = [*refusals, *wrong]
         if job:
             job = launching.with_whole_python(job, context.settings.python)
-            context.wants_gpus = not job.on_cpu
+            context.wants_gpus = not (job.on_cpu or job.cluster)
             where, wrong = _Checks(context).check(job)
             problems += [problem for problem in wrong if is_known or problem.severity == "error"]
             look = where.look if where and is_known else None
@@ -114,7 +114,7 @@ def launch_all(
     """Launch all jobs, or none if any cannot run. Return the exit code."""
     # A clone trains with its parent's Python, even if that was the app's own Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
-    context.wants_gpus = not all(job.on_cpu for job in jobs)
+    context.wants_gpus = not all(job.on_cpu or job.cluster for job in jobs)
     if message := store_warning(context.data):
         warn(f"warning: {message}")
     places = _check_all(context, jobs, promised_by(context.data, flags.after))

@@ -112,6 +112,7 @@ COMMAND_EXAMPLES = {
         "run --gpus 2 --after 7 --time 4h -- torchrun --nproc-per-node {gpus} finetune.py",
         "run --gpus 1 --grid lr=1e-3,3e-4 --grid seed=0,1 -- python train.py --lr {lr} --seed {seed}",
         "run --gpus 1 --array 0-31%4 -- python train.py --seed {array_index}      32 jobs, at most 4 at once",
+        "run --backend slurm --gpus 2 -- torchrun --nproc-per-node {gpus} finetune.py",
         "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
     "adopt": [

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sae_tui.jobs.program_environment import ProgramEnvironment
+from sae_tui.jobs.program_environment import OF_COMMAND, ProgramEnvironment
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, open_private
@@ -21,8 +21,6 @@ from trainer.contract.runs.log_tail import last_line
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervisor.supervise")
 QUEUE = (sys.executable, "-P", "-m", "sae_tui.jobs.queue_process")
 START_TIMEOUT_S = 30.0
-# Variables of the command that launches another job. The other job does not belong to that command.
-OF_COMMAND = frozenset(b"SAE_TUI_" + name for name in (b"RUN_DIR", b"JOB_ID", b"GPUS", b"GPU_LIST", b"ATTEMPT"))
 LINGER = Path("/var/lib/systemd/linger")
 SESSION = re.compile(r"/session-[^/]+\.scope")
 

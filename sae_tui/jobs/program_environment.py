@@ -22,8 +22,11 @@ from trainer.contract.trust import open_own
 
 FILE = "environment.json"
 _LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
-# Variables of the app or of another job, which a program must not inherit.
-_OWN = (b"SAE_TUI_", b"TEXTUAL")
+# Variables of a command, which another job launched by it must not inherit.
+OF_COMMAND = frozenset(
+    b"SAE_TUI_" + name
+    for name in (b"RUN_DIR", b"JOB_ID", b"GPUS", b"GPU_LIST", b"ATTEMPT", b"ARRAY_INDEX", b"ARRAY_ID")
+)
 
 
 class ProgramEnvironment(msgspec.Struct, frozen=True):
@@ -38,8 +41,8 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 
     @property
     def of_program(self) -> dict[bytes, bytes]:
-        """The variables for a program, without those of the app or of another job."""
-        return {name: value for name, value in self.variables if not name.startswith(_OWN)}
+        """The variables for a program, without those of another command."""
+        return {name: value for name, value in self.variables if name not in OF_COMMAND}
 
     @classmethod
     def read(cls, paths: RunPaths) -> ProgramEnvironment | None:

@@ -25,6 +25,7 @@ from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef, is_of_this_boot
 from trainer.contract.runs.lock import is_held, is_holder
 from trainer.contract.runs.rank_spec import rank_command
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job, Rank
@@ -177,7 +178,8 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
 
 def running_program(data: DataDir, control: Control, job: Job) -> ProcessRef | None:
     """Return the program of a command's current attempt while it runs, with or without a supervisor."""
-    if not kind_of(job.config).is_program:
+    backend = LAUNCH_BACKENDS.get(job.backend)
+    if not kind_of(job.config).is_program or backend is None or backend.cluster:
         return None
     recorded = [rank.process for rank in control.ranks(job.id) if rank.attempt == job.attempt]
     living = [process for process in recorded if process.is_alive()]
@@ -195,17 +197,16 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     held = is_held(lock)
     # Other users may have written the rows, so ignore the processes in them if no process holds the lock.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # Import the catalog here because a waiting supervisor does not need it.
-    from trainer.contract.settings.catalog import LAUNCH_BACKENDS
-
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # On a cluster, do not wait for processes holding the lock: the job is cancelled below.
-    if living or (held and backend and not backend.cluster):
+    # On a cluster, do not wait for its processes, which may run on this machine too: the job is cancelled below.
+    if (living or (held and backend)) and not (backend and backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
     if backend and backend.cancel:
         # The user may restart a lost job, so cancel the cluster job before marking the row as lost.
         pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
+        if ended := read_ending(data.run(job.id).attempt(job.attempt) / "exit.json"):
+            return _end(control, job, ended.state, "ended without its supervisor", "info", ended.fields())
     fields, has_finished = _final_progress(data, job)
     if has_finished:
         return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", fields)

@@ -18,7 +18,6 @@ from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
-from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
@@ -117,11 +116,9 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     data.create()
     control = Control(data.control_db)
 
-    def make(
-        name: str = "job", n_steps: int = 1_000_000, extraction: ExtractJob | None = None, **launch: object
-    ) -> Submission:
-        if extraction:
-            return Submission(data, extraction, control)
+    def make(name: str = "job", n_steps: int = 1_000_000, given: AnyJob | None = None, **launch: object) -> Submission:
+        if given:
+            return Submission(data, given, control)
         raw = {"data": {"source": "synthetic", "d_in": 8}, "sae": {"d_sae": 16, "k": 4}, "name": name}
         train = {"batch_size": 64, "n_steps": n_steps, "log_every": 1, "eval_every": 0}
         where = {"backend": "slurm", "nodes": 2, "gpus": "cpu:1"}

@@ -192,7 +192,7 @@ def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
 @pytest.mark.slow
 def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_path: Path) -> None:
     extraction = extraction_on_nodes(tmp_path, N_ROWS)
-    one = submission(extraction=extraction)
+    one = submission(given=extraction)
     one.start()
     assert one.until_ended() == [EXIT_FINISHED] * 2
     with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
@@ -212,7 +212,7 @@ def test_two_nodes_extract_the_same_rows_as_two_local_processes(submission, tmp_
 def test_an_extraction_on_two_nodes_stops_on_request_after_writing_its_last_shards(submission, tmp_path: Path) -> None:
     # The extraction job would take minutes, but the test stops it after a few seconds.
     extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
-    one = submission(extraction=extraction)
+    one = submission(given=extraction)
     one.start()
     one.until(lambda: len(shards(Path(extraction.extract.output))) >= 4)
     one.attempt.ask_to_stop()

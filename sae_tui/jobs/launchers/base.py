@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs.ending import RankEnding
 from trainer.contract.paths import RunPaths
+from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.store.rows import Rank
@@ -30,6 +31,11 @@ class AttemptSetup(msgspec.Struct, frozen=True):
     spec: RankSpec
     locks: tuple[int, ...] = ()
     command: RankCommand = rank_command
+    # For a command: the job's GPUs, including simulated ones, and its program if that is running already. A program is
+    # adopted if it was not started as a job: it has another log, and what it leaves behind is kept.
+    gpu_uuids: tuple[str, ...] = ()
+    running: ProcessRef | None = None
+    is_adopted: bool = False
 
 
 class Attempt(Protocol):
@@ -106,4 +112,21 @@ class Attempt(Protocol):
 
     def dump_stacks(self, file: Path) -> None:
         """Write every rank's stacks to a file, to show why the attempt is making no progress."""
+        ...
+
+
+class CommandAttempt(Attempt, Protocol):
+    """An attempt of a command, whose only rank is its program."""
+
+    @property
+    def was_cut_short(self) -> str:
+        """Why a scheduler asked the program to stop, as a predicate, or ""."""
+        ...
+
+    def how(self) -> str:
+        """Return how the program ended, as a predicate like `ended with exit code 2`."""
+        ...
+
+    def notes(self) -> list[str]:
+        """Return what a user should know about an attempt that has ended."""
         ...

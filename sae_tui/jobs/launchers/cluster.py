@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,9 +53,12 @@ class SlurmJob:
         self._begun, self._unknown = 0.0, 0
 
     @classmethod
-    def submit(cls, argv: Sequence[str]) -> SlurmJob:
-        """Submit a job with an sbatch command; raise `SlurmError` if SLURM refuses it."""
-        answer, failure = _run(argv)
+    def submit(cls, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> SlurmJob:
+        """Submit a job with an sbatch command; raise `SlurmError` if SLURM refuses it.
+
+        SLURM stores `environment`, or this process's environment, and starts the job with it.
+        """
+        answer, failure = _run(argv, environment)
         if failure:
             raise SlurmError(f"SLURM refused the job: {failure}")
         slurm_id = answer.partition(";")[0].strip()
@@ -124,15 +127,17 @@ def _is_id(word: str) -> bool:
     return word.isascii() and word.isdigit()
 
 
-def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
+def _popen(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
+    return subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace", env=environment
+    )
 
 
-def _run(argv: Sequence[str]) -> tuple[str, str]:
+def _run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Run a command; return its output and "" if it succeeds, otherwise "" and the last line of its error output."""
     try:
-        process = _popen(argv)
+        process = _popen(argv, environment)
     except OSError as error:
         return "", f"{argv[0]} cannot be started: {error.strerror}"
     try:

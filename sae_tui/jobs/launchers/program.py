@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sae_tui.jobs.launchers.attached import AttachedProgram, OutputCopy
@@ -53,27 +53,16 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
     """
 
     is_waiting = False
+    was_cut_short = ""
 
-    def __init__(
-        self,
-        setup: AttemptSetup,
-        config: CommandJob,
-        gpu_uuids: Sequence[str] = (),
-        running: ProcessRef | None = None,
-        *,
-        is_adopted: bool = False,
-    ) -> None:
-        """Prepare to start the program, or to attach to it if it is running already.
-
-        `gpu_uuids` are the job's GPUs, including simulated ones. A program is adopted if it was not started as a job:
-        it has another log, and what it leaves behind is kept.
-        """
+    def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
-        self._running, self._is_adopted = running, is_adopted
+        assert isinstance(setup.config, CommandJob)
+        self._running, self._is_adopted = setup.running, setup.is_adopted
         self._copy: OutputCopy | None = None
-        self._locks, self._settings = setup.locks, config.command
+        self._locks, self._settings = setup.locks, setup.config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
-        self._metrics = ProgramMetrics(setup.spec, config, self._paths.log(0), self._processes, gpu_uuids)
+        self._metrics = ProgramMetrics(setup.spec, setup.config, self._paths.log(0), self._processes, setup.gpu_uuids)
         self._cgroup: Cgroup | None = None
         self._tree: ProcessTree | None = None
         # Monotonic times: when the stop sequence began, when the remaining processes were asked to exit.
@@ -86,7 +75,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         if self._running:
             self._attach(self._running)
             return
-        stored = ProgramEnvironment.read(self._paths) or snapshot(clean=True)
+        stored = self._stored()
         values = placeholders(self._spec)
         environment = _environment(self._spec, stored, self._settings, values)
         argv = [fill(word, values) for word in self._settings.argv]
@@ -95,7 +84,12 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
         exit_file = self._paths.rank_exit(self._spec.attempt, 0)
         self.ranks.append(Program(0, process, exit_file, self._paths.log(0)))
-        self._metrics.start()
+        self._read_metrics()
+
+    def _read_metrics(self) -> None:
+        """Start to read the program's metrics; not on a node, which may share the files but not the SQLite database."""
+        if not self._spec.by_files:
+            self._metrics.start()
 
     def _attach(self, process: ProcessRef) -> None:
         self._cgroup = Cgroup.of(process.pid, self._cgroup_name)
@@ -105,10 +99,15 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         if self._is_adopted:
             offset = self._paths.attempt(self._spec.attempt) / "log.offset"
             self._copy = OutputCopy(process.pid, self._paths.log(0), offset)
+        self._read_metrics()
 
     @property
     def _cgroup_name(self) -> str:
         return f"sae-tui-job-{self._job_id}-{self._spec.attempt}"
+
+    def _stored(self) -> ProgramEnvironment:
+        """Return the environment of the shell that launched the job."""
+        return ProgramEnvironment.read(self._paths) or snapshot(clean=True)
 
     def _popen(
         self, argv: list[str], environment: Mapping[bytes, bytes], stored: ProgramEnvironment

@@ -6,6 +6,7 @@ text.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from trainer.contract.store.rows import Device
 # A job is asked to save and stop this many seconds before its time limit.
 # If the time limit is short, the job is asked to save after three quarters of the limit.
 SAVE_S = 120
+# The largest value that sbatch accepts.
+_LONGEST_SAVE_S = 65535
 
 # The batch shell runs on the first node and receives SIGUSR1 before the time limit. The ranks do not use MPI.
 # If the signal arrives during `wait`, the exit code of `wait` is 138 (128 + SIGUSR1), and the script waits again.
@@ -48,6 +51,13 @@ while [ "$code" -eq 138 ]; do
   code=$?
 done
 exit "$code"
+"""
+# A command's program is run by the batch job's first process, so that `scancel --batch` signals only that process.
+_PROGRAM_SCRIPT = """\
+#!/bin/bash
+# {title}
+umask {umask:03o}
+exec {command}
 """
 # Makes ranks on the CPU use huge pages (2 MB).
 _ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
@@ -86,10 +96,17 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     )
 
 
-def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
+def program_script(spec: RankSpec, command: Sequence[str]) -> str:
+    """Return a bash script that runs `command` on the first node; a program reaches the other nodes with srun."""
+    title = f"{_default_name(spec)}, attempt {spec.attempt}"
+    return _PROGRAM_SCRIPT.format(title=title, umask=umask_of(spec.run_dir), command=shlex.join(command))
+
+
+def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path, save_s: float = SAVE_S) -> list[str]:
     """Return the sbatch command that submits the script in `file`; the job's output is appended to `log`.
 
-    The user's own options come last so that they override our options.
+    SLURM sends SIGUSR1 to the script `save_s` seconds before the time limit. The user's own options come last so that
+    they override our options.
     """
     layout, own = NodeLayout.of(spec, launch), launch.sbatch_options or []
     options = {
@@ -105,16 +122,17 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         # SLURM interprets % in a path as the start of a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
-        "signal": f"B:USR1@{_save_s(launch.time_limit)}",
+        "signal": f"B:USR1@{_save_s(launch.time_limit, save_s)}",
     }
     arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
     # SLURM must not requeue the job: the job's supervisor restarts it as a new attempt.
     return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
-def _save_s(limit: str | None) -> int:
-    """Return how many seconds before the time limit the job is asked to save."""
-    return SAVE_S if limit is None else min(SAVE_S, int(parse_time_limit(limit)) // 4)
+def _save_s(limit: str | None, wanted_s: float) -> int:
+    """Return how many seconds before the time limit the job is asked to save: `wanted_s`, or a quarter of the limit."""
+    wanted = min(math.ceil(wanted_s), _LONGEST_SAVE_S)
+    return wanted if limit is None else min(wanted, int(parse_time_limit(limit)) // 4)
 
 
 def _exports(device: Device) -> str:

@@ -7,6 +7,7 @@ in the run folder, which is accessible from all nodes.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,10 @@ def cancel_left_behind(folder: Path) -> None:
 class SlurmAttempt(RankStates[RemoteRank]):
     """Submits an attempt's batch script, polls the SLURM job, and copies its progress into the run's store."""
 
+    _what = "its ranks are"
+    # SLURM's states for a job that was stopped on request before its ranks started.
+    _stopped_states: tuple[str, ...] = ("CANCELLED",)
+
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
         spec, paths = setup.spec, setup.paths
@@ -89,12 +94,18 @@ class SlurmAttempt(RankStates[RemoteRank]):
         if id_file.exists():
             self._slurm = SlurmJob.read(id_file)
         else:
-            batch = self._folder / "job.sbatch"
-            write_own(batch, script(self._spec, self._job.launch, argv))
-            self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
+            self._slurm = self._submit(self._folder / "job.sbatch", argv)
             self._remember(id_file, self._slurm)
+        self.ranks = self._new_ranks()
+
+    def _submit(self, batch: Path, argv: Sequence[str]) -> SlurmJob:
+        """Write the batch script, which runs `argv` for each rank, and submit it."""
+        write_own(batch, script(self._spec, self._job.launch, argv))
+        return SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
+
+    def _new_ranks(self) -> list[RemoteRank]:
         ranks = range(self._spec.n_processes)
-        self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
+        return [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
         """Write the SLURM job's number to a file; if this fails, cancel the job, as it could not be found again."""
@@ -154,7 +165,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return super().cause()
 
     def describe(self) -> str:
-        return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
+        return f"{self._what} on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
         """Write the node names to the file instead: this host cannot read the stacks of remote processes."""
@@ -169,10 +180,15 @@ class SlurmAttempt(RankStates[RemoteRank]):
         latest = self._slurm.seen if self._slurm else None
         return latest.state if latest else ""
 
+    @property
+    def _is_near_its_limit(self) -> bool:
+        """Whether the batch script received the signal that SLURM sends before the time limit."""
+        return not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists()
+
     def _news(self) -> list[RemoteRank]:
         self._follow()
         news = [rank for rank in self.living if rank.read()]
-        if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
+        if news and self._is_near_its_limit:
             self._tell("slurm", "its time limit in SLURM is near, so it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
@@ -210,7 +226,8 @@ class SlurmAttempt(RankStates[RemoteRank]):
 
     def _give_up(self) -> list[RemoteRank]:
         """Mark all ranks without a recorded end as ended now that the SLURM job is over, and return these ranks."""
-        stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
+        stopped = self._asked_to_stop and self._state in self._stopped_states
+        stopped = stopped and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
             rank.give_up(never_ran=stopped)

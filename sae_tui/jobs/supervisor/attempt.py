@@ -208,6 +208,8 @@ class AttemptRunner:
         while attempt.alive:
             self._record(attempt.wait(TICK_S))
             self._sign.turn()
+            if attempt.is_waiting:
+                watch.nothing_expected()
             if watch.poll():
                 self._record(attempt.rows())
             if is_gone(self._paths.root):
@@ -229,8 +231,6 @@ class AttemptRunner:
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
         """Dump the stacks for an attempt making no progress, and give up on the attempt after the time limit."""
-        if attempt.is_waiting:
-            watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
         if (watch.is_stalled or is_over) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)

@@ -94,6 +94,8 @@ class Watch:
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._has_news = self._is_quiet = False
+        # Whether the attempt is waiting in an external queue; known only during a poll.
+        self._is_waiting = False
         # Rank 0 touches its spec file to report steps that it cannot store.
         self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
@@ -161,6 +163,7 @@ class Watch:
             self._look()
             with tolerate("following the job"):
                 self._publish()
+        self._is_waiting = False
         return was_lost
 
     def _look(self) -> None:
@@ -175,6 +178,7 @@ class Watch:
 
     def nothing_expected(self) -> None:
         """Restart the time limits for starts and stalls; called while the attempt is waiting in an external queue."""
+        self._is_waiting = True
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -266,7 +270,7 @@ class Watch:
             self._move(JobState.RUNNING, "is taking steps again")
 
     def _judge_program(self) -> None:
-        if self._state == JobState.STARTING:
+        if self._state == JobState.STARTING and not self._is_waiting:
             self._move(JobState.RUNNING, "is running")
 
     def _move(self, to: JobState, message: str, level: str = "info") -> None:

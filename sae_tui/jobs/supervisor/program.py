@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from sae_tui.jobs.launchers import command_launcher
 from sae_tui.jobs.launchers.attached import ADOPTED
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
-from sae_tui.jobs.launchers.program import ProgramAttempt
 from sae_tui.jobs.reconcile import running_program
 from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
 from trainer.contract.errors import UserError
@@ -24,7 +26,8 @@ class ProgramRunner(AttemptRunner):
         self._settings = config.command
         setup = AttemptSetup(self._job.id, config, self._paths, self._spec(), self._locks)
         running = running_program(self._data, self._control, self._job)
-        if not running and any(rank.attempt == self._job.attempt for rank in self._control.ranks(self._job.id)):
+        is_local = not config.cluster
+        if is_local and not running and self._was_started():
             # Another supervisor has started the program, and it ended just before this one could attach to it.
             raise UserError("its program ended while it had no supervisor, so its exit code is unknown")
         if running:
@@ -32,8 +35,12 @@ class ProgramRunner(AttemptRunner):
         if running and self._job.state != JobState.STARTING:
             self._tell("attached", f"its program (pid {running.pid}) goes on under a new supervisor", "info")
         is_adopted = running is not None and self._job.mode == ADOPTED and self._job.attempt == 1
-        self._program = ProgramAttempt(setup, config, self._job.gpu_uuids, running, is_adopted=is_adopted)
+        setup = msgspec.structs.replace(setup, gpu_uuids=self._job.gpu_uuids, running=running, is_adopted=is_adopted)
+        self._program = command_launcher(config.launch.backend, setup)
         return self._program
+
+    def _was_started(self) -> bool:
+        return any(rank.attempt == self._job.attempt for rank in self._control.ranks(self._job.id))
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
         for message in self._program.notes():
@@ -45,9 +52,11 @@ class ProgramRunner(AttemptRunner):
         if requests or self._killed:
             stopped = self._ending(JobState.STOPPED, self._stop_reason or None, attempt)
             return Outcome(stopped, paused=requests == {"pause"})
+        if code in (self._settings.requeue_on or ()):
+            return Outcome(self._ending(JobState.FAILED, attempt.cause(), attempt), requeued=True)
+        if cut_short := self._program.was_cut_short:
+            return Outcome(self._ending(JobState.STOPPED, cut_short, attempt))
         if code == 0:
             return Outcome(self._ending(JobState.FINISHED, None, attempt))
         failed = self._ending(JobState.FAILED, attempt.cause(), attempt)
-        if code in (self._settings.requeue_on or ()):
-            return Outcome(failed, requeued=True)
         return Outcome(failed, crashed=self._settings.retry_on is None or code in self._settings.retry_on)

@@ -10,6 +10,7 @@ import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.planning.check_job import Proposal
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.wording import gibibytes
 
@@ -68,9 +69,12 @@ class CommandProposal(Proposal[CommandJob]):
 
     def _program_problems(self) -> list[Problem]:
         """Report a missing working directory or program; on a cluster, the nodes may have other files."""
-        command, problems = self.job.command, []
+        command, backend = self.job.command, self.job.launch.backend
+        if not LAUNCH_BACKENDS[backend].program:
+            return [Problem("launch.backend", f'"{backend}" cannot run commands; use "local"')]
+        problems: list[Problem] = []
         if self.job.cluster:
-            return []
+            return problems
         if not os.path.isdir(command.folder):
             problems.append(Problem("command.folder", f"is not a folder: {command.folder}"))
         program = command.argv[0]

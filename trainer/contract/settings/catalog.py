@@ -168,6 +168,9 @@ class BackendEntry(SettingsEntry, frozen=True):
     # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
     # folder. Only the app loads it.
     cancel: str = ""
+    # The class, as `module:class`, of an attempt of a command; "" if this backend cannot run commands. Only the app
+    # loads it.
+    program: str = ""
 
 
 class KindEntry(Entry, frozen=True):
@@ -386,6 +389,7 @@ LAUNCH_BACKENDS = {
         "sae_tui.jobs.launchers.local:RankGroup",
         "Processes on this machine.",
         NoSettings,
+        program="sae_tui.jobs.launchers.program:ProgramAttempt",
     ),
     "slurm": BackendEntry(
         "sae_tui.jobs.launchers.slurm:SlurmAttempt",
@@ -394,6 +398,7 @@ LAUNCH_BACKENDS = {
         cluster="SLURM",
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
+        program="sae_tui.jobs.launchers.slurm_program:SlurmProgram",
     ),
 }
 # Tools that can also show a run's metrics.
