@@ -20,7 +20,7 @@ def sae_train() -> int:
 
 def refuse_another(program: str = "sae-tui") -> None:
     """Exit with a message if another package or file named trainer would be imported instead."""
-    fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
+    fault = fault_of_trainer()
     if fault and "--json" in sys.argv:
         import json
 
@@ -29,6 +29,11 @@ def refuse_another(program: str = "sae-tui") -> None:
         sys.exit(1)
     if fault:
         sys.exit(f"{program}: error: {fault}")
+
+
+def fault_of_trainer() -> str:
+    """Return why `import trainer` would not find this project's package, on one printable line; "" if it would."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in _fault())
 
 
 def _fault() -> str:

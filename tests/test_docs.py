@@ -143,12 +143,25 @@ def test_the_example_that_trains_from_python_runs_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks("python") if "how-to/python.md" in block.place)
+    block = next(block for block in blocks("python") if "how-to/python.md" in block.place)
     smaller = (
         block.text.replace("4096, 384", "256, 32").replace("8192, 384", "512, 32").replace("n_steps=500", "n_steps=5")
     )
     exec(compile(smaller.replace("d_sae=3072", "d_sae=64"), block.place, "exec"), {})
     assert (tmp_path / "my-sae" / "cfg.json").exists()
+
+
+def test_the_example_that_runs_commands_from_python_runs_without_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, block = (block for block in blocks("python") if "how-to/python.md" in block.place)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    (tmp_path / "probe.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "report.py").write_text("import os; print('layer', os.environ['LAYER'])")
+    exec(compile(block.text.replace("gpus=1", "gpus=0"), block.place, "exec"), {})
+    assert capsys.readouterr().out.splitlines()[1:] == ["0 finished", "layer 12", ""]
 
 
 def test_every_block_names_its_language() -> None:

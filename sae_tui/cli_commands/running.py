@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from sae_tui.cli_commands.context import CommandContext, gpus_value
+from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.launching import Array, array_of, launch_all
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.cli_commands.values import MOST_IN_ARRAY, ArraySpec
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.launch import adopt as adopting
+from sae_tui.jobs.launch.command_job import command_job
 from sae_tui.jobs.launch.kinds.command import ARRAY_INDEX
 from trainer.contract.errors import JobFileError, Problem, UsageError
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, track
-from trainer.contract.settings.command import CommandJob
-from trainer.contract.settings.job_file import any_job_of
-from trainer.contract.settings.typed import as_time_limit
+from trainer.contract.settings.command import CommandJob, name_of
 
 # The placeholder for the index of a job in an array.
 INDEX = "array_index"
@@ -72,42 +69,26 @@ def _argv(flags: argparse.Namespace) -> list[str]:
 
 def _job(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, str]) -> CommandJob:
     words = [_fill(word, values) for word in argv]
-    command: dict[str, Any] = {
-        "argv": words,
-        "folder": os.path.abspath(flags.folder or "."),
-        "memory": flags.memory,
-        "env": _env(flags, values) or None,
-        "clean_env": flags.clean_env,
-        "stop_signal": flags.stop_signal,
-        "grace_s": flags.grace,
-        "retry_on": flags.retry_on or None,
-        "requeue_on": flags.requeue or None,
-        "metrics": flags.metrics or None,
-    }
-    launch = {
-        "max_restarts": flags.retries,
-        "priority": flags.priority,
-        "share": flags.share,
-        "backend": flags.backend,
-        "time_limit": as_time_limit(flags.time) if flags.time else None,
-    }
-    table: dict[str, Any] = {"kind": CommandJob.kind, "name": _name(flags, words, values)}
-    table |= {"command": _given(command), "launch": _given(launch)}
-    gpus = [f"launch.gpus={_gpus(flags.gpus)}"] if flags.gpus else []
-    job = any_job_of(table, [*gpus, *flags.overrides])
-    assert isinstance(job, CommandJob)
-    return job
-
-
-def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _gpus(text: str) -> str:
-    """Return `launch.gpus` as TOML: a number is a number of GPUs, and 0 is the CPU."""
-    if text.isdecimal():
-        return f'"auto:{text}"' if int(text) else '"cpu"'
-    return gpus_value(text.strip("[]"))
+    return command_job(
+        words,
+        gpus=flags.gpus,
+        memory=flags.memory,
+        name=_name(flags, words, values),
+        time=flags.time,
+        env=_env(flags, values),
+        folder=flags.folder,
+        clean_env=flags.clean_env,
+        stop_signal=flags.stop_signal,
+        grace=flags.grace,
+        retries=flags.retries,
+        retry_on=flags.retry_on,
+        requeue=flags.requeue,
+        backend=flags.backend,
+        priority=flags.priority,
+        share=flags.share,
+        metrics=flags.metrics,
+        settings=flags.overrides,
+    )
 
 
 def _env(flags: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
@@ -127,11 +108,7 @@ def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, s
 
 def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
     # A shell's line is its last argument.
-    program, *others = (argv[-1].split() if flags.shell else argv) or [""]
-    # An argument may be a program of several lines.
-    words = [" ".join(word.split()) for word in (os.path.basename(program), *others)]
-    is_runner = words[0].rstrip("0123456789.") in ("python", "sh", "bash") and others[:1] and others[0][:1] != "-"
-    return " ".join([os.path.basename(words[1]), *words[2:]] if is_runner else words).strip() or "command"
+    return name_of(argv[-1].split() if flags.shell else argv)
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:

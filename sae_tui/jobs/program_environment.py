@@ -67,9 +67,7 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 def snapshot(environ: Mapping[bytes, bytes] = os.environb, *, clean: bool = False) -> ProgramEnvironment:
     """Return this process's environment; with `clean`, only variables that say who runs the program and where."""
     kept = {os.fsencode(name) for name in KEPT}
-    variables = {
-        name: value for name, value in environ.items() if not name.startswith(_OWN) and (not clean or name in kept)
-    }
+    variables = {name: value for name, value in environ.items() if not clean or name in kept}
     if clean:
         variables[b"PATH"] = os.fsencode(USUAL_PATH)
     umask = os.umask(0o077)

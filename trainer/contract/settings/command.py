@@ -20,6 +20,7 @@ from trainer.contract.settings.typed import SIZES, parse_size
 
 ExitCode = Annotated[int, msgspec.Meta(ge=1, le=255)]
 StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
+_LONGEST_NAME = 80
 # Names in braces that are replaced in the arguments when the program starts.
 PLACEHOLDERS = ("gpus", "gpu_list", "job_id", "run_dir")
 _ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
@@ -104,6 +105,16 @@ class Command(msgspec.Struct, frozen=True):
         return dict(entry.split("=", 1) for entry in self.env or ())
 
 
+def name_of(argv: Sequence[str]) -> str:
+    """Return a name for a command: its script and arguments, or its program and arguments."""
+    if not argv:
+        return CommandJob.kind
+    words = [os.path.basename(argv[0]), *argv[1:]]
+    is_runner = words[0].rstrip("0123456789.") in ("python", "sh", "bash") and words[1:] and words[1][0:1] != "-"
+    words = [os.path.basename(words[1]), *words[2:]] if is_runner else words
+    return " ".join(" ".join(words).split())[:_LONGEST_NAME] or CommandJob.kind
+
+
 J = TypeVar("J", bound="CommandJob")
 
 
@@ -115,7 +126,7 @@ class CommandJob(AnyJob, frozen=True, kw_only=True):
     needs_trainer: ClassVar[bool] = False
 
     command: Command
-    name: Annotated[str, about("Name of the job.", min_length=1, max_length=80)] = "command"
+    name: Annotated[str, about("Name of the job.", min_length=1, max_length=_LONGEST_NAME)] = "command"
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:

@@ -1,0 +1,251 @@
+"""Launches and follows jobs from Python scripts and notebooks, in the same queue as `sae-tui run`.
+
+import sae_tui
+
+job = sae_tui.run(["python", "probe.py", "--layer", 12], gpus=1, memory="20GiB", time="4h")
+print(job.id, job.state)  # 7 queued
+result = job.wait()  # Ctrl-C leaves the job running
+print(result.exit_code, result.words)  # 0 finished
+print(job.log(20))
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time as clock
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.jobs import edits
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
+from sae_tui.jobs.launch import launching, placement
+from sae_tui.jobs.launch.command_job import command_job
+from sae_tui.jobs.states import describe_state
+from trainer.contract.errors import JobFileError, Problem, UsageError, UserError, errors
+from trainer.contract.planning.check_job import propose
+from trainer.contract.printable import printable
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.runs.rank_exit import signal_name
+from trainer.contract.settings.command import CommandJob
+from trainer.contract.store.database import StoreMissing
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job as Row
+from trainer.contract.store.rows import Rank
+
+POLL_S = 0.25
+RECONCILE_EVERY_S = 2.0
+# `Job.log()` returns at most this many lines; the whole log is in `Job.log_file`.
+MOST_LINES = 100_000
+
+
+class Result(msgspec.Struct, frozen=True):
+    """How a job ended.
+
+    `state` is `finished`, `stopped`, `failed` or `lost`. `exit_code` is None if a signal killed the program, whose name
+    is then in `signal`, like `SIGKILL`, or if the program never started. `error` is one sentence, or "".
+
+    >>> Result("failed", exit_code=2, error="its program ended with exit code 2").words
+    'failed: its program ended with exit code 2'
+    """
+
+    state: str
+    exit_code: int | None = None
+    signal: str | None = None
+    error: str = ""
+
+    @property
+    def words(self) -> str:
+        """The state and the error, if there is one."""
+        return f"{self.state}: {self.error}" if self.error else self.state
+
+
+class Job:
+    """A job in a data folder. Every property is read anew, so a handle can be kept for as long as you like."""
+
+    def __init__(self, job_id: int, context: CommandContext) -> None:
+        self.id = job_id
+        self._context = context
+        self._rows()
+
+    def __repr__(self) -> str:
+        row, _ = self._rows()
+        return f"<job {self.id} ({printable(row.name)}): {describe_state(row).word}>"
+
+    @property
+    def state(self) -> str:
+        """One of `queued`, `starting`, `running`, `stalled`, `stopping`, `stopped`, `finished`, `failed`, `lost`."""
+        return str(self._rows()[0].state)
+
+    @property
+    def result(self) -> Result | None:
+        """How the job ended, or None if it has not ended yet."""
+        row, ranks = self._rows()
+        if not row.state.is_final:
+            return None
+        own = [rank for rank in ranks if rank.attempt == row.attempt]
+        # The rank that failed is the one that says how the job ended.
+        last = next((rank for rank in own if rank.exit_code or rank.exit_signal), own[0] if own else None)
+        number = last.exit_signal if last else None
+        name = None if number is None else signal_name(number)
+        return Result(str(row.state), last.exit_code if last else None, name, printable(row.error or ""))
+
+    def wait(self, timeout: float | None = None) -> Result:
+        """Wait until the job has ended, for at most `timeout` seconds; then raise `TimeoutError`.
+
+        A `KeyboardInterrupt` leaves the job running.
+        """
+        deadline = None if timeout is None else clock.monotonic() + timeout
+        mend_at = clock.monotonic() + RECONCILE_EVERY_S
+        while (result := self.result) is None:
+            if deadline is not None and clock.monotonic() >= deadline:
+                raise TimeoutError(f"job {self.id} is still {self.state} after {timeout:g} s")
+            if clock.monotonic() >= mend_at:
+                self._context.mend()
+                mend_at = clock.monotonic() + RECONCILE_EVERY_S
+            clock.sleep(POLL_S)
+        return result
+
+    @property
+    def log_file(self) -> str:
+        """The path of the program's output."""
+        return str(self._context.data.run(self.id).log(0))
+
+    def log(self, lines: int | None = None) -> str:
+        """Return the last `lines` lines of the program's output, by default 100,000, without control characters."""
+        self._context.data.refuse_links(self.id)
+        found = tail(self._context.data.run(self.id).log(0), MOST_LINES if lines is None else lines)
+        return "".join(f"{printable(line)}\n" for line in found)
+
+    def stop(self) -> str:
+        """Ask the program to stop with its stop signal, and return a sentence saying what will happen."""
+        return edits.stop(self._context.data, self.id)
+
+    def kill(self) -> str:
+        """Kill the program within 5 s, and return a sentence saying what will happen."""
+        return edits.kill(self._context.data, self.id)
+
+    def _rows(self) -> tuple[Row, list[Rank]]:
+        try:
+            control = Control(self._context.data.control_db, readonly=True)
+        except StoreMissing:
+            raise UserError(f"there is no job {self.id} in {self._context.data.root}") from None
+        try:
+            return control.job(self.id), control.ranks(self.id)
+        finally:
+            control.close()
+
+
+def run(
+    argv: Sequence[object],
+    *,
+    gpus: int | str | Sequence[int] | None = None,
+    memory: str | int | None = None,
+    name: str | None = None,
+    after: int | Job | Iterable[int | Job] = (),
+    time: str | float | None = None,
+    env: Mapping[str, object] | Sequence[str] = (),
+    folder: str | os.PathLike[str] | None = None,
+    data_dir: str | os.PathLike[str] | None = None,
+    hold: bool = False,
+    tags: Iterable[str] = (),
+    clean_env: bool = False,
+    stop_signal: str = "TERM",
+    grace: str | float = 60.0,
+    retries: int = 0,
+    retry_on: Sequence[int] = (),
+    requeue: Sequence[int] = (),
+    backend: str | None = None,
+    priority: int | None = None,
+    share: bool = False,
+    settings: Sequence[str] = (),
+) -> Job:
+    """Launch a program as a job and return at once, as `sae-tui run` does.
+
+    `argv` is a list of words; no shell interprets them. `{gpus}`, `{gpu_list}`, `{job_id}` and `{run_dir}` are replaced
+    when the program starts. The job outlives this process.
+
+    - `gpus`: a number (0: the CPU), indices like `[0, 1]`, or `"auto:2"`. Default: one GPU if there are GPUs.
+    - `memory`: what it needs on each GPU, like `"20GiB"`, or bytes. Default: it gets idle GPUs.
+    - `after`: jobs, or ids of jobs, that must have finished first.
+    - `time`: the time limit, like `"4h"`, or seconds. `grace`: the time to stop before it is killed.
+    - `env`: variables to set, in addition to those of this process. `folder`: the working directory.
+    - `retries`: how often it is restarted if it fails, or if it exits with a code in `retry_on`.
+    - `requeue`: exit codes after which it is queued again.
+    - `settings`: overrides like `"launch.partition=gpu"`.
+
+    Raise `UserError` with the sentences that `sae-tui run` would print. Warnings are issued as Python warnings.
+
+    >>> job = run(["echo", "hello"], gpus=0)
+    >>> job.wait().words
+    'finished'
+    >>> print(job.log(1), end="")
+    hello
+    >>> run(["sh", "-c", "exit 3"], gpus=0).wait().exit_code
+    3
+    """
+    made = command_job(
+        _words(argv),
+        gpus=gpus,
+        memory=memory,
+        name=name,
+        time=time,
+        env=env,
+        folder=folder,
+        clean_env=clean_env,
+        stop_signal=stop_signal,
+        grace=grace,
+        retries=retries,
+        retry_on=retry_on,
+        requeue=requeue,
+        backend=backend,
+        priority=priority,
+        share=share,
+        settings=settings,
+    )
+    context = _context(data_dir)
+    context.mend()
+    return Job(_launch(context, made, after=_ids(after), hold=hold, tags=tuple(tags)), context)
+
+
+def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
+    """Return the handle of an existing job; raise `UserError` if there is none with this id."""
+    return Job(job_id, _context(data_dir))
+
+
+def _context(data_dir: str | os.PathLike[str] | None) -> CommandContext:
+    flags = {} if data_dir is None else {"data_dir": os.fspath(data_dir)}
+    return CommandContext(argparse.Namespace(**flags))
+
+
+def _words(argv: Sequence[object]) -> list[str]:
+    if isinstance(argv, (str, bytes)):
+        raise UsageError('argv: must be a list like ["python", "x.py"]; for a shell line, run ["sh", "-c", line]')
+    return [os.fsdecode(word) if isinstance(word, (bytes, os.PathLike)) else str(word) for word in argv]
+
+
+def _ids(after: int | Job | Iterable[int | Job]) -> tuple[int, ...]:
+    jobs = [after] if isinstance(after, (int, Job)) else after
+    return tuple(one.id if isinstance(one, Job) else one for one in jobs)
+
+
+def _launch(context: CommandContext, made: CommandJob, **options: Any) -> int:
+    """Check a job on this machine, launch it, and return its id."""
+    context.wants_gpus = not (made.on_cpu or made.cluster)
+    gpus = context.gpus
+    proposal = propose(made, placement.machine(gpus.choices, context.data, cuda=gpus.cuda))
+    problems: list[Problem] = proposal.problems()
+    if wrong := errors(problems):
+        raise JobFileError(wrong)
+    for problem in problems:
+        warnings.warn(str(problem), stacklevel=3)
+    where = placement.place(proposal, gpus.choices, multi_gpu_enabled=context.settings.multi_gpu_enabled)
+    source = name_elsewhere(gpus.source_name, len(gpus.choices))
+    return launching.launch(context.data, made, where, gpu_source=source, **options)
+
+
+__all__ = ["Job", "Result", "UserError", "job", "run"]
