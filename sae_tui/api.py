@@ -65,7 +65,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Job:
-    """A job in a data folder. Every property is read anew, so a handle can be kept for as long as you like."""
+    """A job in a data folder. Every property reads the current state."""
 
     def __init__(self, job_id: int, context: CommandContext) -> None:
         self.id = job_id
@@ -88,7 +88,7 @@ class Job:
         if not row.state.is_final:
             return None
         own = [rank for rank in ranks if rank.attempt == row.attempt]
-        # The rank that failed is the one that says how the job ended.
+        # A rank that failed shows how the job ended.
         last = next((rank for rank in own if rank.exit_code or rank.exit_signal), own[0] if own else None)
         number = last.exit_signal if last else None
         name = None if number is None else signal_name(number)
@@ -170,7 +170,7 @@ def run(
     when the program starts. The job outlives this process.
 
     - `gpus`: a number (0: the CPU), indices like `[0, 1]`, or `"auto:2"`. Default: one GPU if there are GPUs.
-    - `memory`: what it needs on each GPU, like `"20GiB"`, or bytes. Default: it gets idle GPUs.
+    - `memory`: the memory needed on each GPU, like `"20GiB"`, or bytes. Default: it gets idle GPUs.
     - `after`: jobs, or ids of jobs, that must have finished first.
     - `time`: the time limit, like `"4h"`, or seconds. `grace`: the time to stop before it is killed.
     - `env`: variables to set, in addition to those of this process. `folder`: the working directory.
