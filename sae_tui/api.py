@@ -173,7 +173,7 @@ def run(
     - `memory`: the memory needed on each GPU, like `"20GiB"`, or bytes. Default: it gets idle GPUs.
     - `after`: jobs, or ids of jobs, that must have finished first.
     - `time`: the time limit, like `"4h"`, or seconds. `grace`: the time to stop before it is killed.
-    - `env`: variables to set, in addition to those of this process. `folder`: the working directory.
+    - `env`: variables to set, added to the variables of this process. `folder`: the working directory.
     - `retries`: how often it is restarted if it fails, or if it exits with a code in `retry_on`.
     - `requeue`: exit codes after which it is queued again.
     - `settings`: overrides like `"launch.partition=gpu"`.

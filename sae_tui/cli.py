@@ -55,6 +55,7 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(_open_app)
     completion.complete(parser)
     flags = parser.parse_args(given)
+    flags.given = [*given]
     for name in ("readonly", "plain", "host"):
         if getattr(flags, name) and flags.command is not _open_app:
             parser.error(f"--{name}: works only in the app; leave it out, or leave out the command")

@@ -19,6 +19,17 @@ _OPTIONS = (
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}@)?[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,254}", re.ASCII)
 # The PATH of a non-interactive shell often lacks ~/.local/bin, where pip, pipx and uv install programs for one user.
 _FAR_SHELL = ("sh", "-c", 'PATH="$PATH:$HOME/.local/bin" exec sae-tui "$@"', "sae-tui")
+# Runs `sae-tui` in a login shell, so that the programs that it starts get the environment of a login. If a login shell
+# sets a PATH without sae-tui, the PATH before the login is added. Other shells might not know the option -l.
+_LOGIN_SHELL = (
+    "sh", "-c",
+    'SAE_TUI_PATH="$PATH"; export SAE_TUI_PATH; '
+    'case "${SHELL##*/}" in bash|dash|fish|ksh|sh|zsh) exec "$SHELL" -l -c "$0" ;; *) exec sh -c "$0" ;; esac',
+)  # fmt: skip
+_IN_LOGIN_SHELL = (
+    "sh", "-c",
+    'command -v sae-tui >/dev/null || PATH="$PATH:$HOME/.local/bin:$SAE_TUI_PATH"; exec sae-tui "$@"', "sae-tui",
+)  # fmt: skip
 NO_SAE_TUI = 127  # a shell's exit code for "command not found"
 
 
@@ -38,5 +49,14 @@ def ssh_argv(host: str, words: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> 
 
     `words` are quoted for the remote shell.
     """
+    return _argv(host, [*_FAR_SHELL, *words], ssh)
+
+
+def login_argv(host: str, words: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> list[str]:
+    """Return an argv like `ssh_argv` that runs `sae-tui` in the environment of the user's login shell."""
+    return _argv(host, [*_LOGIN_SHELL, shlex.join([*_IN_LOGIN_SHELL, *words])], ssh)
+
+
+def _argv(host: str, words: Sequence[str], ssh: Sequence[str]) -> list[str]:
     options = [part for option in _OPTIONS for part in ("-o", option)]
-    return [*ssh, "-T", "-a", "-x", *options, "--", checked_host(host), shlex.join([*_FAR_SHELL, *words])]
+    return [*ssh, "-T", "-a", "-x", *options, "--", checked_host(host), shlex.join(words)]

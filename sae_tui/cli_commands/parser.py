@@ -45,6 +45,8 @@ Add = Callable[[str, str, str], argparse.ArgumentParser]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "running"})
+# Runs a command with `--host` on that host.
+SEND = "sending.send"
 
 EXAMPLES = f"""\
 examples:
@@ -86,6 +88,7 @@ COMMAND_EXAMPLES = {
         "select --json                  with names, and why the other GPUs are not free",
     ],
     "stream": ["stream      `sae-tui --host` runs this over ssh; it exits when its standard input closes"],
+    "receive": ["receive      reads the command from its standard input, over ssh"],
     "serve": [
         "serve      on the computer with the browser, run the command that it prints: ssh -L PORT:127.0.0.1:PORT HOST",
         "serve --port 8500 --write",
@@ -106,6 +109,7 @@ COMMAND_EXAMPLES = {
         "launch job.toml --gpus 0 --after 7 --tag baseline",
         "launch job.toml --grid sae.k=16,32,64 --gpus auto      queue three jobs",
         "launch job.toml --grid train.seed=0,1,2,3 --at-once 2",
+        "launch job.toml --host gpu1                            launch it on another host",
     ],
     "run": [
         "run --gpus 1 --memory 20GiB --name probe -- python probe.py --layer 12",
@@ -113,6 +117,7 @@ COMMAND_EXAMPLES = {
         "run --gpus 1 --grid lr=1e-3,3e-4 --grid seed=0,1 -- python train.py --lr {lr} --seed {seed}",
         "run --gpus 1 --array 0-31%4 -- python train.py --seed {array_index}      32 jobs, at most 4 at once",
         "run --backend slurm --gpus 2 -- torchrun --nproc-per-node {gpus} finetune.py",
+        "run --host gpu1 --gpus 1 --wait -- python probe.py",
         "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
     "adopt": [
@@ -254,7 +259,7 @@ def _load_when_run(function: str) -> Command:
     """Return a command that imports its module when run; importing all modules takes a third of the startup time."""
 
     def run(context: CommandContext, flags: argparse.Namespace) -> int:
-        module, _, name = function.partition(".")
+        module, _, name = (SEND if getattr(flags, "on_host", None) else function).partition(".")
         if module in _ABOUT_JOBS:
             context.mend()
         command: Command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
@@ -284,6 +289,7 @@ def _add_gpu_commands(add: Add) -> None:
     stream.add_argument(
         "--rank", type=rank, default=0, metavar="N", help="rank whose log is written; default: %(default)s"
     )
+    add("receive", "receiving.receive", "Run a command from another host, sent by `run --host` or `launch --host`")
     _add_serve(add)
     metrics = add("metrics", "gpus.show_metrics", "Show the load of the GPUs, now and in the past")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
@@ -316,6 +322,7 @@ def _add_job_file_commands(add: Add) -> None:
     validate = add("validate", "launching.validate", "List everything that would keep a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
+    _add_host(launch)
     _add_queue_flags(launch)
     grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
@@ -383,6 +390,7 @@ def _add_run(add: Add) -> None:
     run.add_argument("--backend", choices=tuple(LAUNCH_BACKENDS), help="default: local")
     _add_queue_flags(run)
     _add_launch_flags(run)
+    _add_host(run)
     _add_overrides(run)
     run.add_argument("-d", "--detach", action="store_true", help="return at once, which is the default")
 
@@ -460,6 +468,11 @@ def _add_launch_flags(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--hold", action="store_true", help="hold the job in the queue until `sae-tui release ID`")
     command.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
+
+
+def _add_host(command: argparse.ArgumentParser) -> None:
+    there = "do this on another host, over ssh, in the folder with the same path"
+    command.add_argument("--host", dest="on_host", type=host, metavar="HOST", help=there)
 
 
 def _add_queue_flags(command: argparse.ArgumentParser) -> None:
