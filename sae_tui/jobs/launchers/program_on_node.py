@@ -33,6 +33,7 @@ from trainer.contract.prctl import become_subreaper
 from trainer.contract.runs import lock
 from trainer.contract.runs.rank_spec import EXIT_FAILED, RankSpec, read_own_spec
 from trainer.contract.runs.remote_rank_status import RankMark, write_mark
+from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.states import JobState
@@ -120,9 +121,9 @@ def _setup(spec: RankSpec, paths: RunPaths) -> AttemptSetup:
         raise UserError(f"SLURM gave the job no GPUs on {socket.gethostname()}; see `scontrol show job`")
     given = {"gpu_vendor": vendor, "gpu_uuids": gpus} if spec.device == "cuda" else {"gpu_vendor": "", "gpu_uuids": ()}
     job = load_any(paths.job_file, read=read_own_text)
-    folder = job.command.folder  # type: ignore[attr-defined]
-    if not os.path.isdir(folder):
-        where = f"{folder} does not exist on {socket.gethostname()}"
+    assert isinstance(job, CommandJob)
+    if not os.path.isdir(job.command.folder):
+        where = f"{job.command.folder} does not exist on {socket.gethostname()}"
         raise UserError(f"command.folder: {where}; use a folder on a file system that all nodes share")
     return AttemptSetup(spec.job_id or 0, job, paths, msgspec.structs.replace(spec, **given))
 
