@@ -20,19 +20,20 @@ from textual.worker import get_current_worker
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import bulk, edits, environment
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer, offer_of
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
-from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.resume import resume
-from sae_tui.jobs.output import extracts, kind_of
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.arrays import ArrayView
+from sae_tui.jobs.view.postmortem import remedy_of
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.settings import Settings
@@ -172,8 +173,7 @@ def _stop_question(job: JobView) -> tuple[str, str]:
     if (steps := steps_to_finish(job)) is not None:
         return f"Stop {which}? It saves a checkpoint first.\n\n{early_words(steps)}", "Stop"
     if job.state != JobState.QUEUED:
-        kept = "It keeps its complete shards." if extracts(job.config) else "It saves a checkpoint first."
-        return f"Stop {which}? {kept}", "Stop"
+        return f"Stop {which}? {asked_of(job.config).first}", "Stop"
     if not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
     return f"Stop {which}? It is {describe_state(job).word}; it keeps what it has saved.", "Stop"
@@ -285,7 +285,7 @@ class Actions:
         if self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
-            lost = "Rows after its last shard" if extracts(job.config) else "Steps after its last checkpoint"
+            lost = asked_of(job.config).lost
             question = f"Job {job_id} ({job.name}) is stopping. Kill it now? {lost} will be lost."
             self.ask(question, "Kill it", functools.partial(edits.kill, self._state.data, job_id))
         else:
@@ -301,7 +301,10 @@ class Actions:
             self.do(functools.partial(edits.pause, self._state.data, job_id))
 
     def resume(self, job_id: int) -> None:
-        """Release a held or paused job; resume an ended job from its last good checkpoint."""
+        """Release a held or paused job; resume an ended job from its last good checkpoint.
+
+        An ended command starts again from the beginning; if it has finished, ask first.
+        """
         job = self.job(job_id)
         if job is None or self.refused():
             return
@@ -309,7 +312,10 @@ class Actions:
             self.edit([job_id], edits.release)
         elif not job.state.is_final:
             self._app.notify(f"Job {job_id} {stands(job)}.", severity="warning")
-        elif (cure := remedy(job.error)) and not cure.may_repeat:
+        elif kind_of(job.config).is_program and job.state is JobState.FINISHED:
+            question = f"Job {job_id} ({job.name}) has finished. Run its command again from the start?"
+            self.ask(question, "Run again", functools.partial(self._resume, job_id))
+        elif (cure := remedy_of(job)) and not cure.may_repeat:
             question = (
                 f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
                 f"Without a change it will probably fail again; {cure.text}. Resume it anyway?"

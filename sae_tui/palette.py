@@ -16,6 +16,7 @@ from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
 from sae_tui.app_parts.router import Router
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
@@ -90,10 +91,14 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
     yield "Open", describe_state(job).word, lambda: session.go.open_job(job.id)
     yield "Clone", "Open its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
-        yield "Resume", "Continue from its last checkpoint", lambda: session.actions.resume(job.id)
+        yield (
+            "Resume",
+            "Continue from its last checkpoint; a command starts again",
+            lambda: session.actions.resume(job.id),
+        )
     if not job.state.is_final:
-        yield "Stop", "Save a checkpoint and stop", lambda: session.actions.stop(job.id)
-        yield "Pause", "Save a checkpoint and free the GPUs", lambda: session.actions.pause(job.id)
+        yield "Stop", f"It {asked_of(job.config).stops}", lambda: session.actions.stop(job.id)
+        yield "Pause", "Stop, and free the GPUs until it is resumed", lambda: session.actions.pause(job.id)
 
 
 def commands(

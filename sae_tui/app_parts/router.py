@@ -14,8 +14,8 @@ from textual.app import App
 from textual.screen import Screen
 
 from sae_tui.app_parts.refresh import Refresh
-from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch.clone import clone_settings, free_name
+from sae_tui.jobs.view.postmortem import remedy_of
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
@@ -108,7 +108,7 @@ class Router:
         from sae_tui.screens.launch_form import ClonedJob
 
         try:
-            was, cure = clone_settings(session.data, job_id), remedy(job.error)
+            was, cure = clone_settings(session.data, job_id), remedy_of(job)
             is_too_large = cure is not None and cure.kind == "gpu-memory"
             overrides = proposal_class(was).half_batch(was, job.world_size) if is_too_large else []
             config = clone_settings(session.data, job_id, overrides)

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.machine import elsewhere, refuse_if_silent
-from sae_tui.jobs.output import extracts, kind_of
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.queue.after import comes_after, describe_unfinished, refuse_circle
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, describe_state, stands
@@ -127,14 +128,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 def stop(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a job to save and stop; return a message saying what will happen. `control` is the store, if it is open."""
-    return _ask(
-        data,
-        control,
-        job_id,
-        "stop",
-        queued=_stop_message,
-        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its complete shards are kept"),
-    )
+    return _ask(data, control, job_id, "stop", queued=_stop_message, running=lambda job: asked_of(job.config).stops)
 
 
 def finish(data: DataDir, job_id: int, control: Control | None = None) -> str:
@@ -162,31 +156,12 @@ def finish(data: DataDir, job_id: int, control: Control | None = None) -> str:
 
 def kill(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a job's supervisor to stop the job's ranks with SIGTERM, and with SIGKILL 5 s later."""
-    return _ask(
-        data,
-        control,
-        job_id,
-        "kill",
-        queued=_stop_message,
-        running=_of_kind(
-            "is killed within 5 s, even if it has not saved", "is killed within 5 s; its complete shards are kept"
-        ),
-    )
+    return _ask(data, control, job_id, "kill", queued=_stop_message, running=lambda job: asked_of(job.config).killed)
 
 
 def pause(data: DataDir, job_id: int, control: Control | None = None) -> str:
     """Ask a job to save and to return to the queue, where it is held and does not occupy GPUs."""
-    return _ask(
-        data,
-        control,
-        job_id,
-        "pause",
-        queued=_pause_message,
-        running=_of_kind(
-            "saves a checkpoint at its next step and is paused; other jobs can then use its GPUs",
-            "is paused, so that other jobs can use its GPUs; its complete shards are kept",
-        ),
-    )
+    return _ask(data, control, job_id, "pause", queued=_pause_message, running=lambda job: asked_of(job.config).pauses)
 
 
 def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: Any) -> str:
@@ -230,10 +205,6 @@ def _stop_message(_: Job) -> str:
 def _pause_message(job: Job) -> str:
     word = describe_state(msgspec.structs.replace(job, held=True)).word
     return f"is already {word}" if job.held else f"is {word} until it is released"
-
-
-def _of_kind(training: str, extraction: str) -> Words:
-    return lambda job: extraction if extracts(job.config) else training
 
 
 def _ask(

@@ -10,6 +10,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.catalog import KINDS, KindEntry
+from trainer.contract.settings.command import Command, CommandJob
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.job_file import class_of, parse_as, parse_job
@@ -22,7 +23,9 @@ NO_SHARD = "no shard was complete"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return a job's output folder, or None if there is no output yet."""
+    """Return a job's output folder, or None if there is no output yet, or if a program decides where it is."""
+    if kind_of(job.config).is_program:
+        return None
     if not extracts(job.config):
         return data.exported_folder(job.id)
     extraction, _ = parse_as(ExtractJob, table_of(job.config))
@@ -61,6 +64,15 @@ def _extraction(config: str) -> ExtractJob | None:
         return None
     extraction, _ = parse_as(ExtractJob, table_of(config))
     return extraction
+
+
+@functools.lru_cache(maxsize=1024)
+def command_of(config: str) -> Command | None:
+    """Return the program that a recorded job file runs, or None if it runs none or this version cannot read it."""
+    if not kind_of(config).is_program:
+        return None
+    job, _ = parse_as(CommandJob, table_of(config))
+    return job.command if job else None
 
 
 def may_tell_tokens(config: str) -> bool:

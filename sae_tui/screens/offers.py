@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.store.rows import Job
@@ -17,6 +18,8 @@ _HELD = {"continue": "Resume", "hold": "Release", "stop": "Cancel", "after": "Af
 _EVALUATED = {"open": "Open", "stop": "Stop", "log": "Log", "clone": "Clone"}
 _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compare", "delete": "Delete"}
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
+# An ended command can always run again, since it has no checkpoint to resume from.
+_RAN = _ENDED | {"continue": "Run again"}
 
 
 _LOOKS = frozenset({"open", "log", "mark", "compare"})
@@ -53,4 +56,6 @@ def _offers(job: Job) -> Mapping[str, str]:
         return _STOPPING
     if not job.state.is_final:
         return _ALIVE
+    if kind_of(job.config).is_program:
+        return _RAN
     return _FINISHED if job.state in DONE else _ENDED

@@ -17,6 +17,7 @@ from textual.widgets import Input
 from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percent, wrap
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, Surroundings, send_signal, surroundings
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from sae_tui.panels.processes import ProcessTable, process_name
 from sae_tui.session import Session
@@ -248,7 +249,7 @@ class ProcessList(Filtered):
             return
         offered = [(number.name.removeprefix("SIG"), words) for number, words in SIGNALS.items()]
         if entry.job:
-            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves a checkpoint first"))
+            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which {asked_of(entry.job.config).stops}"))
         if entry.n_below:
             offered = offered[:1]
         self.app.push_screen(Find(f"Send a signal to {_name(entry)}?", offered), partial(self._confirm, entry))

@@ -36,10 +36,11 @@ from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import RunLock, is_held, still_going
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.consent import sets
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import AnyJob, JobConfig
-from trainer.contract.settings.job_file import any_job_of, class_of, load_as, read_toml
+from trainer.contract.settings.job_file import any_job_of, class_of, load_any, load_as, read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text, table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -58,7 +59,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
     placement: Placement
     step: int
     notes: tuple[str, ...] = ()
-    # The unit of `step`: "step" for a training job, or "row" for an extraction job.
+    # The unit of `step`: "step" for a training job, "row" for an extraction job, or "attempt" for a command.
     counts: str = "step"
     # True if there is a checkpoint. Its step may be 0, as in the checkpoint of an imported SAE.
     has_checkpoint: bool = True
@@ -75,6 +76,8 @@ class ResumePlan(msgspec.Struct, frozen=True):
             return f"resumes after the {self.step:,} rows of its complete shards" if self.step else begins
         if self.waits:
             return f"is queued again; it {self.waits}"
+        if self.counts == "attempt":
+            return f"runs again from the start, as attempt {self.step}" if self.step > 1 else "starts"
         if not self.has_checkpoint:
             return "starts from step 0, since it had saved no checkpoint"
         return f"resumes from step {self.step}"
@@ -108,7 +111,7 @@ def resume(
             raise JobFileError(beyond)
         job = _with_its_place(job)
         plan = msgspec.structs.replace(plan, waits=_why_it_waits(job))
-        if finish and plan.counts == "row":
+        if finish and plan.counts != "step":
             raise UserError(f"job {job_id} has no training to cool down; resume it without --finish")
         with environment.required(plan.config):
             fields = fields_of(data, plan.config, plan.placement, control.jobs())
@@ -144,6 +147,8 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     raw = read_toml(paths.job_file, read_plain_text)
     if class_of(raw) is ExtractJob:
         return _prepare_extraction(paths, job, place, overrides)
+    if KINDS[class_of(raw).kind].is_program:
+        return _prepare_program(paths, job, place, overrides)
     judged = Judged()
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides, judged)
     refuse_options_of_others(judged.distrust, config, overrides)
@@ -170,6 +175,15 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
     if job.state == JobState.FINISHED:
         raise JobFileError([Problem("extract.n_tokens", f"job {job.id} has finished; clone it to extract more")])
     return ResumePlan(config, where, n_stored_rows(config), counts="row")
+
+
+def _prepare_program(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
+    """Return the plan for running a command again, in its stored environment; `SAE_TUI_ATTEMPT` tells its program."""
+    judged = Judged()
+    config = load_any(paths.job_file, overrides, read=judged)
+    refuse_options_of_others(judged.distrust, config, overrides)
+    where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
+    return ResumePlan(config, where, job.attempt + 1, counts="attempt")
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:

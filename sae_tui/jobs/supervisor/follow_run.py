@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.supervisor_log import tolerate
@@ -26,10 +27,11 @@ PUBLISH_EVERY_S = 1.0
 # The time limit for starting an attempt. Importing torch and joining the process group take 10 to 30 s on a busy
 # machine.
 SLOW_START_S = 120.0
+# Each request to end, the most urgent first, with its event; `{}` is what the job does before it ends.
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end immediately",
-    "stop": "was asked to stop; its ranks agree on a step and save",
-    "pause": "was asked to pause; its ranks agree on a step and save, and the job is then paused",
+    "stop": "was asked to stop; {}",
+    "pause": "was asked to pause; {}, and the job is then paused",
 }
 
 
@@ -182,8 +184,9 @@ class Watch:
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
-    def request_stop(self, why: str = "its supervisor was asked to end; the ranks save and stop") -> None:
-        """Ask rank 0 to save and stop, as a user would."""
+    def request_stop(self, why: str = "") -> None:
+        """Ask the job to save and stop, as a user would; by default, because its supervisor was asked to end."""
+        why = why or f"its supervisor was asked to end; {asked_of(self._job.config).asked}"
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
             self._move(JobState.STOPPING, why)
@@ -210,7 +213,8 @@ class Watch:
         if self.requests and not self._is_stopping:
             # If the store is unavailable, `_move` raises an error, and the next call retries.
             kind = next(kind for kind in _WORDS if kind in self.requests)
-            self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
+            message = _WORDS[kind].format(asked_of(self._job.config).asked)
+            self._move(JobState.STOPPING, message, "warning" if kind == "kill" else "info")
             self._is_stopping = True
         return was_lost
 

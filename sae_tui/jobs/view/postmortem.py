@@ -12,7 +12,7 @@ import msgspec
 
 from sae_tui.jobs.ending import JobEnding, RankEnding, read_ending
 from sae_tui.jobs.known_failures import Remedy, remedy
-from sae_tui.jobs.output import NO_SHARD, extracts, rows_stored
+from sae_tui.jobs.output import NO_SHARD, extracts, kind_of, rows_stored
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir, RunPaths
@@ -52,7 +52,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
-    known_cause = remedy(job.error)
+    known_cause = remedy_of(job)
     ending = read_ending(paths.exit_file)
     rank = ending.first_failed if ending else None
     attempt = paths.attempt(job.attempt)
@@ -69,6 +69,11 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
         stacks=str(stacks) if stacks.exists() else "",
         resumes=_resumes(data, job, known_cause),
     )
+
+
+def remedy_of(job: Job) -> Remedy | None:
+    """Return the remedy for a job's failure, or None if it is unknown; remedies name settings that no program has."""
+    return None if kind_of(job.config).is_program else remedy(job.error)
 
 
 def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
@@ -109,6 +114,8 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
 def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
     """Describe where a resumed job would continue; return "" if the job would fail again."""
     helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
+    if kind_of(job.config).is_program:
+        return "runs it again from the start"
     if not helps or not paths.job_file.exists():
         return ""
     if extracts(job.config):
