@@ -234,11 +234,8 @@ class SaeApp(KeysInOrder, Notices):
                 screen.hide_values()
         return super().export_screenshot(**options)
 
-    def action_new_job(self) -> None:
-        self.router.new_job()
-
-    def action_new_extraction(self) -> None:
-        self.router.new_extraction()
+    def action_new_job(self, kind: str = "") -> None:
+        self.router.new_job(kind)
 
     def action_show_dashboard(self) -> None:
         self.router.show_dashboard()

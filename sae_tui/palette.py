@@ -106,6 +106,8 @@ def commands(
 ) -> Iterable[SystemCommand]:
     """Yield the palette commands, except actions on individual jobs."""
     yield SystemCommand("New job", "Choose GPUs and launch a job", router.new_job)
+    yield SystemCommand("Extract", "Extract activations of a language model", partial(router.new_job, "extract"))
+    yield SystemCommand("Run", "Run any program as a job", partial(router.new_job, "command"))
     yield SystemCommand("Dashboard", "All GPUs and jobs", router.show_dashboard)
     yield SystemCommand("Doctor", "Check this machine for problems", router.show_doctor)
     for name in THEMES:
@@ -116,7 +118,20 @@ def commands(
     yield SystemCommand("Help", "The keys of this screen", router.show_help)
     yield SystemCommand("Quit", "Quit; jobs keep running", screen.app.action_quit)
     yield from _of_keys(
-        screen, ("New job", "Dashboard", "Doctor", "Settings", "Help", "Quit", "Back", "Close", "Commands")
+        screen,
+        (
+            "New job",
+            "Extract",
+            "Command",
+            "Dashboard",
+            "Doctor",
+            "Settings",
+            "Help",
+            "Quit",
+            "Back",
+            "Close",
+            "Commands",
+        ),
     )
 
 

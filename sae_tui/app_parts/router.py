@@ -21,8 +21,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import proposal_class
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.catalog import TRAINING
 from trainer.contract.wording import plural
 
 if TYPE_CHECKING:
@@ -31,16 +30,15 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens screens for the session, and keeps the launch form until its job is launched or the form is replaced."""
+    """Opens screens for the session, and keeps a launch form per kind of job until its job is launched or replaced."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
         self._app = app
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch form, kept while other screens are shown, and the Python setting from when the form was filled in.
-        self._kept: LaunchScreen | None = None
-        self._python = session.settings.python
+        # The launch forms, kept while other screens are shown; the form shown last is the last one.
+        self._kept: list[LaunchScreen] = []
         self.dashboard = dashboard
 
     def start(self) -> None:
@@ -67,36 +65,32 @@ class Router:
 
     # the launch form
 
-    def new_job(self) -> None:
-        """Open the kept launch form, or a new one for a training job."""
-        if not self._session.actions.refused():
-            self._open_form(JobConfig.kind)
-
-    def new_extraction(self) -> None:
-        """Open the kept launch form for an extraction job, or a new one; ask first if another draft would be lost."""
-        if not self._session.actions.refused():
-            self._open_form(ExtractJob.kind)
+    def new_job(self, kind: str = "") -> None:
+        """Open the kept launch form for a kind of job, or a new one; by default, the last form if it has changes."""
+        if self._session.actions.refused():
+            return
+        if not kind:
+            last = self._kept[-1].form if self._kept else None
+            kind = last.kind if last and last.changed else TRAINING
+        self._open_form(kind)
 
     def _open_form(self, kind: str) -> None:
-        from sae_tui.jobs.launch.job_form import extraction_preset
         from sae_tui.jobs.launch.kept_draft import kept
         from sae_tui.screens.launch import LaunchScreen
 
-        session = self._session
-        form = self._kept.form if self._kept else None
+        session, screen = self._session, self._kept_form(kind)
         # A form without changes is outdated if the settings now name another Python.
-        is_as_wanted = form and form.kind == kind and self._python == session.settings.python
-        if self._kept and form and (is_as_wanted or (form.changed and kind in (JobConfig.kind, form.kind))):
-            self.switch_to(self._kept)
-            form.tell_draft()
-        elif form is None and (draft := kept(session.data, kind)):  # a draft saved when the app exited
-            self._keep(screen := LaunchScreen(session, preset=draft))
-            self._app.call_later(screen.form.tell_draft)
-        else:
-            # `_replace_form` asks only if `kind` is an extraction. For "New job", the first branch shows any changed
-            # draft.
-            new = LaunchScreen(session, preset=extraction_preset() if kind == ExtractJob.kind else None)
-            self._replace_form("an extraction form", new)
+        if screen and (screen.form.changed or screen.form.python == session.settings.python):
+            self._show_form(screen)
+            screen.form.tell_draft()
+            return
+        draft = None if screen else kept(session.data, kind)  # a draft saved when the app exited
+        self._keep(new := LaunchScreen(session, kind, preset=draft))
+        if draft:
+            self._app.call_later(new.form.tell_draft)
+
+    def _kept_form(self, kind: str) -> LaunchScreen | None:
+        return next((screen for screen in reversed(self._kept) if screen.form.kind == kind), None)
 
     def clone_job(self, job_id: int) -> None:
         """Open the launch form with a job's settings; halve the batch size if the job ran out of GPU memory."""
@@ -117,40 +111,47 @@ class Router:
             return
         name = free_name(config.name, (one.name for one in session.jobs))
         origin = ClonedJob(job_id, was, msgspec.structs.replace(config, name=name))
-        self._replace_form("the clone", LaunchScreen(session, origin))
+        self._replace_form("the clone", LaunchScreen(session, config.kind, origin))
 
     def _replace_form(self, what: str, new: LaunchScreen) -> None:
-        """Open a new launch form; ask first if changes in the kept form would be lost."""
-        if self._kept and (changed := self._kept.form.changed):
+        """Open a new launch form; ask first if changes in the kept form for its kind of job would be lost."""
+        if (old := self._kept_form(new.form.kind)) and (changed := old.form.changed):
             question = f"A draft with {plural(len(changed), 'changed setting')} is kept. Replace it with {what}?"
             self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._keep(new) if yes else None)
         else:
             self._keep(new)
 
     def _keep(self, new: LaunchScreen) -> None:
-        """Show a new launch form.
+        """Show a new launch form in place of the kept one for its kind of job.
 
         The form is installed as an app screen so that it keeps its content while other screens are shown.
         """
         self.show_dashboard()
-        self._forget_form()
-        self._kept, self._python = new, self._session.settings.python
-        self._app.install_screen(new, "launch")
+        if old := self._kept_form(new.form.kind):
+            self._forget_form(old)
+        self._app.install_screen(new, f"launch-{id(new)}")
+        self._kept.append(new)
         self._app.push_screen(new)
 
-    def _forget_form(self) -> None:
-        """Discard the launch form unless it is open, so that the next job starts from a new form."""
-        if self._kept and self._kept not in self._app.screen_stack:
-            self._app.uninstall_screen(self._kept)
-            self._kept.remove()
-            self._kept = None
+    def _show_form(self, screen: LaunchScreen) -> None:
+        self._kept.remove(screen)
+        self._kept.append(screen)
+        self.switch_to(screen)
+
+    def _forget_form(self, screen: LaunchScreen) -> None:
+        """Discard a launch form unless it is open, so that the next job starts from a new form."""
+        if screen not in self._app.screen_stack:
+            self._kept.remove(screen)
+            self._app.uninstall_screen(screen)
+            screen.remove()
 
     def after_launch(self, job_id: int | None) -> None:
-        """Select the new job and discard its form; if there is no new job, return to the form."""
+        """Select the new job and discard its form, the last one; if there is no new job, return to the form."""
         if job_id is None:
-            self.new_job()
+            self._show_form(self._kept[-1])
         else:
-            self._forget_form()
+            if self._kept:
+                self._forget_form(self._kept[-1])
             self.dashboard.select(job_id)
 
     # other screens

@@ -18,6 +18,7 @@ from trainer.contract.files import replacing
 from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.command import KEPT, USUAL_PATH
+from trainer.contract.printable import printable
 from trainer.contract.trust import open_own
 
 FILE = "environment.json"
@@ -62,6 +63,14 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
         for name, limits in self.limits.items():
             with contextlib.suppress(KeyError, ValueError, OSError):
                 resource.setrlimit(_LIMITS[name], limits)
+
+
+def active_environment(variables: Mapping[bytes, bytes]) -> str:
+    """Return the active virtual environment or conda environment like `conda environment base`, or ""."""
+    if folder := variables.get(b"VIRTUAL_ENV"):
+        return f"virtual environment {printable(os.fsdecode(folder))}"
+    name = variables.get(b"CONDA_DEFAULT_ENV") or variables.get(b"CONDA_PREFIX")
+    return f"conda environment {printable(os.fsdecode(name))}" if name else ""
 
 
 def snapshot(environ: Mapping[bytes, bytes] = os.environb, *, clean: bool = False) -> ProgramEnvironment:

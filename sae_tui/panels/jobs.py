@@ -188,13 +188,15 @@ def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> l
         see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs of other hosts")
     if readonly:
         return [see, _step("Launch", "", "read-only: the app was started with --readonly")]
+    run = _step("Run", "r", ": any program as a job, in the queue for the GPUs")
     if not has_torch:
         remedy = "PyTorch is missing: ", "pip install 'sae-tui[train]'"
-        return [see, _step("Extract", "", *remedy), _step("Train", "", *remedy)]
+        return [see, _step("Extract", "", *remedy), _step("Train", "", *remedy), run]
     return [
         see,
         _step("Extract", "e", ": activations of a language model, to train SAEs on"),
         _step("Train", "n", ", then ", "ctrl+l", ": a first SAE on the sample data (about a minute)"),
+        run,
     ]
 
 

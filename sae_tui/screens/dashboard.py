@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 GPUS, _EVERYWHERE = Binding.Group("GPUs"), Binding.Group("Everywhere")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
+_LAUNCHES = ("dashboard.new", "dashboard.extract", "dashboard.command")
 # Keys that are shown only when they can be used.
 _OF_JOBS = frozenset(
     {
@@ -81,8 +82,10 @@ class Dashboard(FramedScreen):
                 tooltip="GPU processes: user, memory, command; send signals"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
                 tooltip="Choose GPUs and launch a job"),
-        Binding("e", "app.new_extraction", "Extract", id="dashboard.extract", group=JOBS,
+        Binding("e", "app.new_job('extract')", "Extract", id="dashboard.extract", group=JOBS,
                 tooltip="Extract activations of a language model to train on"),
+        Binding("r", "app.new_job('command')", "Run", id="dashboard.command", group=JOBS,
+                tooltip="Run any program as a job"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,
                 tooltip="Curves, events and log of the job"),
         Binding("s", "stop_job", "Stop", id="dashboard.stop", group=JOBS,
@@ -322,12 +325,12 @@ class Dashboard(FramedScreen):
         offered = self._offers(job, readonly=readonly)
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
         has_jobs = job is not None or self.query_one(JobsPanel).selected_array is not None
-        launches = () if readonly else ("dashboard.new",) if has_jobs else ("dashboard.new", "dashboard.extract")
+        launches = () if readonly else ("dashboard.new",) if has_jobs else _LAUNCHES
         others = ["dashboard.features"] * (job is not None and has_features(self.session.data, job.id))
         others += [*launches, *(["jobs.filter"] if has_jobs else []), "dashboard.view", "dashboard.settings"]
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
-        hidden = _OF_JOBS | {"dashboard.new", "dashboard.extract"} if readonly or has_jobs else _OF_JOBS
+        hidden = _OF_JOBS.union(_LAUNCHES) if readonly or has_jobs else _OF_JOBS
         if not self.session.monitor.latest():
             others.remove("dashboard.view")
             hidden = hidden | {"dashboard.view"}

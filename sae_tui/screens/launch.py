@@ -21,7 +21,7 @@ from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edit_by_hand
 from sae_tui.jobs.launch.inspecting import Inspected, Inspections
 from sae_tui.jobs.launch.job_form import Review
-from sae_tui.screens.launch_form import ClonedJob, LaunchForm
+from sae_tui.screens.launch_form import KIND_KEYS, ClonedJob, LaunchForm
 from sae_tui.session import Session
 from sae_tui.terminal.driver import give_away
 from sae_tui.widgets.ask import Ask
@@ -33,6 +33,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.setting_form import SettingForm, SettingRow
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.catalog import KINDS, TRAINING
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.wording import join_words, plural
 
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from sae_tui.hosts.view import HostView
 
 
+# The name and the tooltip of the key for each kind of job.
+_KINDS = {
+    "train": ("Train", "The form for training SAEs"),
+    "extract": ("Extract", "The form for extracting activations of a language model"),
+    "command": ("Command", "The form for running any program"),
+}
 _STYLES = {"error": "bad", "warning": "warn"}
 
 
@@ -92,6 +99,8 @@ class LaunchScreen(FramedScreen):
         Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
         Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
                 tooltip="To the launch button, or the first invalid setting"),
+        *(Binding(key, f"show_kind('{kind}')", _KINDS[kind][0], show=False, id=f"launch.{kind}",
+                  tooltip=_KINDS[kind][1]) for kind, key in KIND_KEYS.items()),
         Binding("f5", "inspect", "Inspect", show=False, id="launch.inspect",
                 tooltip="Problems in the stored activations, and their remedies"),
         Binding("f6", "launch_there", "On host", show=False, id="launch.there",
@@ -100,10 +109,12 @@ class LaunchScreen(FramedScreen):
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
 
-    def __init__(self, session: Session, origin: ClonedJob | None = None, preset: Path | None = None) -> None:
+    def __init__(
+        self, session: Session, kind: str = TRAINING, origin: ClonedJob | None = None, preset: Path | None = None
+    ) -> None:
         super().__init__(name="launch")
         self.session = session
-        self.form = LaunchForm(session, origin, preset)
+        self.form = LaunchForm(session, kind, origin, preset)
         self._inspections = Inspections()
 
     def compose(self) -> ComposeResult:
@@ -126,6 +137,11 @@ class LaunchScreen(FramedScreen):
     def keys_offered(self) -> FooterOffer:
         """Put the launch keys first, before the focused widget's keys."""
         return FooterOffer(("launch.go", "launch.each"))
+
+    def action_show_kind(self, kind: str) -> None:
+        """Show the form for another kind of job; each kind keeps its own draft."""
+        if kind != self.form.kind:
+            self.session.go.new_job(kind)
 
     def action_advanced(self) -> None:
         """Show all settings, or only the usual ones."""
@@ -194,6 +210,8 @@ class LaunchScreen(FramedScreen):
         """Offer the sweep key only if there are several SAEs, and the host key only if there are other hosts."""
         if action == "launch_there":
             return self.session.hosts is not None
+        if action == "inspect":
+            return not KINDS[self.form.kind].is_program
         return action != "launch_each" or any(form.is_sweep for form in self.query(SettingForm))
 
     def action_launch_each(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import textwrap
 import threading
 from collections import Counter
@@ -14,6 +15,7 @@ import msgspec
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
 from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Button, Label, Static
@@ -23,17 +25,21 @@ from sae_tui.jobs.launch.job_form import Draft, Review
 from sae_tui.jobs.launch.kept_draft import KeptDraft
 from sae_tui.jobs.launch.kept_draft import file_of as kept_file
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.program_environment import active_environment
 from sae_tui.jobs.shard_headers import announcing
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.find import Find
 from sae_tui.widgets.frame import HeadingLine, entitle, frame_of
 from sae_tui.widgets.menu import Menu
-from sae_tui.widgets.setting_form import Field, SettingForm
+from sae_tui.widgets.setting_form import CommandLine, Field, SettingForm
 from trainer.contract.errors import UserError
 from trainer.contract.settings.backends import cluster_of
-from trainer.contract.settings.consent import Consent, refused, without
+from trainer.contract.settings.catalog import KINDS, TRAINING
+from trainer.contract.settings.consent import COMMAND, Consent, refused, without
+from trainer.contract.settings.declare import Setting
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
@@ -46,6 +52,21 @@ if TYPE_CHECKING:
 
 
 _WITHOUT_LIMIT = 1000
+# The keys that show the launch form for each kind of job.
+KIND_KEYS = {"train": "f7", "extract": "f8", "command": "f9"}
+
+
+class KindSwitch(Static):
+    """One line with all kinds of job and their keys; a click on a kind shows its form."""
+
+    def show_kind(self, shown: str) -> None:
+        """Mark a kind as the one whose form is shown."""
+        words = {kind: f" {KIND_KEYS.get(kind, '').upper()} {kind} " for kind in KINDS}
+        marked = (
+            f"[bold reverse]{text}[/]" if kind == shown else f"[@click=screen.show_kind({kind!r})]{text}[/]"
+            for kind, text in words.items()
+        )
+        self.update(Content.from_markup(f" {' '.join(marked)}"))
 
 
 class ReviewText(Static):
@@ -109,15 +130,19 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.review = review
             self.overridden = overridden
 
-    def __init__(self, session: Session, origin: ClonedJob | None = None, preset: Path | None = None) -> None:
+    def __init__(
+        self, session: Session, kind: str, origin: ClonedJob | None = None, preset: Path | None = None
+    ) -> None:
         super().__init__()
         self.session = session
         self.origin = origin
+        # The settings may name another Python by the time the form is shown again.
+        self.python = session.settings.python
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
         # The job-file entries determining the job kind. The form has no field for the kind.
-        self._kind: dict[str, Any] = {}
-        self._settings = job_form.chosen_settings({})
+        self._kind: dict[str, Any] = {} if kind == TRAINING else {"kind": kind}
+        self._settings = job_form.chosen_settings(self._kind)
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
@@ -130,16 +155,18 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def compose(self) -> ComposeResult:
         several = self.session.settings.multi_gpu_enabled
+        yield KindSwitch(id="kinds")
         yield HeadingLine(f" {self._gpus_title}", classes="heading", markup=False)
         yield GpuPicker(self._recommended, several=several, id="picker").add_class("panel")
         with Vertical(id="settings-panel", classes="panel"):
             with Horizontal(id="preset-row"):
                 yield Label("", id="about")
                 none = f"none (clone of job {self.origin.job_id})" if self.origin else "none"
-                yield Menu([(path.stem, path) for path in job_form.presets()], prompt=none, compact=True, id="preset")
+                yield Menu(_presets(self.kind), prompt=none, compact=True, id="preset")
+                yield Static("", id="environment", markup=False)
                 yield Static("", id="changes")
             with VerticalScroll(id="form-scroll", can_focus=False):
-                yield SettingForm(_fields({}), {}, id="form", original=self._original)
+                yield SettingForm(_fields(self._kind), self._kind, id="form", original=self._original)
         with Vertical(id="review-panel", classes="panel"):
             yield MemoryBar(id="memory")
             with Horizontal(id="review-row"):
@@ -160,16 +187,22 @@ class LaunchForm(VerticalScroll, can_focus=False):
         entitle(self.query_one(GpuPicker), self._gpus_title)
         entitle(self.query_one("#settings-panel"), about)
         entitle(self.query_one("#review-panel"), "F4 Review")
-        self.query_one("#about", Label).update(about if frame == "bare" else "preset")
+        self.query_one(KindSwitch).show_kind(self.kind)
+        row = "environment" if self._is_program else "preset"
+        self.query_one("#about", Label).update(about if frame == "bare" else row)
         self.query_one(MemoryBar).heading = " " if frame == "framed" else " F4 Review  "
 
     def on_mount(self) -> None:
         self.query_one("#picker").focus()
         self.show_gpus()
-        if self.origin is None:
-            self.fill(self._preset or job_form.default_preset())
-        else:
+        if self.origin is not None:
             self._start_from(to_table(self.origin.start))
+        elif preset := self._preset or job_form.default_preset(self.kind):
+            self.fill(preset)
+        else:
+            self._start_from(job_form.empty_command())
+        if self._is_program:
+            self.query_one(SettingForm).focus_field(COMMAND)
 
     def show_gpus(self) -> None:
         """Draw the current state of the GPUs. When the first GPUs appear, select GPUs as the app's settings specify."""
@@ -208,6 +241,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
         """The kind of job in the form."""
         return job_form.kind_of(self._kind)
 
+    @property
+    def _is_program(self) -> bool:
+        return KINDS[self.kind].is_program
+
     def replace(self, what: str, fill: Callable[[], None]) -> None:
         """Replace the form's content; ask first if changes would be lost."""
         if not self.changed:
@@ -235,7 +272,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _fill(self, path: Path, table: dict[str, Any]) -> None:
         self._preset = path if path in job_form.presets() else None
-        if self.session.settings.python:
+        if self.session.settings.python and not KINDS[job_form.kind_of(table)].is_program:
             table["launch"].setdefault("python", self.session.settings.python)
         self._start_from(table)
         self._kept.note_filled(path, self.kind)
@@ -268,7 +305,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def put_in(self, table: dict[str, Any]) -> None:
         """Put a complete job into the form and the GPU picker."""
         values = job_form.flatten(table)
+        before = self.kind
         self._kind = {path: values[path] for path in ("kind",) if path in values}
+        if self.kind != before:
+            self.query_one("#preset", Menu).set_options(_presets(self.kind))
         if job_form.chosen_settings(values) != self._settings:
             self._build(values)
         else:
@@ -387,9 +427,31 @@ class LaunchForm(VerticalScroll, can_focus=False):
         """Show how many settings were changed, and update the sweep-only key."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
+        self.query_one("#preset").display = not self._is_program
+        environment = self.query_one("#environment", Static)
+        environment.display = self._is_program
+        if self._is_program:
+            environment.update(self._environment_words(is_clean=form.texts["command.clean_env"] == "true"))
         if form.is_sweep != self._was_sweep:
             self._was_sweep = form.is_sweep
             self.screen.refresh_bindings()
+
+    def _environment_words(self, *, is_clean: bool) -> str:
+        """Return which environment the program gets."""
+        if self.origin is not None:
+            return f"as for job {self.origin.job_id}"
+        active = "clean" if is_clean else active_environment(os.environb)
+        return ", ".join(filter(None, ("this app's" * (not is_clean), active)))
+
+    @on(CommandLine.EarlierAsked)
+    def _ask_earlier(self, event: CommandLine.EarlierAsked) -> None:
+        """Offer the command lines of this user's jobs; without any, go to the previous field, as in other fields."""
+        event.stop()
+        if lines := job_form.earlier_commands(self.session.jobs):
+            question = Find("Earlier command lines, the newest first", [(line, "") for line in lines])
+            self.app.push_screen(question, lambda line: event.line.take(line) if line else None)
+        else:
+            self.screen.focus_previous()
 
     @property
     def has_to_answer(self) -> bool:
@@ -444,7 +506,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _preselect(self, picker: GpuPicker) -> None:
         """Select GPUs as the app's settings specify."""
         default = self.session.settings.default_gpu_selection
-        if default == "available":
+        if default != "manual" and self._is_program:
+            # How many GPUs a program can use is unknown.
+            picker.choose(self._recommended()[:1])
+        elif default == "available":
             picker.action_available()
         elif default == "all":
             picker.choose(
@@ -452,10 +517,22 @@ class LaunchForm(VerticalScroll, can_focus=False):
             )
 
 
+def _label(path: str, setting: Setting, names: Counter[str]) -> str:
+    """Return a setting's name, with its section if several sections have a setting of this name."""
+    if setting.is_command_line:
+        return "command line"
+    return path if names[setting.name] > 1 else setting.name
+
+
+def _presets(kind: str) -> list[tuple[str, Path]]:
+    """Return the entries of the preset menu."""
+    return [(path.stem, path) for path in job_form.presets(kind)]
+
+
 def _fields(values: dict[str, Any]) -> list[Field]:
     fields = job_form.form_fields(values)
     names = Counter(setting.name for _, setting, _ in fields)
     return [
-        Field(path, setting, choices, may_differ(path), label=path if names[setting.name] > 1 else setting.name)
+        Field(path, setting, choices, may_differ(path), label=_label(path, setting, names))
         for path, setting, choices in fields
     ]

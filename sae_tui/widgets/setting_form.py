@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class Field:
         """Return a value as a person would type it."""
         if value == [] == self.setting.default:
             return ""
+        if self.setting.is_command_line and isinstance(value, list):
+            return shlex.join(map(str, value))
         return ", ".join(value) if self.setting.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
@@ -58,6 +61,8 @@ class Field:
     @property
     def typing(self) -> str:
         """A hint about accepted input formats other than a plain value."""
+        if self.setting.is_command_line:
+            return "no shell expands it; ↑ lists earlier ones"
         if self.options or not self.setting.is_number:
             return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
         lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
@@ -66,6 +71,30 @@ class Field:
             f"a list like {lists} trains one SAE per value" if self.several else "",
         ]
         return "; ".join(filter(None, hints))
+
+
+class CommandLine(Input):
+    """A command line in one line, as typed in a shell. The up key asks the form for earlier command lines."""
+
+    BINDINGS = [
+        Binding("up", "earlier", "Earlier", id="form.earlier", tooltip="Earlier command lines, the newest first"),
+    ]
+
+    class EarlierAsked(Message):
+        """The user asked for earlier command lines."""
+
+        def __init__(self, line: CommandLine) -> None:
+            super().__init__()
+            self.line = line
+
+    def action_earlier(self) -> None:
+        self.post_message(self.EarlierAsked(self))
+
+    def take(self, text: str) -> None:
+        """Replace the command line, with the cursor at its end."""
+        self.value = text
+        self.cursor_position = len(text)
+        self.focus()
 
 
 class SettingRow(Horizontal):
@@ -93,8 +122,9 @@ class SettingRow(Horizontal):
     """
 
     def __init__(self, field: Field, value: Any) -> None:
-        rare = "-advanced" if field.setting.advanced else None
-        super().__init__(id=f"row-{field.path.replace('.', '-')}", classes=rare)
+        rare = "-advanced" if field.setting.advanced else ""
+        line = "-line" if field.setting.is_command_line else ""
+        super().__init__(id=f"row-{field.path.replace('.', '-')}", classes=f"{rare} {line}".strip() or None)
         self.field = field
         self.start = value
         self.original: str | None = None
@@ -116,11 +146,11 @@ class SettingRow(Horizontal):
     def editor(self) -> Menu | Input:
         if self._editor is None:
             value = self.field.show(self.start)
-            self._editor = (
-                Menu(self._options(), value=value, allow_blank=False, compact=True)
-                if self.field.options
-                else Input(value, compact=True, placeholder=self._placeholder(), select_on_focus=False)
-            )
+            if self.field.options:
+                self._editor = Menu(self._options(), value=value, allow_blank=False, compact=True)
+            else:
+                kind = CommandLine if self.field.setting.is_command_line else Input
+                self._editor = kind(value, compact=True, placeholder=self._placeholder(), select_on_focus=False)
         return self._editor
 
     @property

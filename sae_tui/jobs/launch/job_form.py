@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,10 @@ from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, capacity_on_cpu, capacity_on_gpus, used_before
 from sae_tui.jobs.launch.placement import propose_here
+from sae_tui.jobs.output import command_of
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
+from sae_tui.jobs.user import user_name
 from sae_tui.policy import read_policy
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
@@ -27,7 +30,8 @@ from trainer.contract.planning.check_job import propose
 from trainer.contract.planning.training import OVERRIDDEN_BY
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
-from trainer.contract.settings.catalog import TRAINING
+from trainer.contract.settings.catalog import KINDS, TRAINING
+from trainer.contract.settings.command import Command, CommandJob, name_of
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, section_settings, words_of
@@ -36,6 +40,11 @@ from trainer.contract.store.rows import Job
 
 # The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
+# This line of a recorded job file avoids parsing the files of other kinds, which takes 0.5 ms each.
+_RUNS_COMMAND = f'kind = "{CommandJob.kind}"'
+_MOST_EARLIER = 200
+# Settings of jobs whose processes belong to the trainer.
+_OF_RANKS = frozenset(("launch.python", "launch.stalled_after_s", "launch.end_stalled_after_s"))
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -227,7 +236,7 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Setting, tuple[str
     for section in job_class(kind).sections:
         for setting in section_settings(section, _chosen(section, values)):
             path = f"{section}.{setting.name}"
-            if path != _BY_PICKER:
+            if path != _BY_PICKER and not (KINDS[kind].is_program and path in _OF_RANKS):
                 fields.append((path, setting, choices_of(path, setting)))
     return fields
 
@@ -319,6 +328,12 @@ def each_alone(job: AnyJob) -> list[AnyJob]:
     return [msgspec.structs.replace(one, name=named[label]) for label, one in job_file.members(job).items()]
 
 
+def earlier_commands(jobs: Iterable[Job]) -> list[str]:
+    """Return the distinct command lines of this user's jobs, in the order of the jobs."""
+    commands = (command_of(job.config) for job in jobs if job.user == user_name() and _RUNS_COMMAND in job.config)
+    return list(itertools.islice(dict.fromkeys(command.words for command in commands if command), _MOST_EARLIER))
+
+
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
     """Return a draft as the text of a job file, which may be incomplete; `typed` contains the invalid input."""
     import tomli_w
@@ -347,19 +362,24 @@ def write_job(path: Path, job: AnyJob) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def presets() -> list[Path]:
-    """Return the job files shipped with the app."""
-    return sorted((shipped_data() / "presets").glob("*.toml"))
+def presets(kind: str | None = None) -> list[Path]:
+    """Return the job files shipped with the app, or only those for a kind of job."""
+    shipped = sorted((shipped_data() / "presets").glob("*.toml"))
+    return [path for path in shipped if kind in (None, str(job_file.read_toml(path).get("kind", TRAINING)))]
 
 
-def default_preset() -> Path:
-    """Return the job file with the form's initial values; this job trains in less than a minute on any machine."""
-    return shipped_data() / "presets" / "quick.toml"
+def default_preset(kind: str = TRAINING) -> Path | None:
+    """Return the job file with the form's initial values, or None if there is none for this kind of job.
+
+    The default training job takes less than a minute on any machine.
+    """
+    quick = shipped_data() / "presets" / "quick.toml"
+    return quick if kind == TRAINING else next(iter(presets(kind)), None)
 
 
-def extraction_preset() -> Path:
-    """Return the job file with the extraction form's initial values."""
-    return shipped_data() / "presets" / "extract.toml"
+def empty_command() -> dict[str, Any]:
+    """Return the table of a command whose command line is still empty."""
+    return job_file.to_table(CommandJob(command=Command(argv=[])))
 
 
 def data_bases() -> list[Path]:
@@ -372,6 +392,9 @@ def _table(candidate: Draft) -> dict[str, Any]:
     for path, value in candidate.values.items():
         section, _, key = path.rpartition(".")
         (table.setdefault(section, {}) if section else table)[key] = value
+    if KINDS[kind_of(table)].is_program and table.get("name", CommandJob.kind) == CommandJob.kind:
+        # Jobs that are all called "command" could not be told apart.
+        table["name"] = name_of(table.get("command", {}).get("argv") or [])
     if candidate.gpus != []:
         table.setdefault("launch", {})["gpus"] = candidate.gpus
     return table

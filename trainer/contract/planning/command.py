@@ -16,6 +16,8 @@ from trainer.contract.wording import gibibytes
 
 # The variables kept by `command.clean_env`: who runs the program and where, but no settings.
 KEPT = ("HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "XDG_RUNTIME_DIR")
+# Words with which a shell connects commands and files; without a shell, they are arguments.
+_OF_SHELL = frozenset(("|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"))
 USUAL_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -80,6 +82,9 @@ class CommandProposal(Proposal[CommandJob]):
         program = command.argv[0]
         path = command.variables.get("PATH") or (USUAL_PATH if command.clean_env else os.environ.get("PATH"))
         there = os.path.join(command.folder, program) if "/" in program else program
+        if control := next((word for word in command.argv[1:] if word in _OF_SHELL), None):
+            message = f"passes {control} to the program; for a shell, write sh -c '...' around the whole line"
+            problems.append(Problem("command.argv", message, "warning"))
         if "{" not in program and shutil.which(there, path=path) is None:
             where = f"in {command.folder}" if "/" in program else "on $PATH"
             problems.append(Problem("command.argv", f"there is no program {program} {where}"))

@@ -35,6 +35,7 @@ class Command(msgspec.Struct, frozen=True):
         about(
             "Program and arguments; {gpus}, {gpu_list}, {job_id} and {run_dir} are replaced.",
             wanted='a list like ["python", "train.py"]',
+            is_command_line=True,
         ),
     ]
     folder: Annotated[str, about("Working directory of the program.", min_length=1)] = "."

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from trainer.contract.json_file import convert_as
-from trainer.contract.settings.typed import cut, parse_number, parse_value
+from trainer.contract.settings.typed import cut, parse_number, parse_value, split_command_line
 
 Value = Any  # a TOML value: str, int, float, bool, list or None
 
@@ -29,15 +29,17 @@ def about(
     advanced: bool = False,
     wanted: str = "",
     commas: bool = False,
+    is_command_line: bool = False,
     group: str = "",
     **bounds: Any,
 ) -> Meta:
     """Return the description of a field for `Annotated`: its help, unit and bounds.
 
-    `wanted` replaces the bounds in messages. With `commas`, a list of strings can be typed as `one, two`. Forms without
-    sections show the field under the heading `group`.
+    `wanted` replaces the bounds in messages. With `commas`, a list of strings can be typed as `one, two`, and with
+    `is_command_line`, as in a shell. Forms without sections show the field under the heading `group`.
     """
     extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas, "group": group}
+    extra |= {"is_command_line": is_command_line}
     return Meta(description=text, extra=extra, **bounds)
 
 
@@ -52,6 +54,7 @@ class Setting(msgspec.Struct, frozen=True):
     advanced: bool = False
     required: bool = False
     commas: bool = False
+    is_command_line: bool = False
     group: str = ""
 
     @property
@@ -105,9 +108,12 @@ class Setting(msgspec.Struct, frozen=True):
     def read(self, text: str, *, several: bool = False) -> Value:
         """Parse a form field or `--set` value, as TOML or in common number formats, without validating the value.
 
-        For a string setting, `5` stays a string. With `several`, a list or comma-separated values form a sweep. Raise
-        `ValueError` if it is unclear whether commas separate thousands or values.
+        For a string setting, `5` stays a string. With `several`, a list or comma-separated values form a sweep. A
+        command line is split as a shell would split it. Raise `ValueError` if a quote is left open, or if it is
+        unclear whether commas separate thousands or values.
         """
+        if self.is_command_line:
+            return split_command_line(text)
         if self.is_number:
             whole = float not in map(_plain, _members(self.annotation))
             return parse_number(text, several=several, whole=whole)
@@ -156,6 +162,7 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
         advanced=extra.get("advanced", False),
         required=field.required,
         commas=extra.get("commas", False),
+        is_command_line=extra.get("is_command_line", False),
         group=extra.get("group", ""),
     )
 

@@ -8,6 +8,7 @@ could be a number or a list, so it is refused.
 from __future__ import annotations
 
 import re
+import shlex
 from fractions import Fraction
 from typing import Any
 
@@ -96,6 +97,21 @@ def as_time_limit(seconds: float) -> str:
     """Return a time limit in SLURM's format, like `4:00:00`."""
     hours, rest = divmod(max(1, round(seconds)), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+def split_command_line(text: str) -> list[str]:
+    """Split a command line as a shell would, without expanding anything; accept a TOML list of its words, too.
+
+    Raise `ValueError` if a quote is left open.
+    """
+    words = parse_value(text) if text.lstrip().startswith("[") else None
+    if isinstance(words, list):
+        return words
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        problem = "has a quote that is not closed" if "quotation" in str(error) else "ends with a backslash"
+        raise ValueError(f"{problem}; quote words that contain it") from None
 
 
 def cut(text: str) -> str:
