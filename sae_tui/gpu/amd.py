@@ -16,7 +16,7 @@ from sae_tui.gpu.amd_answers import Asking, number
 from sae_tui.gpu.amd_details import AmdDetails
 from sae_tui.gpu.amd_module import load_amdsmi
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
-from sae_tui.gpu.owner import owner
+from sae_tui.gpu.owner import process_on_gpu
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class _AmdGpu:
             pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
                 found[pid] = _whole(number(each.get("memory_usage"), "vram_mem"))
-        return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in found.items())
+        return tuple(process_on_gpu(pid, used) for pid, used in found.items())
 
 
 def _uuid(asic: Mapping[str, Any]) -> str | None:

@@ -59,12 +59,13 @@ THROTTLING = (
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process holding memory on a GPU."""
+    """A process holding memory on a GPU; `ancestors` contains the pids of its parent, its grandparent and so on."""
 
     pid: Pid
     user: str | None
     name: str | None
     memory_used_bytes: Count | None
+    ancestors: tuple[Pid, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_possible(self.memory_used_bytes, BYTES):

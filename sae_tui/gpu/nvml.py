@@ -15,7 +15,7 @@ from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
 from sae_tui.gpu.nvml_library import has_renewed, load_pynvml
 from sae_tui.gpu.nvml_memory import MEMORY, SLICE_MEMORY, MemoryKind, sizes
 from sae_tui.gpu.nvml_slices import SliceLocation, places_of, slices
-from sae_tui.gpu.owner import owner
+from sae_tui.gpu.owner import process_on_gpu
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -374,7 +374,7 @@ class _NvmlGpu:
         for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
-        return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in memory.items())
+        return tuple(process_on_gpu(pid, used) for pid, used in memory.items())
 
 
 class _Slice(_NvmlGpu):

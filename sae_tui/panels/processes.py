@@ -76,8 +76,11 @@ def describe(entry: ProcessRow) -> tuple[str, str]:
     process = entry.process
     if entry.job and entry.n_below:
         sign = "▾" if entry.is_open else "▸"
-        return f"{sign} job {entry.job.id}, {plural(entry.n_below, 'rank')}: {entry.job.name}", "good"
-    if entry.job:
+        what = "rank" if entry.groups_ranks else "process"
+        return f"{sign} job {entry.job.id}, {plural(entry.n_below, what)}: {entry.job.name}", "good"
+    if entry.job and not entry.is_parent:
+        if entry.rank is None:
+            return f"job {entry.job.id}: {entry.process.command or entry.job.name}", "good"
         # The name comes last because a narrow column truncates the end.
         return f"rank {entry.rank} of job {entry.job.id}: {entry.job.name}", "good"
     text = f"[{process.container}] " if process.container else ""

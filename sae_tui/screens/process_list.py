@@ -111,9 +111,9 @@ class ProcessList(Filtered):
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
                 tooltip="Next sort order: " + ", ".join(ORDERS)),
         Binding("t", "toggle_tree", "Tree", id="processes.tree", group=_GROUP,
-                tooltip="Show each process below its parent, or ranks folded under their job"),
+                tooltip="Show each process below its parent, or processes folded under their job"),
         Binding("space", "fold", "Fold", show=False, id="processes.fold", group=_GROUP,
-                tooltip="Show or hide the ranks of the job under the cursor"),
+                tooltip="Show or hide the processes of the job under the cursor"),
     ]  # fmt: skip
     PLACEHOLDER = "words, user:ada, gpu:1"
 
@@ -260,7 +260,7 @@ class ProcessList(Filtered):
             actions.stop(entry.job.id)
         elif name:
             number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
-            has_others = entry.job is not None and entry.job.world_size > 1
+            has_others = entry.rank is not None and entry.job is not None and entry.job.world_size > 1
             others = " The job's other ranks will exit too." if has_others else ""
             question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{others}"
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
@@ -271,4 +271,5 @@ def _name(entry: ProcessRow) -> str:
         return process_name(entry.process)
     if entry.n_below:
         return f"job {entry.job.id} ({entry.job.name})"
-    return f"rank {entry.rank} of job {entry.job.id} ({entry.job.name}), process {entry.process.pid}"
+    which = "" if entry.rank is None else f"rank {entry.rank} of "
+    return f"{which}job {entry.job.id} ({entry.job.name}), process {entry.process.pid}"

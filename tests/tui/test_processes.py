@@ -67,7 +67,11 @@ def rank_of(data, processes) -> int:
     """Record a job whose ranks are these processes."""
     uuids = tuple(uuid_of(index) for index in range(len(processes)))
     n_gpus = len(processes)
-    job_id = record_job(data, "minilm", JobState.RUNNING, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids)
+    # The test process, the parent of both processes, must not be the supervisor: its children belong to the job.
+    supervisor = ProcessRef.of(processes[0].pid)
+    job_id = record_job(
+        data, "minilm", JobState.RUNNING, supervisor=supervisor, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids
+    )
     control = Control(data.control_db)
     attempt = control.job(job_id).attempt
     for rank, process in enumerate(processes):

@@ -15,6 +15,8 @@ import msgspec
 # A pid in the range that system calls accept.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
+# No process has this many ancestors; a parent that exits between two reads could close a circle.
+_MOST_ANCESTORS = 32
 # The initial PID namespace of Linux, outside all containers (PROC_PID_INIT_INO).
 _FIRST_NAMESPACE = 0xEFFFFFFC
 
@@ -143,6 +145,14 @@ def parent_of(pid: int) -> int | None:
     """Return the pid of a process's parent, or None if there is no such process."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else None
+
+
+def ancestors_of(pid: int) -> tuple[int, ...]:
+    """Return the pids of a process's parent, grandparent and so on, without process 1; () if there is no process."""
+    found: list[int] = []
+    while len(found) < _MOST_ANCESTORS and (pid := parent_of(pid) or 0) > 1:
+        found.append(pid)
+    return tuple(found)
 
 
 def _start_ticks(pid: int) -> int | None:

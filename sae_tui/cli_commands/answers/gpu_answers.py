@@ -40,6 +40,7 @@ _PROCESS = typed(
         "user": "User who owns the process; null if unknown.",
         "name": "Name of the process; null if unknown.",
         "memory_used_bytes": "GPU memory that the process holds, in bytes; null if unknown.",
+        "ancestors": "Process ids of its parent, its grandparent and so on; empty if unknown.",
     },
 )
 _CARD: dict[str, tuple[object, str]] = {

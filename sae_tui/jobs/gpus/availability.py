@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -50,15 +50,16 @@ class Holders(msgspec.Struct, frozen=True):
     """The jobs in our own store holding this machine's GPUs, and the pids of their ranks, by GPU UUID.
 
     If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
-    contains the pids of all our ranks and supervisors. `other_users` describes jobs from other data folders holding a
-    GPU, and `idle` describes how long a held GPU has been unused. `freed` contains the time at which one of our jobs
-    last ended on a GPU.
+    contains the pids of all our ranks, programs and supervisors, and `owners` maps each to its job. `other_users`
+    describes jobs from other data folders holding a GPU, and `idle` describes how long a held GPU has been unused.
+    `freed` contains the time at which one of our jobs last ended on a GPU.
     """
 
     jobs: Mapping[str, Job] = {}
     pids: Mapping[str, int] = {}
     leases: Mapping[str, Lease] = {}
     own_pids: frozenset[int] = frozenset()
+    owners: Mapping[int, Job] = {}
     other_users: Mapping[str, str] = {}
     idle: Mapping[str, str] = {}
     freed: Mapping[str, float] = {}
@@ -68,6 +69,17 @@ class Holders(msgspec.Struct, frozen=True):
         """Return the job and the rank number of the rank with this pid, or None if it is not one of our ranks."""
         uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
+
+    def job_of(self, pids: Iterable[int]) -> Job | None:
+        """Return the job that one of these processes belongs to; `pids` are a process and its ancestors.
+
+        A process whose parent has exited is a child of its job's supervisor.
+        """
+        return next((self.owners[pid] for pid in pids if pid in self.owners), None)
+
+    def owns(self, process: GpuProcess) -> bool:
+        """Return whether a process or one of its ancestors is one of our ranks, programs or supervisors."""
+        return not self.own_pids.isdisjoint((process.pid, *process.ancestors))
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
@@ -86,12 +98,14 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
         for uuid, job in held.items()
         if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids[rank.rank : rank.rank + 1] == (uuid,)
     }
-    own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
+    owners = {job.supervisor_pid: job for job in active.values() if job.supervisor_pid}
+    owners |= {rank.pid: active[rank.job_id] for rank in living if rank.job_id in active}
+    own = {rank.pid for rank in living} | owners.keys()
     freed: dict[str, float] = {}
     for job in jobs:
         freed |= {uuid: max(job.ended or 0.0, freed.get(uuid, 0.0)) for uuid in job.gpu_uuids if job.state.is_final}
     shared = {uuid: several for uuid, several in ids.items() if len(several) > 1}
-    return Holders(held, pids, mine, frozenset(own), freed=freed, shared=shared)
+    return Holders(held, pids, mine, frozenset(own), owners, freed=freed, shared=shared)
 
 
 def with_other_users(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
@@ -155,7 +169,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "busy", named + (f", {idle}" if idle else "")
     elif sample.uuid in held.other_users:
         state, reason = "busy", held.other_users[sample.uuid]
-    elif foreign := _largest_foreign(_others(sample, held), held.own_pids):
+    elif foreign := _largest_foreign(_others(sample, held), held):
         state, reason = "busy", _used_by(foreign)
     elif taken := _taken_alone(sample, held):
         state, reason = "busy", taken
@@ -193,7 +207,7 @@ def _taken_alone(sample: GpuSample, held: Holders) -> str:
 
     In exclusive compute mode, even a process using little memory occupies the GPU.
     """
-    alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
+    alone = [one for one in _others(sample, held) if not held.owns(one) and not _has_ended(one)]
     return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
 
 
@@ -234,7 +248,7 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
     return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use detected"
 
 
-def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
+def _largest_foreign(processes: Iterable[GpuProcess], held: Holders) -> GpuProcess | None:
     """Return the process outside our jobs using the most memory, or None if all such processes use little memory.
 
     A process with unknown memory use is never assumed to use little memory.
@@ -242,7 +256,7 @@ def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int])
     large = [
         process
         for process in processes
-        if process.pid not in own_pids
+        if not held.owns(process)
         and not _has_ended(process)
         and (process.memory_used_bytes is None or process.memory_used_bytes > FOREIGN_MEMORY_BYTES)
     ]

@@ -250,7 +250,7 @@ def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, le
     if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None
     named = [one for one in sample.processes or () if one.user is not None]
-    theirs = sum(one.memory_used_bytes or 0 for one in named if one.pid not in held.own_pids)
+    theirs = sum(one.memory_used_bytes or 0 for one in named if not held.owns(one))
     nameless = sample.memory_used_bytes - sum(one.memory_used_bytes or 0 for one in named)
     return choice.memory_usable_bytes - theirs - max(0, nameless - sum(lease.memory_bytes or 0 for lease in leases))
 

@@ -8,15 +8,16 @@ from typing import Any
 
 from sae_tui.gpu.processes import Ancestor, ProcessDetails
 from sae_tui.jobs.gpus.availability import Holders
+from sae_tui.jobs.output import kind_of
 from trainer.contract.store.rows import Job
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """A row in the process list: a process on a GPU, a job grouping its ranks, or a parent process without a GPU.
+    """A row in the process list: a process on a GPU, a job grouping its processes, or a parent process without a GPU.
 
-    `depth` is the indentation level, and `n_below` is the number of grouped processes. For a job, `process` contains
-    the totals over its ranks and the pid 0.
+    `depth` is the indentation level, and `n_below` is the number of grouped processes, all of them ranks if
+    `groups_ranks`. For a job, `process` contains the totals over its processes and the pid 0.
     """
 
     key: str
@@ -25,6 +26,7 @@ class ProcessRow:
     job: Job | None = None
     rank: int | None = None
     n_below: int = 0
+    groups_ranks: bool = False
     is_open: bool = False
     is_parent: bool = False
 
@@ -59,11 +61,11 @@ def arrange(
 
 def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
     """Return whether all words match a process; a word like `gpu:1`, `user:ada` or `job:12` matches only that field."""
-    rank = held.rank_of(process.pid)
+    job = _job_of(process, held)
     fields = {
         "gpu": [str(index) for index in process.gpus],
         "user": [process.user or ""],
-        "job": [str(rank[0].id), rank[0].name] if rank else [],
+        "job": [str(job.id), job.name] if job else [],
     }
     named = [text for texts in fields.values() for text in texts]
     text = " ".join([str(process.pid), process.command or "", process.container, *named]).casefold()
@@ -76,20 +78,20 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
 
 
 def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
-    """Return one row per job with several ranks, and one row per remaining process.
+    """Return one row per job with several processes, and one row per remaining process.
 
-    Jobs are sorted by their totals over all ranks. If a job is expanded, its ranks follow its row.
+    Jobs are sorted by their totals over all processes. If a job is expanded, its processes follow its row.
     """
-    ranks: dict[int, list[ProcessRow]] = {}
+    of_jobs: dict[int, list[ProcessRow]] = {}
     groups: list[tuple[Any, list[ProcessRow]]] = []
     for one in found:
-        rank = held.rank_of(one.pid)
-        entry = ProcessRow(f"pid:{one.pid}", one, job=rank[0] if rank else None, rank=rank[1] if rank else None)
-        if rank:
-            ranks.setdefault(rank[0].id, []).append(entry)
+        job = _job_of(one, held)
+        entry = ProcessRow(f"pid:{one.pid}", one, job=job, rank=_rank_of(one.pid, held))
+        if job:
+            of_jobs.setdefault(job.id, []).append(entry)
         else:
             groups.append((ORDERS[order](one), [entry]))
-    for members in ranks.values():
+    for members in of_jobs.values():
         entries = members if len(members) == 1 else _job_rows(members, opened)
         groups.append((ORDERS[order](entries[0].process), entries))
     groups.sort(key=lambda group: (group[0], group[1][0].key))
@@ -100,9 +102,16 @@ def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[Pro
     job = members[0].job
     assert job is not None
     key = f"job:{job.id}"
-    head = ProcessRow(key, _sum([one.process for one in members]), job=job, n_below=len(members), is_open=key in opened)
-    ranks = sorted(members, key=lambda one: one.rank or 0)
-    below = [ProcessRow(one.key, one.process, 1, one.job, one.rank) for one in ranks]
+    head = ProcessRow(
+        key,
+        _sum([one.process for one in members]),
+        job=job,
+        n_below=len(members),
+        groups_ranks=all(one.rank is not None for one in members),
+        is_open=key in opened,
+    )
+    in_order = sorted(members, key=lambda one: (one.rank is None, one.rank or 0))
+    below = [ProcessRow(one.key, one.process, 1, one.job, one.rank) for one in in_order]
     return [head, *(below if head.is_open else [])]
 
 
@@ -145,20 +154,32 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
             tops += [pid] if pid not in tops else []
     entries: list[ProcessRow] = []
 
-    def add(pid: int, depth: int) -> None:
+    def add(pid: int, depth: int, above: Job | None = None) -> None:
         children = below.get(pid, [])
         # Skip parents with a single child, such as the nested shells of a login.
         while pid not in on_gpus and len(children) == 1 and children[0] not in on_gpus:
             pid, children = children[0], below.get(children[0], [])
-        rank = held.rank_of(pid)
-        job, number = rank or (None, None)
+        # Below a process of a job, every process belongs to that job.
+        job = _job_of(known[pid], held) or above
+        number = _rank_of(pid, held)
         entries.append(ProcessRow(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_gpus))
         for child in children:
-            add(child, depth + 1)
+            add(child, depth + 1, job)
 
     for top in tops:
         add(top, 0)
     return entries
+
+
+def _job_of(process: ProcessDetails, held: Holders) -> Job | None:
+    """Return the job whose recorded process is this process or one of its ancestors, or None."""
+    return held.job_of((process.pid, *(one.pid for one in process.ancestors)))
+
+
+def _rank_of(pid: int, held: Holders) -> int | None:
+    """Return a recorded process's rank; a command has only one, its program, which is no rank."""
+    job, rank = held.rank_of(pid) or (None, None)
+    return None if job is None or kind_of(job.config).is_program else rank
 
 
 def _as_process(parent: Ancestor) -> ProcessDetails:

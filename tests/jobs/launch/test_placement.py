@@ -191,6 +191,22 @@ def test_a_leased_gpu_names_its_job_whose_ranks_do_not_count_as_other_users():
     assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
 
 
+def test_a_process_below_one_of_our_processes_does_not_count_as_another_user():
+    running = job(41, attempt=1, gpu_uuids=("GPU-0",), supervisor_pid=499)
+    leases = [lease(0, 41)]
+    held = holders([running], leases, [rank(41, 0, 500)])
+    child, adopted = (
+        GpuProcess(pid, "ann", "python", 4 * GIB, above) for pid, above in ((501, (500, 7)), (502, (499,)))
+    )
+    assert [one.state for one in choices([sample(1, processes=(child, adopted))], held)] == ["available"]
+    stranger = GpuProcess(503, "ann", "python", 4 * GIB, (7,))
+    (gpu,) = choices([sample(1, processes=(child, stranger))], held)
+    assert gpu.reason == "used by ann (pid 503, python)"
+    used = sample(0, processes=(child, stranger), memory_used_bytes=8 * GIB, memory_free_bytes=16 * GIB)
+    (queued,) = gpus([used], held, leases, {41: running})
+    assert queued.free_bytes == 20 * GIB
+
+
 def test_leases_held_by_ended_jobs_and_on_other_machines_are_ignored():
     ended = job(1, state=JobState.LOST)
     elsewhere = job(2, host="other")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sae_tui.gpu.processes import Ancestor, ProcessDetails
 from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
+from sae_tui.panels.processes import describe
 from trainer.contract.store.rows import Job
 
 GIB = 1 << 30
@@ -14,7 +16,7 @@ JOB = Job(
     id=7, name="gemma-l12", config="", user="ada", host="box", device="cuda", gpu_source="nvml", gpu_ids=(0, 1),
     gpu_uuids=("GPU-0", "GPU-1"),
 )  # fmt: skip
-HELD = Holders(jobs={"GPU-0": JOB, "GPU-1": JOB}, pids={"GPU-0": 10, "GPU-1": 11})
+HELD = Holders(jobs={"GPU-0": JOB, "GPU-1": JOB}, pids={"GPU-0": 10, "GPU-1": 11}, owners={9: JOB, 10: JOB, 11: JOB})
 SHELL, SSH = Ancestor(5, "bob", "bash"), Ancestor(4, "bob", "sshd")
 RANKS = (
     ProcessDetails(11, "ada", "python rank 1", (1,), 3 * GIB, 80, 20.0, GIB, 200.0),
@@ -43,6 +45,39 @@ def test_ranks_are_folded_under_a_job_row_showing_their_totals() -> None:
 def test_a_job_with_one_rank_is_shown_as_one_row() -> None:
     (entry,) = arrange(RANKS[:1], HELD)
     assert (entry.key, entry.rank, entry.job, entry.n_below) == ("pid:11", 1, JOB, 0)
+
+
+COMMAND = msgspec.structs.replace(
+    JOB, id=8, name="finetune", config='kind = "command"\n[command]\nargv = ["torchrun", "finetune.py"]\n',
+    gpu_uuids=("GPU-4", "GPU-5"),
+)  # fmt: skip
+OF_COMMAND = Holders(jobs={"GPU-4": COMMAND, "GPU-5": COMMAND}, pids={"GPU-4": 30}, owners={29: COMMAND, 30: COMMAND})
+LAUNCHER, SUPERVISOR = Ancestor(30, "ada", "torchrun finetune.py"), Ancestor(29, "ada", "supervisor")
+WORKERS = (
+    ProcessDetails(31, "ada", "python finetune.py", (4,), 3 * GIB, ancestors=(LAUNCHER, SUPERVISOR)),
+    # This process left its parent, so the supervisor adopted it.
+    ProcessDetails(32, "ada", "python left.py", (5,), GIB, ancestors=(SUPERVISOR,)),
+)
+
+
+def test_all_processes_below_a_commands_program_are_folded_under_its_job() -> None:
+    (head,) = arrange(WORKERS, OF_COMMAND)
+    assert (head.key, head.n_below, head.process.gpus) == ("job:8", 2, (4, 5))
+    assert describe(head) == ("▸ job 8, 2 processes: finetune", "good")
+    _, *below = arrange(WORKERS, OF_COMMAND, opened=frozenset({"job:8"}))
+    assert [describe(entry)[0] for entry in below] == ["job 8: python finetune.py", "job 8: python left.py"]
+    assert keys(arrange(WORKERS, OF_COMMAND, words="job:8 left")) == ["pid:32"]
+
+
+def test_in_a_tree_the_processes_of_a_command_belong_to_its_job() -> None:
+    entries = arrange((*WORKERS, BOB), OF_COMMAND, as_tree=True)
+    assert {entry.process.pid: entry.job and entry.job.id for entry in entries if not entry.is_parent} == {
+        31: 8, 32: 8, 20: None
+    }  # fmt: skip
+    assert [describe(entry)[0] for entry in entries] == [
+        "bash", "python Train.py", "supervisor", "torchrun finetune.py", "job 8: python finetune.py",
+        "job 8: python left.py",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
