@@ -11,6 +11,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.launching import Array, array_of, launch_all
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.cli_commands.values import MOST_IN_ARRAY, ArraySpec
+from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.launch import adopt as adopting
 from sae_tui.jobs.launch.command_job import command_job
@@ -108,7 +109,7 @@ def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, s
 
 def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
     # A shell's line is its last argument.
-    return name_of(argv[-1].split() if flags.shell else argv)
+    return name_of(masked_arguments(argv[-1].split() if flags.shell else argv))
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:

@@ -16,7 +16,6 @@ from sae_tui.jobs.view.reader import judged_value
 from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
-from sae_tui.panels.metric_grid import MetricPlot, MetricSeries
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import (
@@ -25,7 +24,6 @@ from trainer.contract.settings.series import (
     curves,
     held_out,
     held_out_metrics,
-    own_series,
     title_of,
     with_held_out,
 )
@@ -33,8 +31,6 @@ from trainer.contract.store.metrics_store import Point
 
 _LEAST_WIDTH = 32  # minimum width of a curve with its frame, in cells
 _MOST_IF_NARROW = 4
-# With the speed, these fill two rows of four curves.
-_MOST_OWN = 7
 
 
 class CurvePlot(Plot):
@@ -70,33 +66,32 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """The curves of a training job, in two rows, or what a program reports, losses first, each in a frame."""
+    """The curves of a training job, in two rows, or the single curve of an extraction job, each in a frame.
+
+    Hidden for a command, whose metrics have any names.
+    """
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
     def compose(self) -> ComposeResult:
         for name, series in curves().items():
             yield CurvePlot(name, series).add_class("panel")
-        for _ in range(_MOST_OWN):
-            yield MetricPlot()
 
     def show_detail(self, detail: JobDetail) -> None:
         kind = kind_of(detail.view.config)
-        own = own_series(name for name, rank in detail.series if rank == 0)[:_MOST_OWN] if kind.is_program else []
-        shown = list(curves(architectures(detail.view).split())) if kind.trains else [SPEED]
-        if self.size.width < _LEAST_WIDTH * math.ceil((len(own) + len(shown)) / 2):
-            own, shown = own[: _MOST_IF_NARROW - 1], shown[: _MOST_IF_NARROW - min(len(own), _MOST_IF_NARROW - 1)]
-        count = len(own) + len(shown)
-        self.styles.grid_size_rows = n_rows = min(2, count)
-        self.styles.grid_size_columns = math.ceil(count / n_rows)
+        self.display = not kind.is_program
+        if kind.is_program:
+            return
+        trains = kind.trains
+        shown = list(curves(architectures(detail.view).split())) if trains else [SPEED]
+        if self.size.width < _LEAST_WIDTH * math.ceil(len(shown) / 2):
+            shown = shown[:_MOST_IF_NARROW]
+        self.styles.grid_size_rows = n_rows = min(2, len(shown))
+        self.styles.grid_size_columns = math.ceil(len(shown) / n_rows)
         for plot in self.query(CurvePlot):
             plot.display = plot.series_name in shown
             if plot.display:
                 plot.show_detail(detail)
-        for place, spare in enumerate(self.query(MetricPlot)):
-            spare.display = place < len(own)
-            if spare.display:
-                spare.show_metric(MetricSeries(own[place], 0, detail.series[own[place], 0]), None, None)
 
 
 def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:

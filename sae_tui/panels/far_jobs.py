@@ -53,7 +53,7 @@ def heading(name: str, note: str) -> Row:
     """Return a heading with a host name and a note; the cursor skips this row."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
-    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)
+    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=(0,), is_heading=True)
 
 
 def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gibibytes, measure, number, wrap
+from sae_tui.format import bar, clock_time, count, duration, fit, gibibytes, measure, number, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import kind_of
@@ -52,7 +53,8 @@ def headline_title(detail: JobDetail, width: int) -> Line:
     job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae if states.is_ranked(job) else "")
     word, sign, style = states.describe_state(job)
-    where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
+    mode = "" if kind_of(job.config).is_program else f", {job.mode}"
+    where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}{mode}"
     head: Span = (f"Job {job.id} · ", "title")
     rest: tuple[Span, ...] = (
         (f"  {sign} {word}", style),
@@ -71,6 +73,8 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     if job.state is JobState.IMPORTED:
         return [_imported(job), *_ending(detail, width)]
     kind = kind_of(job.config)
+    if kind.is_program and not job.step:
+        return [_ran(detail), *_ending(detail, width)]
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     start: Line = (
@@ -89,6 +93,20 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
         if more.strip() and _cells(first) + cell_len(more) <= width:
             first = (*first, (more, "text"))
     return [first, *_ending(detail, width)]
+
+
+def _ran(detail: JobDetail) -> Line:
+    """Return how long a command that reports no steps has run, in which attempt, and the energy used by its GPUs."""
+    job = detail.view
+    end = job.ended if job.state.is_final else time.time()
+    took = "" if job.started is None or end is None else duration(max(0.0, end - job.started))
+    parts = [
+        took and f"{'ran' if job.state.is_final else 'has run'} for {took}",
+        f"started {clock_time(job.started)}" if job.started else "",
+        f"attempt {job.attempt}" if job.attempt > 1 else "",
+        detail.energy.partition(",")[0].partition(" (")[0],
+    ]
+    return ((f" {'  '.join(filter(None, parts)) or 'not started yet'}", "text"),)
 
 
 def _cells(line: Line) -> int:

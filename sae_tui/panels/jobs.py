@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from textual.binding import Binding
 from textual.message import Message
 
 from sae_tui.format import bar, count, duration, measure, number
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import waits
@@ -25,6 +27,7 @@ MARK = "●"
 _EVALUATION, _ARRAY = " evaluation", " array"
 _STEP_WIDTH = 9
 _EMPTY: Span = ("", "text")
+_NAME = 1  # index of the column with the name; a command's name extends over the columns for SAEs
 COLUMNS = (
     Column("JOB", 5, right=True),
     Column("NAME", 18, grow=True),
@@ -66,7 +69,8 @@ class JobsPanel(KeyedTable):
         self.marked: frozenset[int] = frozenset()
         self.arrays: dict[int, ArrayView] = {}
         self._opened: frozenset[int] = frozenset()
-        self._made: dict[int, tuple[JobView, bool, bool, Row]] = {}
+        # Each job's row, with the values it was made from.
+        self._made: dict[int, tuple[tuple[JobView, bool, bool, str], Row]] = {}
 
     def show_jobs(
         self,
@@ -112,11 +116,11 @@ class JobsPanel(KeyedTable):
 
     def _row(self, job: JobView, *, below: bool = False) -> Row:
         """Reuse the previous row if nothing has changed, since formatting cells for a thousand jobs takes 20 ms."""
-        marked = job.id in self.marked
+        of = job, job.id in self.marked, below, run_time(job)
         made = self._made.get(job.id)
-        if made is None or made[:3] != (job, marked, below):
-            made = self._made[job.id] = (job, marked, below, job_row(job, marked=marked, below=below))
-        return made[3]
+        if made is None or made[0] != of:
+            made = self._made[job.id] = (of, job_row(job, marked=of[1], below=below))
+        return made[1]
 
     def action_unfold(self) -> None:
         if array := self.selected_array:
@@ -213,7 +217,7 @@ def array_row(array: ArrayView, *, is_open: bool, marked: bool = False) -> Row:
     number: Span = (f"{MARK if marked else ''}{array.id}", "accent" if marked else "label")
     # The bar takes the column of the remaining time, so that the words have space in narrow windows.
     cells = (number, words, *[_EMPTY] * (len(COLUMNS) - 4), (bar(array.progress, 8), "bar rail"), _EMPTY)
-    return Row(f"{array.id}{_ARRAY}", cells, spill=1)
+    return Row(f"{array.id}{_ARRAY}", cells, spill=(1,))
 
 
 def job_row(job: JobView, *, marked: bool = False, below: bool = False) -> Row:
@@ -231,6 +235,8 @@ def job_row(job: JobView, *, marked: bool = False, below: bool = False) -> Row:
         return _spread(job, head, (waits(job), "warn" if job.silent else "dim"))
     if is_loading(job):
         return _spread(job, head, (job.phase, "dim"))
+    if (words := run_time(job)) or (kind_of(job.config).is_program and job.state.is_final):
+        return _spread(job, head, _outcome(job, words))
     if job.state is JobState.IMPORTED:
         figures = (judged_span(job, "fvu"), judged_span(job, "l0"), *[_EMPTY] * 3)
         return Row(str(job.id), (*head, *[_EMPTY] * 4, *figures, (devices(job), "label")))
@@ -241,20 +247,43 @@ def job_row(job: JobView, *, marked: bool = False, below: bool = False) -> Row:
             *_progress(job),
             (count(job.step), "text"),
             (number(job.loss), "text"),
-            judged_span(job, "fvu"),
-            judged_span(job, "l0"),
-            judged_span(job, "dead_fraction"),
+            *_judged(job),
             (count(job.tokens_per_s), "text"),
             (duration(job.eta_s) if not job.state.is_final else "", "text"),
             (devices(job), "label"),
         ),
+        spill=(_NAME,) if kind_of(job.config).is_program else (),
     )
+
+
+def run_time(job: JobView) -> str:
+    """Return how long a running command that reports no steps has run, or "" for any other job."""
+    if job.state.is_final or job.state == JobState.QUEUED or job.step or not kind_of(job.config).is_program:
+        return ""
+    return duration(max(0.0, time.time() - (job.started or time.time())))
+
+
+def _outcome(job: JobView, ran: str) -> Span:
+    """Return a command's run time, and its loss or how it ended, such as `12 min · exit code 3`."""
+    took = ran or (duration(max(0.0, job.ended - job.started)) if job.started and job.ended else "")
+    failed = job.state in (JobState.FAILED, JobState.LOST)
+    error = (job.error or "").partition("; its last log line")[0] if failed else ""
+    why = error.removeprefix("its program ").removeprefix("ended with ")
+    loss = "" if job.loss is None or failed else f"loss {number(job.loss)}"
+    return " · ".join(filter(None, [took, why, loss])), "bad" if failed else "text" if ran else "dim"
+
+
+def _judged(job: JobView) -> Sequence[Span]:
+    """Return an SAE's FVU, L0 and share of dead latents; a command has none of them."""
+    if kind_of(job.config).is_program:
+        return [_EMPTY] * 3
+    return [judged_span(job, name) for name in ("fvu", "l0", "dead_fraction")]
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
     """Return a job's row showing `words` instead of values."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
-    return Row(str(job.id), cells, spill=len(head))
+    return Row(str(job.id), cells, spill=(_NAME, len(head)) if kind_of(job.config).is_program else (len(head),))
 
 
 def _progress(job: JobView) -> tuple[Span, Span]:
@@ -281,7 +310,7 @@ def evaluation_rows(job: JobView) -> list[Row]:
     what = ", ".join(PART_TITLES[part] for part in now.parts if part in PART_TITLES)
     head = (_EMPTY, (f"  └ {what}", "dim"), _EMPTY, _EMPTY, (words, style))
     cells = (*head, *[_EMPTY] * (len(COLUMNS) - len(head) - 1), (now.where.removeprefix("the "), "label"))
-    return [Row(f"{job.id}{_EVALUATION}", cells, spill=len(head) - 1)]
+    return [Row(f"{job.id}{_EVALUATION}", cells, spill=(len(head) - 1,))]
 
 
 def devices(job: JobView) -> str:

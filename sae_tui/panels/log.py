@@ -6,6 +6,7 @@ from rich.cells import cell_len
 from textual.binding import Binding
 
 from sae_tui.format import fit
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
@@ -24,7 +25,8 @@ class LogPanel(DetailPanel, can_focus=True):
     _follows, _left = True, 0
 
     def title(self, detail: JobDetail) -> Line:
-        return ((f"Log of rank {detail.log_rank}", "title"),)
+        is_program = kind_of(detail.view.config).is_program
+        return (("Log" if is_program else f"Log of rank {detail.log_rank}", "title"),)
 
     def hint(self) -> str:
         log = self._detail.log[-self.size.height :] if self._detail else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 
@@ -12,6 +14,7 @@ from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import CurvePlot, members_of
 from sae_tui.panels.detail import DetailPanel
+from sae_tui.panels.metric_grid import MetricPlot, MetricSeries, metrics_of
 from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.settings.series import CRITERION, SPEED, curves, series_named
@@ -23,22 +26,31 @@ FVU = series_named(CRITERION)
 
 
 class PreviewPanel(Horizontal):
-    """A job preview: the curve on the left, settings and log on the right."""
+    """A job preview: the curve on the left, if there is one, settings and log on the right."""
 
     def compose(self) -> ComposeResult:
         yield CurvePlot(CRITERION, curves()[CRITERION])
         yield CurvePlot(SPEED, curves()[SPEED])
+        yield MetricPlot().remove_class("panel")
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the current state of the job or, in a sweep, of its best SAE."""
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
-        trains = kind_of(detail.view.config).trains
+        kind = kind_of(detail.view.config)
+        self._show_metric(metrics_of(detail, "")[:1] if kind.is_program else [])
         for plot in self.query(CurvePlot):
-            plot.display = (plot.series_name == SPEED) != trains
+            plot.display = not kind.is_program and (plot.series_name == SPEED) != kind.trains
             if plot.display:
                 plot.show_detail(detail)
         self.query_one(PreviewText).show_detail(detail)
+
+    def _show_metric(self, metrics: Sequence[MetricSeries]) -> None:
+        """Draw the first metric of a command, if it has any."""
+        plot = self.query_one(MetricPlot)
+        plot.display = bool(metrics)
+        for metric in metrics:
+            plot.show_metric(metric, None, None)
 
 
 class PreviewText(DetailPanel):
@@ -78,9 +90,13 @@ def _settings(detail: JobDetail, width: int) -> list[Line]:
     """Return the changed settings in columns; for a sweep, the first entry names the SAE."""
     entries = [("SAE", detail.member)] if detail.member in members_of(detail) else []
     entries += summary(detail.view.config, settled(detail.plan, detail.view.total_steps))[0]
+    whole: list[Line] = []
+    if kind_of(detail.view.config).is_program:
+        # A command line rarely fits into a column.
+        whole, entries = [((fit(entries[0][1], width), "title"),)], entries[1:]
     columns = max(1, width // _ENTRY)
     each = width // columns
-    lines = []
+    lines = whole
     for start in range(0, len(entries), columns):
         spans: list[Span] = []
         for name, value in entries[start : start + columns]:

@@ -34,7 +34,12 @@ class SettingsPanel(DetailPanel, can_focus=True):
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
         settings, others = summary(detail.view.config, settled(detail.plan, detail.view.total_steps))
-        more = [*_hooks(detail.view), *_more(detail.view), *([("energy", detail.energy)] if detail.energy else [])]
+        environment = detail.use.environment if detail.use else ""
+        more = [
+            *_hooks(detail.view),
+            *_more(detail.view, environment),
+            *([("energy", detail.energy)] if detail.energy else []),
+        ]
         named = (*settings, *more, *(others if self._shows_defaults else ()), ("", ""))
         longest = _LONGEST_DEFAULT if self._shows_defaults else _LONGEST_NAME
         name_width = min(longest, max(len(name) for name, _ in named))
@@ -57,9 +62,13 @@ def _hooks(job: JobView) -> list[tuple[str, str]]:
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
-def _more(job: JobView) -> list[tuple[str, str]]:
-    """Return the remaining non-empty fields of the job, as (name, value) pairs."""
+def _more(job: JobView, environment: str) -> list[tuple[str, str]]:
+    """Return the remaining non-empty fields of the job, as (name, value) pairs.
+
+    `environment` is the virtual environment in which a command runs, or "".
+    """
     fields = [
+        ("environment", environment),
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),
         ("clone of", f"job {job.parent}" if job.parent else ""),

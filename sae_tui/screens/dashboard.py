@@ -27,7 +27,7 @@ from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from sae_tui.panels.gpus import GpuPanel, Shape
-from sae_tui.panels.jobs import JOBS, JobsPanel, first_steps
+from sae_tui.panels.jobs import JOBS, JobsPanel, first_steps, run_time
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import PanelHeights, arrange
@@ -203,6 +203,8 @@ class Dashboard(FramedScreen):
         if self._others:
             self._others.show_gpus(laid.chrome)
         self._title(self._back.span_s if past.is_period else None)
+        if any(map(run_time, self.session.jobs)):
+            self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _why_none(self) -> tuple[str, str]:
@@ -347,11 +349,11 @@ class Dashboard(FramedScreen):
         if self._others and self._others.open_log():
             return
         if job := self.query_one(JobEdits).selected:
-            from sae_tui.jobs.view.logs import EVALUATION
+            from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
             from sae_tui.screens.log import LogScreen
 
             source = EVALUATION if job.evaluation else "0"
-            self.app.push_screen(LogScreen(self.session, job.id, job.world_size, source))
+            self.app.push_screen(LogScreen(self.session, job.id, n_logs_of(job), source))
 
     def action_open_features(self) -> None:
         job = self.query_one(JobEdits).selected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,8 +14,9 @@ from textual.widget import Widget
 
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.features import has_features
-from sae_tui.jobs.output import kind_of
-from sae_tui.jobs.view.logs import EVALUATION
+from sae_tui.jobs.output import command_of, kind_of
+from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
+from sae_tui.jobs.view.program_use import ProgramReader, ProgramUse
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.card import CardScreen
@@ -35,8 +38,22 @@ if TYPE_CHECKING:
 # The most useful keys, shown first in the footer.
 _KEYS = [
     f"job.{name}"
-    for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")
+    for name in (
+        "back",
+        "stop",
+        "pause",
+        "continue",
+        "card",
+        "features",
+        "evaluate",
+        "export",
+        "log",
+        "copy",
+        "metrics",
+    )
 ] + ["job.all_metrics", "job.clone"]
+_USE_EVERY_S = 3.0
+_OF_SAES = frozenset(("evaluate", "open_card", "open_features", "export", "next_rank"))
 _BESIDE_FROM = 120  # minimum width to show the settings next to the other panels
 
 
@@ -69,6 +86,7 @@ class JobScreen(Evaluates, FramedScreen):
                 tooltip="All metrics at once: find, zoom, read values"),
         Binding("c", "compare", "Curve", id="job.metrics",
                 tooltip="Choose the metric, the axis (steps, tokens, time), the smoothing and the scale"),
+        Binding("Y", "copy_command", "Copy", id="job.copy", tooltip="Copy the command line to the clipboard"),
         Binding("x", "export", "Export", id="job.export", tooltip="Write its SAE for other tools"),
     ]  # fmt: skip
     DEFAULT_CSS = """
@@ -81,6 +99,10 @@ class JobScreen(Evaluates, FramedScreen):
     JobScreen.-bare #middle { min-height: 3; max-height: 8; }
     JobScreen #log-box { height: 1fr; min-height: 3; }
     JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
+    JobScreen.-program #middle { height: auto; min-height: 4; max-height: 8; }
+    JobScreen.-program.-tall #middle { max-height: 12; }
+    JobScreen.-program #middle > * { height: 100%; }
+    JobScreen.-failed.-program.-short #program-curves { display: none; }
     """
 
     def __init__(self, session: Session, job_id: int) -> None:
@@ -91,6 +113,9 @@ class JobScreen(Evaluates, FramedScreen):
         # None until the user chooses a rank. Until then, the log of rank 0 or of the failed rank is shown.
         self._rank: int | None = None
         self.member = ""
+        self._program = ProgramReader(session.data, job_id)
+        self._one_reading = threading.Lock()
+        self._use: ProgramUse | None = None
         # None until the user toggles the settings. Until then, they are shown if the window is wide enough.
         self._settings: bool | None = None
 
@@ -113,6 +138,7 @@ class JobScreen(Evaluates, FramedScreen):
         self._arrange()
         self._panels["log"].focus()
         self.show_jobs()
+        self.set_interval(_USE_EVERY_S, self._read_use)
 
     def on_resize(self) -> None:
         self._arrange()
@@ -144,6 +170,7 @@ class JobScreen(Evaluates, FramedScreen):
         detail = self.session.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
+        self._arrange_program(detail)
         self.set_class(detail.postmortem is not None, "-failed")
         self.set_class(not detail.series, "-blank")
         self._follow_failed(detail)
@@ -152,10 +179,37 @@ class JobScreen(Evaluates, FramedScreen):
             self.member = detail.view.best_sae if detail.view.best_sae in members else next(iter(members), "")
             self.refresh_bindings()
         shown = msgspec.structs.replace(
-            detail, member=self.member, energy=energy_words(detail.view, self.session.settings)
+            detail,
+            member=self.member,
+            energy=energy_words(detail.view, self.session.settings),
+            use=self._use,
         )
         for panel in self._panels.values():
             panel.show_detail(shown)
+
+    def _arrange_program(self, detail: JobDetail) -> None:
+        """For a command, leave most of the screen to its log, and read what it uses."""
+        is_program = kind_of(detail.view.config).is_program
+        self.set_class(is_program, "-program")
+        if is_program and self._use is None:
+            self._read_use()
+        if is_program:
+            self.query_one("#middle").styles.height = 3 + len(detail.view.gpu_ids) * (
+                2 if self.size.height >= 35 else 1
+            )
+
+    def _read_use(self) -> None:
+        """Read what the command uses in a thread, unless the last reading has not ended."""
+        detail = self.session.detail
+        is_due = detail and detail.view.id == self.job_id and (self._use is None or not detail.view.state.is_final)
+        if detail and is_due and self.has_class("-program") and not self._one_reading.locked():
+            read = functools.partial(self._read_in_thread, detail)
+            self.run_worker(read, thread=True, group="program", exit_on_error=False)
+
+    def _read_in_thread(self, detail: JobDetail) -> None:
+        with self._one_reading:
+            self._use = self._program.read(detail.view, detail.ranks)
+        self.app.call_later(self.show_jobs)
 
     def _follow_failed(self, detail: JobDetail) -> None:
         """Show the log from the failed rank, unless the user chose another rank."""
@@ -177,7 +231,10 @@ class JobScreen(Evaluates, FramedScreen):
         hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export"}
         hidden |= {"job.evaluate"} if job.evaluation else set()
         hidden |= set() if has_features(data, self.job_id) else {"job.features"}
-        hidden |= set() if job.world_size > 1 else {"job.rank"}
+        hidden |= set() if n_logs_of(job) > 1 else {"job.rank"}
+        is_program = kind_of(job.config).is_program
+        hidden |= {"job.metrics", "job.all_metrics"} if is_program and not detail.series else set()
+        hidden |= set() if is_program else {"job.copy"}
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
@@ -201,7 +258,7 @@ class JobScreen(Evaluates, FramedScreen):
     def action_open_log(self) -> None:
         detail = self.session.detail
         if detail and detail.view.id == self.job_id:
-            n_ranks = detail.view.world_size
+            n_ranks = n_logs_of(detail.view)
             # The job may have been resumed on fewer ranks.
             source = EVALUATION if detail.view.evaluation else str(min(self.log_rank, n_ranks - 1))
             self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, source))
@@ -214,6 +271,13 @@ class JobScreen(Evaluates, FramedScreen):
         if detail and detail.view.id == self.job_id and not self.session.actions.refused():
             self.app.push_screen(ExportDialog(self.session, detail.view))
 
+    def action_copy_command(self) -> None:
+        detail = self.session.detail
+        command = command_of(detail.view.config) if detail and detail.view.id == self.job_id else None
+        if command:
+            self.app.copy_to_clipboard(command.words)
+            self.notify("The command line was sent to the terminal's clipboard.")
+
     def action_open_card(self) -> None:
         self.app.push_screen(CardScreen(self.session, self.job_id, self.member))
 
@@ -223,7 +287,7 @@ class JobScreen(Evaluates, FramedScreen):
     def action_next_rank(self) -> None:
         detail = self.session.detail
         if detail:
-            self._rank = (self.log_rank + 1) % detail.view.world_size
+            self._rank = (self.log_rank + 1) % n_logs_of(detail.view)
             self.session.watcher.follow(self.job_id, self._rank)
 
     def action_next_member(self, by: int) -> None:
@@ -250,5 +314,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for switching between SAEs only for a sweep."""
+        """Offer the key for switching between SAEs only for a sweep, and keys for SAEs only if the job trains."""
+        if action in _OF_SAES and self.has_class("-program"):
+            return False
         return action != "next_member" or bool(self.member)

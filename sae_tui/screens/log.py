@@ -11,6 +11,7 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import Input
 
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import EVALUATION, LogLine, LogReader, log_sources
 from sae_tui.jobs.view.reader import JobView
@@ -139,8 +140,13 @@ class LogScreen(FramedScreen):
     @property
     def _whose(self) -> str:
         return {ALL: "all ranks", "supervisor": "the supervisor", EVALUATION: "the evaluation"}.get(
-            self.source, f"rank {self.source}"
+            self.source, self._rank_words
         )
+
+    @property
+    def _rank_words(self) -> str:
+        is_program = self.job is not None and kind_of(self.job.config).is_program
+        return "the program" if is_program else f"rank {self.source}"
 
     def _title(self) -> None:
         """Write the title. The log's source comes first because the job name can be long."""

@@ -35,12 +35,12 @@ class Column:
 class Row:
     """A row: a key unaffected by sorting, and one span per column.
 
-    The cell at index `spill` extends over the empty cells after it. The cursor skips headings.
+    The cells at the indices in `spill` extend over the empty cells after them. The cursor skips headings.
     """
 
     key: str
     cells: tuple[Span, ...]
-    spill: int | None = None
+    spill: tuple[int, ...] = ()
     is_heading: bool = False
 
 
@@ -196,7 +196,7 @@ def _row_line(row: Row, widths: dict[Column, int], columns: Sequence[Column], ma
 
 
 def _line(
-    widths: dict[Column, int], cells: Sequence[Span], columns: Sequence[Column], spill: int | None = None
+    widths: dict[Column, int], cells: Sequence[Span], columns: Sequence[Column], spill: Sequence[int] = ()
 ) -> Line:
     spans: list[Span] = []
     taken = 0
@@ -204,9 +204,9 @@ def _line(
         if place < taken:
             continue
         width = widths.get(column, -1)
-        if place == spill:
+        if place in spill:
             taken = next((later for later in range(place + 1, len(cells)) if cells[later][0]), len(cells))
             width = sum(widths[other] + 1 for other in columns[place:taken] if other in widths) - 1
         if width >= 0:
-            spans.append((fit(text, width, right=column.right and place != spill) + " ", style))
+            spans.append((fit(text, width, right=column.right and place not in spill) + " ", style))
     return tuple(spans)

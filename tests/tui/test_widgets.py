@@ -103,10 +103,10 @@ def test_a_long_cell_extends_only_into_the_empty_cells_after_it() -> None:
     columns = [Column("A", 3), Column("B", 4), Column("C", 4, right=True), Column("D", 4)]
     widths = {column: column.width for column in columns}
     cells = tuple((text, "text") for text in ("one", "a long story", "", "end"))
-    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=(1,)))
     assert cell_text == "one a long s… end  "
     del widths[columns[2]]
-    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=(1,)))
     assert cell_text == "one a l… end  "
 
 

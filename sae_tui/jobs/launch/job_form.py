@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs import environment
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
@@ -394,7 +395,7 @@ def _table(candidate: Draft) -> dict[str, Any]:
         (table.setdefault(section, {}) if section else table)[key] = value
     if KINDS[kind_of(table)].is_program and table.get("name", CommandJob.kind) == CommandJob.kind:
         # Jobs that are all called "command" could not be told apart.
-        table["name"] = name_of(table.get("command", {}).get("argv") or [])
+        table["name"] = name_of(masked_arguments(table.get("command", {}).get("argv") or []))
     if candidate.gpus != []:
         table.setdefault("launch", {})["gpus"] = candidate.gpus
     return table

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from sae_tui.gpu.secrets import masked, masked_arguments
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import dead_after
@@ -17,6 +19,7 @@ from trainer.contract.settings.toml import table_of
 _KNOWN_BY = (
     "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",
     "train.n_steps", "train.batch_size",
+    "command.argv", "command.folder", "command.memory", "command.env",
     "model.path", "model.hooks", "text.path", "text.dataset", "text.context", "extract.n_tokens",
 )  # fmt: skip
 _OVERRIDDEN_BY = {"sae.expansion_factor": "sae.d_sae", "train.n_tokens": "train.n_steps"}
@@ -77,10 +80,18 @@ def _name(path: str, names: Counter[str]) -> str:
 
 
 def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path, value and default of every setting in a job; for a sweep axis, the value is a list."""
+    """Yield the path, value and default of every setting in a job; for a sweep axis, the value is a list.
+
+    In command lines and variables, values that look like secrets are masked.
+    """
     for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
-            yield f"{section}.{setting.name}", table[section].get(setting.name), setting.default
+            value = table[section].get(setting.name)
+            if setting.is_command_line:
+                value = shlex.join(masked_arguments(value))
+            elif setting.name == "env" and value:
+                value = " ".join(map(masked, value))
+            yield f"{section}.{setting.name}", value, setting.default
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,10 +21,13 @@ _DETACHED = b"\0-P\0-m\0sae_tui.jobs."
 
 
 class ProcessTree:
-    """The processes of a command whose first process, the leader, has its own session and the mark."""
+    """The processes of a command whose first process, the leader, has its own session and the mark.
 
-    def __init__(self, leader: int, run_dir: Path, cgroup: Cgroup | None = None) -> None:
-        self._leader, self._cgroup = leader, cgroup
+    `reaper` is the process that adopts the command's orphans: its supervisor, by default this process.
+    """
+
+    def __init__(self, leader: int, run_dir: Path, cgroup: Cgroup | None = None, *, reaper: int | None = None) -> None:
+        self._leader, self._cgroup, self._reaper = leader, cgroup, reaper or os.getpid()
         self._mark = os.fsencode(f"{MARK}={run_dir}")
 
     def living(self) -> list[ProcessRef]:
@@ -41,14 +44,14 @@ class ProcessTree:
     def _find(self) -> Iterator[int]:
         stats = {pid: stat for pid in own_pids() if (stat := _parent_and_session(pid))}
         parents = {pid: parent for pid, (parent, _) in stats.items()}
-        us, own_session = os.getpid(), os.getsid(0)
+        us, own_session = self._reaper, stats.get(self._reaper, (0, 0))[1]
         environs = {pid: environ_of(pid) for pid in stats}
         detached = {pid for pid in stats if pid != us and is_detached(pid)}
         for pid, (_, session) in stats.items():
             ancestors = list(_ancestors(pid, parents))
             if detached & {pid, *ancestors}:
                 continue
-            # This process is a subreaper, so the kernel makes it the parent of orphans.
+            # The supervisor is a subreaper, so the kernel makes it the parent of orphans.
             is_orphan = us in ancestors and session != own_session
             is_marked = self._mark in environs[pid]
             if pid == self._leader or session == self._leader or self._leader in ancestors or is_orphan or is_marked:

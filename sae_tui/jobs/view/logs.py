@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.files import LogFollower
+from sae_tui.jobs.output import kind_of
 from trainer.contract.paths import RunPaths
+from trainer.contract.store.rows import Job
 
 POLL_S = 0.25
 AGAIN_S = 5.0  # The pause before retrying after an error.
@@ -35,6 +37,11 @@ def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
     """
     logs = {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
     return logs | ({EVALUATION: paths.evaluation_log} if paths.evaluation_log.exists() else {})
+
+
+def n_logs_of(job: Job) -> int:
+    """Return the number of a job's own logs: one per rank; a command has one, however many GPUs it uses."""
+    return 1 if kind_of(job.config).is_program else job.world_size
 
 
 class LogReader:

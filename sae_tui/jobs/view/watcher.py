@@ -13,13 +13,14 @@ from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.revive import revive
 from sae_tui.jobs.view.postmortem import Postmortem, examine
+from sae_tui.jobs.view.program_use import ProgramUse
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.plan import Plan, read_plan
 from trainer.contract.store.holder import describe_holder, holder_of, is_halted
 from trainer.contract.store.metrics_store import Point
-from trainer.contract.store.rows import Event
+from trainer.contract.store.rows import Event, Rank
 
 POLL_S = 0.5
 RECONCILE_S = 5.0
@@ -40,6 +41,8 @@ class JobDetail(msgspec.Struct, frozen=True):
     plan: Plan | None = None  # The values chosen by the ranks for "auto" settings.
     energy: str = ""  # A description of the energy used by the job's GPUs.
     member: str = ""  # The label of the displayed SAE in a sweep, or "" for a single SAE.
+    ranks: tuple[Rank, ...] = ()  # The processes of all attempts.
+    use: ProgramUse | None = None  # What a command uses; None until it is read.
 
 
 class Watcher:
@@ -149,7 +152,9 @@ class Watcher:
         postmortem = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
         view = reader.view
         plan = read_plan(self._data.run(view.id).attempt(view.attempt) / "plan.json")
-        self.detail = JobDetail(view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan)
+        self.detail = JobDetail(
+            view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan, ranks=reader.ranks
+        )
         return True
 
     def _with_idle(self, held: Holders) -> Holders:

@@ -75,7 +75,7 @@ def test_in_a_tree_the_processes_of_a_command_belong_to_its_job() -> None:
         31: 8, 32: 8, 20: None
     }  # fmt: skip
     assert [describe(entry)[0] for entry in entries] == [
-        "bash", "python Train.py", "supervisor", "torchrun finetune.py", "job 8: python finetune.py",
+        "bash", "[docker 3f2a] python Train.py", "supervisor", "torchrun finetune.py", "job 8: python finetune.py",
         "job 8: python left.py",
     ]  # fmt: skip
 
