@@ -83,7 +83,8 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
         (fit(wording.done(job.progress), 5, right=True), "title"),
         (f"  {kind.unit} {count(job.step)}/{total}", "text"),
     )
-    speed: Span = (f"  {count(job.tokens_per_s)} {kind.rate}", "text")
+    is_known = job.tokens_per_s is not None or not kind.is_program
+    speed: Span = (f"  {count(job.tokens_per_s)} {kind.rate}" if is_known else "", "text")
     end: Line = (*_metrics(detail, member), (left, "text"))
     first = (*start, speed, *end)
     if _cells(first) > width:

@@ -272,7 +272,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _fill(self, path: Path, table: dict[str, Any]) -> None:
         self._preset = path if path in job_form.presets() else None
-        if self.session.settings.python and not KINDS[job_form.kind_of(table)].is_program:
+        if KINDS[job_form.kind_of(table)].is_program:
+            table["command"].setdefault("argv", [])  # left out by the user
+        elif self.session.settings.python:
             table["launch"].setdefault("python", self.session.settings.python)
         self._start_from(table)
         self._kept.note_filled(path, self.kind)

@@ -12,7 +12,7 @@ import pytest
 from support import toy_architecture, toy_optimizer
 from support.environments import answer as answer_of_python
 from support.environments import stand_in
-from support.tui import StillMonitor, record_job, title_of, wait_until
+from support.tui import StillMonitor, record_job, wait_until
 from textual.widgets import Button, Input, Select, Static
 
 from sae_tui.gpu.base import GpuSample
@@ -460,12 +460,11 @@ def model_of(folder: Path, n_parameters: int) -> Path:
     return folder
 
 
-async def pick_extraction(pilot, screen: LaunchScreen) -> None:
-    """Choose the extraction preset with keys."""
-    screen.query_one("#preset").focus()
-    await pilot.press("enter", "home", "down", "enter")
-    await wait_until(pilot, lambda: "Model and text" in title_of(screen.query_one("#settings-panel")))
-    await wait_until(pilot, lambda: screen.query("#row-model-path"))
+async def pick_extraction(pilot, screen: LaunchScreen) -> LaunchScreen:
+    """Switch to the form for extraction jobs, which is filled from its preset."""
+    await pilot.press("f8")
+    await wait_until(pilot, lambda: pilot.app.screen is not screen and pilot.app.screen.query("#row-model-path"))
+    return pilot.app.screen
 
 
 async def test_the_extraction_preset_shows_its_own_settings(make_app, data, tmp_path) -> None:
@@ -474,7 +473,7 @@ async def test_the_extraction_preset_shows_its_own_settings(make_app, data, tmp_
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        await pick_extraction(pilot, screen)
+        screen = await pick_extraction(pilot, screen)
         await reviewed(pilot, screen, "3 GPUs · 1,000,000 rows of 1 hook", "unknown")
         await type_into(pilot, screen, "model.path", str(model_of(tmp_path / "model", 10**7)))
         await type_into(pilot, screen, "model.hooks", "resid_post.4, mlp_out.5")
@@ -495,7 +494,7 @@ async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_ap
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        await pick_extraction(pilot, screen)
+        screen = await pick_extraction(pilot, screen)
         await type_into(pilot, screen, "model.hooks", "resid_post.6")
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
         row = screen.query_one("#row-extract-output")

@@ -1,0 +1,299 @@
+"""Tests for the screen of a job that runs a command, and for its row in the list of jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.commands import command_file, record_program, record_samples, record_series
+from support.tui import record_job, title_of, wait_until
+
+from sae_tui.gpu.simulated import uuid_of
+from sae_tui.jobs.program_environment import snapshot
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.cause import CausePanel
+from sae_tui.panels.curves import CurvesPanel
+from sae_tui.panels.events import EventsPanel
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.jobs import COLUMNS, JobsPanel, job_row
+from sae_tui.panels.log import LogPanel
+from sae_tui.panels.metric_grid import MetricPlot
+from sae_tui.panels.preview import PreviewPanel
+from sae_tui.panels.program import ProgramCurves, ProgramPanel
+from sae_tui.panels.ranks import RanksPanel
+from sae_tui.panels.settings import SettingsPanel
+from sae_tui.screens.job import JobScreen
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.table import _fit_columns, _row_line
+from trainer.contract.paths import DataDir
+from trainer.contract.process import ProcessRef
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+# A program with a child that keeps 40 MiB and a core busy.
+_CHILD = "import time\nkept = bytearray(40 << 20)\nend = time.time() + 600\nwhile time.time() < end: pass"
+_PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_CHILD!r}])"
+
+
+@pytest.fixture
+def program() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", _PARENT], start_new_session=True)
+    yield process
+    os.killpg(process.pid, 9)
+    process.wait()
+
+
+def record(data: DataDir, state: JobState, *argv: str, log: str = "", settings: dict | None = None, **fields) -> int:
+    """Record a command on the first two GPUs of this machine, with its log."""
+    config = command_file(*(argv or ("sh", "train.sh")), **(settings or {}))
+    gpus = {"gpu_ids": (0, 1), "gpu_uuids": (uuid_of(0), uuid_of(1)), "world_size": 2}
+    job_id = record_job(data, "probe", state, config=config, **(gpus | {"host": socket.gethostname()} | fields))
+    data.run(job_id).create()
+    data.run(job_id).log(0).write_text(log)
+    return job_id
+
+
+async def opened(pilot, app, job_id: int) -> JobScreen:
+    await wait_until(pilot, lambda: app.session.jobs)
+    app.session.go.open_job(job_id)
+    await wait_until(pilot, lambda: app.session.detail is not None and app.screen.query(LogPanel))
+    await wait_until(pilot, lambda: app.screen.query_one(Headline).plain)
+    return app.screen
+
+
+def shown(screen, panel) -> str:
+    return screen.query_one(panel).plain
+
+
+async def test_without_metrics_the_log_fills_the_screen_and_nothing_about_saes_is_shown(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING, log="".join(f"line {n}\n" for n in range(100)))
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: "line 99" in shown(screen, LogPanel))
+        assert screen.query_one(LogPanel).size.height >= 12
+        assert title_of(screen.query_one(LogPanel)).strip().startswith("Log")
+        assert "rank" not in title_of(screen.query_one(LogPanel))
+        for panel in (CurvesPanel, RanksPanel, ProgramCurves):
+            assert not screen.query_one(panel).display
+        whole = "\n".join(panel.plain for panel in screen.query(LineView) if panel.display)
+        assert not {"FVU", "L0", "dead", "tok/s", "single"} & {*whole.split()}
+        assert "has run for " in shown(screen, Headline)
+        offered = shown(screen, Footer)
+        assert "Copy" in offered
+        assert not [word for word in ("Evaluate", "Export", "Features", "Card", "Curve", "Rank") if word in offered]
+        for key in ("e", "v", "f", "x", "r"):
+            await pilot.press(key)
+            assert app.screen is screen
+
+
+async def test_with_metrics_a_command_shows_curves_whatever_their_names_are(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING)
+    record_series(data, job_id, ["loss", "eval/accuracy", "my own metric", "grad_norm"])
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen.query_one(ProgramCurves).display)
+        plots = [plot for plot in screen.query_one(ProgramCurves).query(MetricPlot) if plot.display]
+        await wait_until(pilot, lambda: all(any(0x2800 < ord(char) < 0x2900 for char in one.plain) for one in plots))
+        titles = [title_of(plot).split()[0] for plot in plots]
+        assert titles == ["loss", "eval/accuracy", "gradient", "my"]
+        assert "50%" in shown(screen, Headline)
+        assert "step 200/400" in shown(screen, Headline)
+        await pilot.press("a")
+        await wait_until(pilot, lambda: app.screen is not screen)
+
+
+async def test_a_command_shows_what_all_its_processes_use_now(make_app, data, program) -> None:
+    job_id = record(data, JobState.RUNNING, supervisor=ProcessRef.of(program.pid))
+    record_program(data, job_id, program.pid)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: "2 processes" in shown(screen, ProgramPanel))
+        first = screen._use
+        assert first is not None
+        assert first.memory_bytes > 40 << 20
+        screen._read_use()
+        await wait_until(pilot, lambda: screen._use is not first and screen._use.cpu_percent is not None)
+        assert screen._use.cpu_percent > 0
+        assert "CPU " in shown(screen, ProgramPanel)
+
+
+async def test_a_command_shows_how_its_gpus_were_used_while_it_ran(make_app, data) -> None:
+    host, end = socket.gethostname(), time.time() // 60 * 60
+    for index, use in ((0, 100), (1, 50), (2, 3)):
+        record_samples(data, host, index, uuid_of(index), end - 120, [0] * 60 + [use] * 60)
+    job_id = record(data, JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen._use is not None)
+        view = JobView(**{**_fields(app, job_id), "started": end - 120, "ended": end - 1})
+        screen._use = screen._program.read(view, ())
+        screen.show_jobs()
+        lines = shown(screen, ProgramPanel).splitlines()
+        assert lines[0].strip() == "Use · 2 min"
+        assert any(line.startswith(" GPU 0 ") and "100%" in line and "2.0 GiB" in line for line in lines)
+        assert any(line.startswith(" GPU 1 ") and "50%" in line for line in lines)
+        assert not any("GPU 2" in line for line in lines)
+        (first,) = (window for index, window in screen._use.gpus if index == 0)
+        assert [*first.columns["utilization"]].count(100) == 60
+
+
+def _fields(app, job_id: int) -> dict:
+    (view,) = (job for job in app.session.jobs if job.id == job_id)
+    return {name: getattr(view, name) for name in view.__struct_fields__}
+
+
+async def test_the_settings_show_the_command_but_no_secret_and_not_the_stored_environment(make_app, data) -> None:
+    settings = {"folder": "/srv/probes", "env": ["SEED=7", "HF_TOKEN=hf_verysecret"]}
+    job_id = record(data, JobState.RUNNING, "python", "probe.py", "--layer", "12", settings=settings)
+    stored = {b"VIRTUAL_ENV": b"/home/ada/.venv", b"NOT_SHOWN": b"anywhere"}
+    snapshot(stored).write(data.run(job_id))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: "/home/ada/.venv" in shown(screen, SettingsPanel))
+        text = shown(screen, SettingsPanel)
+        assert "python probe.py --layer 12" in " ".join(text.split())
+        assert "/srv/probes" in text
+        assert "SEED=7" in text
+        assert "virtual environment" in " ".join(text.split())
+        whole = "\n".join(panel.plain for panel in screen.query(LineView))
+        assert "verysecret" not in whole
+        assert "NOT_SHOWN" not in whole
+
+
+async def test_a_key_copies_the_command_line(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING, "sh", "-c", "echo 'a b' --token=hf_kept")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("Y")
+        assert app.clipboard == """sh -c 'echo '"'"'a b'"'"' --token=hf_kept'"""
+
+
+async def test_stopping_a_command_says_which_signal_its_program_gets(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING, settings={"stop_signal": "USR1", "grace_s": 300.0})
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        expected = f"Stop job {job_id} (probe)? Its program gets SIGUSR1, and is killed after 5 min."
+        assert app.screen.question == expected
+
+
+async def test_a_failed_command_shows_why_and_its_key_runs_it_again(make_app, data) -> None:
+    error = "its program ended with exit code 3; its last log line: no such layer"
+    job_id = record(data, JobState.FAILED, error=error, log="no such layer\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: shown(screen, CausePanel))
+        assert "✗ its program ended with exit code 3" in shown(screen, CausePanel)
+        assert "→ g runs it again from the start" in shown(screen, CausePanel)
+        assert "checkpoint" not in "\n".join(panel.plain for panel in screen.query(LineView))
+        assert "Run again" in shown(screen, Footer)
+        assert "no such layer" in shown(screen, LogPanel)
+
+
+async def test_a_finished_command_runs_again_only_after_confirmation(make_app, data, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    job_id = record(data, JobState.FINISHED, gpu_ids=(), gpu_uuids=(), world_size=1, attempt=1)
+    data.run(job_id).job_file.write_text(command_file("sh", "train.sh"))
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("g")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question == f"Job {job_id} (probe) has finished. Run its command again from the start?"
+        await pilot.press("y")
+        await wait_until(pilot, lambda: app.session.jobs[0].state is JobState.QUEUED)
+        message = "runs again from the start, as attempt 2"
+        await wait_until(pilot, lambda: message in " ".join(shown(app.screen, EventsPanel).split()))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.parametrize("metrics", [[], ["loss"]])
+async def test_nothing_wraps_on_the_screen_of_a_command(make_app, data, size, metrics) -> None:
+    log = "".join(f"line {n} {'x' * 200}\n" for n in range(100))
+    job_id = record(data, JobState.RUNNING, "sh", "-c", "a-long-word " * 30, log=log)
+    if metrics:
+        record_series(data, job_id, metrics)
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen._use is not None and "line 99" in shown(screen, LogPanel))
+        await wait_until(pilot, lambda: screen.query_one(ProgramCurves).display == bool(metrics))
+        for panel in screen.query(LineView):
+            if panel.display and panel.size.width:
+                assert all(panel.render_line(y).cell_length == panel.size.width for y in range(panel.size.height))
+
+
+def test_a_commands_row_shows_its_run_time_loss_and_exit_code_instead_of_values_of_saes() -> None:
+    usual = {"id": 1, "name": "probe.py --layer 12 --rank 8", "config": command_file("sh"), "user": "me"}
+    usual |= {"host": "here", "device": "cpu", "gpu_source": "none", "started": time.time() - 300.2}
+
+    def line(width: int = 80, **fields: object) -> str:
+        row = job_row(JobView(**(usual | fields)))
+        return "".join(text for text, _ in _row_line(row, _fit_columns(COLUMNS, width), COLUMNS, {}))
+
+    running = line(state=JobState.RUNNING)
+    assert running.split()[-2:] == ["5", "min"]
+    assert "–" not in running
+    assert "probe.py --layer 12 --rank 8" in running
+    assert "5 min · loss 0.25" in line(state=JobState.RUNNING, loss=0.25)
+    ended = {"ended": usual["started"] + 60}
+    assert line(state=JobState.FINISHED, **ended).split()[-4:-2] == ["✓", "finished"]
+    error = "its program ended with exit code 3; its last log line: no such layer"
+    assert "60 s · exit code 3" in line(state=JobState.FAILED, error=error, **ended)
+    killed = "its program was killed (SIGKILL)"
+    assert "60 s · was killed (SIGKILL)" in line(state=JobState.FAILED, error=killed, **ended)
+    steps = {"step": 200, "total_steps": 400, "progress": 0.5, "eta_s": 90.0, "loss": 0.25}
+    counted = line(118, state=JobState.RUNNING, **steps)
+    assert "50%" in counted
+    assert "2 min" in counted
+    assert "FVU" not in counted
+    for width in (80, 118, 196):
+        for fields in ({}, steps, ended | {"error": error, "state": JobState.FAILED}):
+            assert len(line(width, **({"state": JobState.RUNNING} | fields))) <= width
+
+
+async def test_the_run_time_in_the_list_grows_while_nothing_else_changes(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING)
+    with contextlib.closing(Control(data.control_db)) as control:
+        control.update(job_id, started=time.time())
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs and "probe" in shown(app.screen, JobsPanel))
+        before = shown(app.screen, JobsPanel)
+
+        def has_grown() -> bool:
+            app.screen.show_gpus()
+            return shown(app.screen, JobsPanel) != before
+
+        await wait_until(pilot, has_grown)
+
+
+async def test_the_preview_of_a_command_shows_its_first_metric_or_only_its_log(make_app, data) -> None:
+    job_id = record(data, JobState.RUNNING, "python", "probe.py", log="hello\n")
+    app = make_app(4)
+    async with app.run_test(size=(120, 50)) as pilot:
+        preview = app.screen.query_one(PreviewPanel)
+        await wait_until(pilot, lambda: "hello" in "".join(one.plain for one in preview.query(LineView)))
+        assert "python probe.py" in shown(app.screen, "#preview-text")
+        assert not [plot for plot in preview.query("Plot") if plot.display]
+        record_series(data, job_id, ["accuracy"])
+        await wait_until(pilot, lambda: [plot for plot in preview.query("Plot") if plot.display])
+        (plot,) = (plot for plot in preview.query("Plot") if plot.display)
+        await wait_until(pilot, lambda: plot.plain.strip().startswith("accuracy"))
