@@ -439,6 +439,8 @@ def _field_texts(job: JobView) -> dict[str, object]:
         fields = _with_own_metrics(job, fields)
     if not job.overfitting:
         del fields["overfitting"]
+    if kind_of(job.config).is_program:
+        fields = {name: value for name, value in fields.items() if name not in measured_names()}
     fields |= {"evaluation": job.evaluation.words} if job.evaluation else {}
     if not job.silent:
         del fields["silent"]

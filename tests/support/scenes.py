@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
+from support.commands import command_file, record_series
 from support.features import features_file
 from support.report_cards import put_card
 from support.tui import NOW, StillHost, StillMonitor, record_job, record_metrics, wait_until
@@ -26,6 +27,7 @@ from sae_tui.hosts.hosts import Hosts
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.panels.processes import ProcessTable
+from sae_tui.panels.program import ProgramPanel
 from sae_tui.screens.card import CardPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
@@ -96,6 +98,15 @@ def record_box(data: DataDir) -> int:
     return record_running(data)
 
 
+def _record_command(data: DataDir) -> None:
+    """Record a running command that reports its metrics."""
+    argv = ("python", "probe.py", "--layer", "12")
+    job_id = record_job(data, "probe.py --layer 12", JobState.RUNNING, config=command_file(*argv), total_steps=400,
+                        gpu_ids=(0,), gpu_uuids=(uuid_of(0),))  # fmt: skip
+    record_series(data, job_id, ["loss", "accuracy", "grad_norm"])
+    data.run(job_id).log(0).write_text("".join(f"layer 12, batch {batch}: loss 0.5\n" for batch in range(200)))
+
+
 def record_sweep(data: DataDir) -> list[int]:
     """Record three finished jobs that differ in k."""
     ids = [record_job(data, f"minilm-k{k}", JobState.FINISHED, l0=float(k), config=_config(k=k)) for k in (32, 64, 16)]
@@ -113,6 +124,8 @@ def same_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(first_look, "costs", lambda: None)
     patch.setattr(Input, "cursor_blink", False, raising=False)
     patch.setattr(socket, "gethostname", lambda: "gpu-box")
+    for name in ("VIRTUAL_ENV", "CONDA_DEFAULT_ENV", "CONDA_PREFIX"):
+        patch.delenv(name, raising=False)
     patch.delenv("NO_COLOR", raising=False)
     patch.setenv("COLORTERM", "truecolor")
     patch.setenv("TZ", "UTC")
@@ -244,6 +257,10 @@ def _is_reviewed(app: Any) -> bool:
     return app.screen.name == "launch" and "GPU" in app.screen.form.review.text
 
 
+def _is_checked(app: Any) -> bool:
+    return app.screen.name == "launch" and bool(app.screen.form.review.sentences)
+
+
 async def _compare(pilot: Pilot[Any]) -> None:
     app: Any = pilot.app
     await wait_until(pilot, lambda: len(app.session.jobs) == 3)
@@ -278,6 +295,8 @@ SCENES = (
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("launch", nothing, _at("n", ready=_is_reviewed), busy=()),
+    Scene("launch, command", nothing, _at("r", ready=_is_checked), busy=()),
+    Scene("job, command", _record_command, _at("enter", ready=_says(ProgramPanel, "process")), busy=(0,)),
     Scene("settings", _set_some, _at("comma"), busy=()),
     Scene("compare", record_sweep, _compare),
     Scene("doctor", nothing, _doctor, busy=()),
