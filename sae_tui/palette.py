@@ -122,7 +122,7 @@ def commands(
         (
             "New job",
             "Extract",
-            "Command",
+            "Run",
             "Dashboard",
             "Doctor",
             "Settings",
