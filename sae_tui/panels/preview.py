@@ -31,7 +31,9 @@ class PreviewPanel(Horizontal):
     def compose(self) -> ComposeResult:
         yield CurvePlot(CRITERION, curves()[CRITERION])
         yield CurvePlot(SPEED, curves()[SPEED])
-        yield MetricPlot().remove_class("panel")
+        metric = MetricPlot().remove_class("panel")
+        metric.display = False
+        yield metric
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:

@@ -24,7 +24,7 @@ _TALLEST = 4
 class ProgramCurves(MetricGrid, can_focus=False):
     """The curves of a command that has metrics, as many as fit; hidden for every other job."""
 
-    DEFAULT_CSS = "ProgramCurves { height: 3fr; min-height: 6; }"
+    DEFAULT_CSS = "ProgramCurves { height: 3fr; min-height: 6; display: none; }"
 
     def show_detail(self, detail: JobDetail) -> None:
         self.display = kind_of(detail.view.config).is_program and bool(detail.series)
@@ -35,7 +35,7 @@ class ProgramCurves(MetricGrid, can_focus=False):
 class ProgramPanel(DetailPanel):
     """What a command's processes use now, and how its GPUs were used while it ran; hidden for every other job."""
 
-    DEFAULT_CSS = "ProgramPanel { height: 1fr; width: 1fr; }"
+    DEFAULT_CSS = "ProgramPanel { height: 1fr; width: 1fr; display: none; }"
 
     def show_detail(self, detail: JobDetail) -> None:
         self.display = kind_of(detail.view.config).is_program

@@ -86,7 +86,7 @@ async def test_the_footer_shows_the_actions_for_the_selected_job(make_app, data,
         await wait_until(pilot, lambda: footer(app).startswith(" ⏎ Open  g Resume  y Clone  l Log"))
 
 
-EMPTY = " n New job  e Extract  v View  , Settings"
+EMPTY = " n New job  e Extract  r Run  v View  , Settings"
 
 
 async def test_without_jobs_new_job_comes_first_and_a_text_field_shows_f1_for_help(make_app) -> None:

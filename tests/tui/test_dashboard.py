@@ -23,7 +23,6 @@ from sae_tui.screens import dashboard
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen
-from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
 from trainer.contract.errors import Problem
@@ -247,7 +246,7 @@ async def test_without_gpus_the_panel_shows_the_full_reason_and_the_remedy(make_
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
-async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_app, monkeypatch, size) -> None:
+async def test_an_empty_dashboard_shows_the_first_steps_with_their_keys(make_app, monkeypatch, size) -> None:
     async def steps(monitor, **flags) -> list[str]:
         app = make_app(monitor=monitor, **flags)
         async with app.run_test(size=size) as pilot:
@@ -256,19 +255,20 @@ async def test_an_empty_dashboard_shows_three_first_steps_with_their_keys(make_a
 
     train = "Train    n, then ctrl+l: a first SAE on the sample data (about a minute)"
     extract = "Extract  e: activations of a language model, to train SAEs on"
+    run = "Run      r: any program as a job, in the queue for the GPUs"
     none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
-    assert await steps(NoGpus()) == [none, extract, train]
+    assert await steps(NoGpus()) == [none, extract, train, run]
     assert await steps(StillMonitor(8)) == [
-        "See      0…9: one GPU · t: GPU processes · v: other views", extract, train
+        "See      0…9: one GPU · t: GPU processes · v: other views", extract, train, run
     ]  # fmt: skip
     assert "read-only: the app was started with --readonly" in (await steps(NoGpus(), readonly=True))[1]
     monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
     remedy = "PyTorch is missing: pip install 'sae-tui[train]'"
-    assert await steps(NoGpus()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
+    assert await steps(NoGpus()) == [none, f"Extract  {remedy}", f"Train    {remedy}", run]
 
 
 @pytest.mark.slow
-async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_confirmation(make_app) -> None:
+async def test_a_changed_draft_is_kept_while_another_kind_of_job_is_filled_in(make_app) -> None:
     app = make_app()
 
     def shows(name: str):
@@ -283,10 +283,14 @@ async def test_a_changed_draft_is_replaced_by_an_extraction_only_after_confirmat
         await wait_until(pilot, shows("quick"))
         app.screen.query_one("#row-name Input").value = "mine"
         await pilot.press("escape", "e")
-        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it with an extraction form?"
-        await pilot.press("y")
         await wait_until(pilot, shows("gpt2-activations"))
+        # `n` shows the form with changes, even if another form was shown last.
+        app.screen.query_one("#row-name Input").value = "rows"
+        await wait_until(pilot, shows("rows"))
+        await pilot.press("escape", "n")
+        await wait_until(pilot, shows("rows"))
+        await pilot.press("f7")
+        await wait_until(pilot, shows("mine"))
 
 
 async def test_f_opens_the_features_of_a_job_with_features(make_app, data) -> None:
