@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from sae_tui.gpu.once import THREAD_NAME
+from sae_tui.jobs.gpus.locks import lock_holder
 from trainer.contract import paths
 
 # Use one thread, because several test processes share the cores, and PyTorch's threads spin while they wait for each
@@ -51,6 +53,17 @@ def _hung_drivers() -> Iterator[None]:
 def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the folders where other tests in this process have forbidden symbolic links."""
     monkeypatch.setattr(paths, "_KEPT", set())
+
+
+@pytest.fixture(autouse=True)
+def _no_queue_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kill the queue processes that a test has started; otherwise, they wait until the test's folder is deleted."""
+    folder: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
+    yield
+    for depth in ("*", "*/*", "*/*/*") if folder else ():
+        for lock in folder.glob(f"{depth}/locks/queue-*.lock"):
+            if (pid := lock_holder(lock)) and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.hookimpl(trylast=True)

@@ -122,7 +122,6 @@ COMMAND_EXAMPLES = {
     ],
     "adopt": [
         "adopt 12345 --name 'fine-tune'      it holds its GPUs, and has a history, energy and alerts",
-        "adopt $(pgrep -nu $USER -f train.py)",
     ],
     "import": [
         "import their-sae --data activations/resid_post.12",

@@ -25,7 +25,7 @@ from sae_tui.jobs.machine import SIGN_EVERY_S, is_here, this_machine
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.queue.plan import QueuePlan
 from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
-from sae_tui.jobs.reconcile import is_supervised, running_program, waits_here
+from sae_tui.jobs.reconcile import is_supervised, reconcile, running_program, waits_here
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.upgrade import Installed
@@ -104,10 +104,18 @@ class QueueProcess:
             if supervisor.is_alive():
                 known = supervisor in before
                 self._supervisors[supervisor] = before.pop(supervisor) if known else os.pidfd_open(supervisor.pid)
-            elif self._may_begin(job) and running_program(self._data, self._control, job):
-                self._begin(job)
+            elif self._may_begin(job):
+                self._replace(job)
         for pidfd in before.values():
             os.close(pidfd)
+
+    def _replace(self, job: Job) -> None:
+        """Start another supervisor for a program that goes on without one; record how any other job has ended."""
+        if running_program(self._data, self._control, job):
+            self._begin(job)
+        else:
+            self._refused_until[job.id] = time.monotonic() + AGAIN_S
+            reconcile(self._data)
 
     def _sign(self) -> None:
         """Touch the lock file every 30 s, which other hosts can see; restart under a new name of this host."""

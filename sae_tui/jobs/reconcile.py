@@ -193,6 +193,8 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     if running_program(data, control, job):
         # The queue process starts another supervisor, which attaches to the program.
         return False
+    if _has_not_begun(data, job):
+        return _queue_again(control, job)
     lock = data.run(job.id).lock_file
     held = is_held(lock)
     # Other users may have written the rows, so ignore the processes in them if no process holds the lock.
@@ -212,6 +214,27 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", fields)
     reason = _reason(data, job)
     return _end(control, job, JobState.LOST, reason, "error", fields | {"error": reason})
+
+
+def _has_not_begun(data: DataDir, job: Job) -> bool:
+    """Return whether a command's supervisor died after it had taken the GPUs, but before it started the program."""
+    backend, paths = LAUNCH_BACKENDS.get(job.backend), data.run(job.id)
+    is_local_program = kind_of(job.config).is_program and backend is not None and not backend.cluster
+    may_be_starting = job.state == JobState.STARTING and is_local_program and paths.job_file.exists()
+    return may_be_starting and not paths.begun_file(job.attempt).exists()
+
+
+def _queue_again(control: Control, job: Job) -> bool:
+    """Put a job back into its place in the queue, unless it was asked to stop."""
+    if control.open_requests(job.id) & {"stop", "kill"}:
+        return _end(control, job, JobState.STOPPED, "stopped before its program was started", "info", {})
+    fields: dict[str, Any] = {"attempt": max(0, job.attempt - 1), "started": None, "queued": job.queued}
+    fields |= {"gpu_ids": (), "gpu_uuids": ()} if job.any_gpus else {}
+    if not (control.transition(job.id, JobState.STOPPING) and control.transition(job.id, JobState.QUEUED, **fields)):
+        return False
+    message = "is queued again: its supervisor died before it had started the program"
+    control.add_event(job.id, "queued-again", message, "warning")
+    return True
 
 
 def _end(control: Control, job: Job, state: JobState, message: str, level: str, fields: dict[str, Any]) -> bool:

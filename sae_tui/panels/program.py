@@ -15,6 +15,7 @@ from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.metric_grid import MetricGrid, metrics_of
 from sae_tui.widgets.lines import Line, Span
+from trainer.contract.settings.series import own_series
 from trainer.contract.wording import plural
 
 _NAME, _UTILISATION, _MEMORY = 7, 5, 9  # widths in cells
@@ -29,7 +30,10 @@ class ProgramCurves(MetricGrid, can_focus=False):
     def show_detail(self, detail: JobDetail) -> None:
         self.display = kind_of(detail.view.config).is_program and bool(detail.series)
         columns, rows = self.shape
-        self.show_metrics(metrics_of(detail, "")[: columns * rows], None, None, None)
+        own = own_series(name for name, rank in detail.series if rank == 0)
+        shown = [one for one in metrics_of(detail, "") if one.name in own and one.rank == 0]
+        shown.sort(key=lambda one: own.index(one.name))
+        self.show_metrics(shown[: columns * rows], None, None, None)
 
 
 class ProgramPanel(DetailPanel):

@@ -89,9 +89,9 @@ class RealJob:
         return file.read_text() if file.exists() else ""
 
     def processes(self) -> list[int]:
-        """Return all pids whose command line names the data folder, recorded or not."""
-        folder = os.fsencode(self.box.data.root)
-        return [pid for pid, line in _command_lines() if folder in line and pid != os.getpid()]
+        """Return all pids whose command line names the data folder, recorded or not, except the queue process."""
+        folder, queue = os.fsencode(self.box.data.root), b"queue_process"
+        return [pid for pid, line in _command_lines() if folder in line and queue not in line and pid != os.getpid()]
 
     # waiting
 

@@ -17,7 +17,7 @@ from sae_tui.jobs import detach
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
 
-LINES = 30
+LINES = 60
 # Counts its starts in a file, so that a second start would be noticed.
 PROGRAM = """
 import sys, time
@@ -61,7 +61,7 @@ def test_commands_run_exactly_once_whatever_is_killed(box, tmp_path, seed):
     ended = [box.wait_ended(job_id, timeout_s=90.0) for job_id in jobs]
     assert n_killed
     assert [file.read_text() for file in starts] == ["started\n"] * 4
-    assert [job.state for job in ended] == [JobState.FINISHED, JobState.FAILED] * 2
+    assert [job.state for job in ended] == [JobState.FINISHED, JobState.FAILED] * 2, [job.error for job in ended]
     assert ["exit code 7" in (job.error or "") for job in ended] == [False, True] * 2
     for job_id in jobs:
         assert log(box, job_id).splitlines() == [f"line {number}" for number in range(LINES)]
@@ -100,7 +100,7 @@ def test_a_full_disk_does_not_end_a_command(box, tmp_path):
     small = tmp_path / "small"
     small.mkdir()
     try:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True, capture_output=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", small], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("only root can mount a small disk")
     try:
@@ -115,7 +115,7 @@ def _run_on_full_disk(small: Path) -> None:
     box = Box(small)
     job_id = run(box, sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(1.5)")
     box.wait(job_id, JobState.RUNNING)
-    with (small / "filler").open("wb") as filler:
+    with (small / "filler").open("wb", buffering=0) as filler:
         while _fills(filler):
             pass
     deadline = time.monotonic() + 20
@@ -129,7 +129,6 @@ def _run_on_full_disk(small: Path) -> None:
 def _fills(file) -> bool:
     try:
         file.write(bytes(4096))
-        file.flush()
     except OSError:
         return False
     return True

@@ -341,6 +341,21 @@ def test_a_program_whose_supervisor_died_before_recording_it_is_found_by_its_mar
     assert ProcessRef.of(pid) is None
 
 
+def test_a_command_whose_supervisor_died_before_it_started_the_program_is_queued_again(box):
+    job_id = run(box, "sleep", "60", gpus=(0,), start=lambda *_: None)
+    queued = box.job(job_id).queued
+    gone = {"boot_id": "before-the-restart", "supervisor_pid": 1, "supervisor_start": 1}
+    box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
+    box.control.update(job_id, **gone)
+    assert reconcile(box.data) == [job_id]
+    job = box.job(job_id)
+    assert (job.state, job.attempt, job.queued, box.control.leases()) == (JobState.QUEUED, 0, queued, [])
+    detach.start(box.data, job_id)
+    assert box.wait(job_id, JobState.RUNNING).attempt == 1
+    edits.stop(box.data, job_id)
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+
+
 def test_a_program_that_ended_without_a_supervisor_is_not_started_a_second_time(box):
     job_id = run(box, "sleep", "60")
     box.wait(job_id, JobState.RUNNING)

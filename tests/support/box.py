@@ -127,14 +127,16 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
         return condition(control)
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Return the pids of all processes whose command line contains the folder: supervisors and ranks, but not
-    the app.
+def processes_of(folder: Path, *, with_queue: bool = True) -> list[int]:
+    """Return the pids of all processes whose command line contains the folder: supervisors and ranks, but not the app.
+
+    The queue process, which stays for a minute, is left out on request.
     """
     pids = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes():
+            line = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if str(folder).encode() in line and (with_queue or b"queue_process" not in line):
                 pids.append(int(entry.name))
         except OSError:
             continue

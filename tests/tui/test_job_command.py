@@ -208,7 +208,7 @@ async def test_a_failed_command_shows_why_and_its_key_runs_it_again(make_app, da
 
 
 async def test_a_finished_command_runs_again_only_after_confirmation(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     job_id = record(data, JobState.FINISHED, gpu_ids=(), gpu_uuids=(), world_size=1, attempt=1)
     data.run(job_id).job_file.write_text(command_file("sh", "train.sh"))
     app = make_app(4)

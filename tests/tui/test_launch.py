@@ -322,7 +322,7 @@ async def test_a_gpu_taken_by_another_job_in_the_meantime_is_shown_as_busy(make_
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
     monkeypatch.setattr("sae_tui.actions.KNOWN_WITHIN_S", 60.0)
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: started.append(job_id))
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: started.append(job_id))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -426,7 +426,7 @@ async def test_on_a_cluster_the_user_chooses_the_number_of_gpus_per_node(make_ap
 
 
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -507,7 +507,7 @@ async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_ap
 async def test_a_training_job_is_launched_after_the_job_that_is_still_writing_its_rows(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     written = EXTRACTION.replace('"model"', f'"{model_of(tmp_path / "model", 10**7)}"')
     written = written.replace("n_tokens = 1000", f'n_tokens = 1_000_000\noutput = "{tmp_path / "acts"}"')
     record_job(data, "rows", JobState.QUEUED, config=written, supervisor=ProcessRef.current())
@@ -528,7 +528,7 @@ async def test_a_training_job_is_launched_after_the_job_that_is_still_writing_it
 async def test_an_extraction_can_be_launched_from_the_form_and_cloned_into_it(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     file = tmp_path / "extract.toml"
     (tmp_path / "corpus.txt").write_text("the cat sat")
     model_of(tmp_path / "model", 10**7)
@@ -676,7 +676,7 @@ async def test_the_help_for_the_focused_field_is_shown_in_full(make_app) -> None
 async def test_the_launched_job_has_the_current_values_and_not_those_from_an_older_review(
     make_app, data, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -692,7 +692,7 @@ async def test_a_failed_launch_returns_to_the_filled_form(make_app, monkeypatch)
     def refuse(data, job_id) -> None:
         raise UserError("no more processes")
 
-    monkeypatch.setattr("sae_tui.jobs.detach.start", refuse)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", refuse)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -729,7 +729,7 @@ async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> No
 
 
 async def test_the_cursor_is_on_the_new_job_after_a_launch(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
     record_job(data, "old", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:

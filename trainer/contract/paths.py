@@ -107,6 +107,10 @@ class RunPaths:
         """Return the path of a failing rank's report: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
+    def begun_file(self, attempt: int) -> Path:
+        """Return the path of the file that exists from just before an attempt's program is started."""
+        return self.attempt(attempt) / "begun"
+
     def first_rank(self, attempt: int) -> Path:
         """Return the path of the file identifying rank 0's process."""
         return self.attempt(attempt) / "first.json"

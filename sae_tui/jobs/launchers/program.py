@@ -21,6 +21,7 @@ from sae_tui.jobs.launchers.ranks import RankStates
 from sae_tui.jobs.program_environment import ProgramEnvironment, snapshot
 from sae_tui.jobs.program_metrics.collector import ProgramMetrics
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.files import write_whole
 from trainer.contract.paths import open_private, private_folder
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.process import ProcessRef
@@ -80,6 +81,8 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         environment = _environment(self._spec, stored, self._settings, values)
         argv = [fill(word, values) for word in self._settings.argv]
         self._cgroup = Cgroup.create(self._cgroup_name)
+        # If this process is killed now, it is unknown whether the program has run.
+        write_whole(self._paths.begun_file(self._spec.attempt), b"", durable=False)
         process = self._popen(argv, environment, stored)
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
         exit_file = self._paths.rank_exit(self._spec.attempt, 0)
