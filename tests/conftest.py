@@ -60,8 +60,8 @@ def _no_queue_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Kill the queue processes that a test has started; otherwise, they wait until the test's folder is deleted."""
     folder: Path | None = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
-    for depth in ("*", "*/*", "*/*/*") if folder else ():
-        for lock in folder.glob(f"{depth}/locks/queue-*.lock"):
+    for depth in ("*", "*/*", "*/*/*"):
+        for lock in folder.glob(f"{depth}/locks/queue-*.lock") if folder else ():
             if (pid := lock_holder(lock)) and pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
 

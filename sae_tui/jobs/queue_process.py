@@ -25,7 +25,7 @@ from sae_tui.jobs.machine import SIGN_EVERY_S, is_here, this_machine
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.queue.plan import QueuePlan
 from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
-from sae_tui.jobs.reconcile import is_supervised, reconcile, running_program, waits_here
+from sae_tui.jobs.reconcile import is_on_cluster, is_supervised, reconcile, running_program, waits_here
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.upgrade import Installed
@@ -104,7 +104,7 @@ class QueueProcess:
             if supervisor.is_alive():
                 known = supervisor in before
                 self._supervisors[supervisor] = before.pop(supervisor) if known else os.pidfd_open(supervisor.pid)
-            elif self._may_begin(job):
+            elif self._may_begin(job) and not is_on_cluster(job):
                 self._replace(job)
         for pidfd in before.values():
             os.close(pidfd)

@@ -176,10 +176,14 @@ def _is_orphaned(data: DataDir, job: Job) -> bool:
     return not is_supervised(data, job)
 
 
+def is_on_cluster(job: Job) -> bool:
+    """Return whether a scheduler runs a job on other machines, or a backend of another version."""
+    return job.backend not in LAUNCH_BACKENDS or bool(LAUNCH_BACKENDS[job.backend].cluster)
+
+
 def running_program(data: DataDir, control: Control, job: Job) -> ProcessRef | None:
     """Return the program of a command's current attempt while it runs, with or without a supervisor."""
-    backend = LAUNCH_BACKENDS.get(job.backend)
-    if not kind_of(job.config).is_program or backend is None or backend.cluster:
+    if not kind_of(job.config).is_program or is_on_cluster(job):
         return None
     recorded = [rank.process for rank in control.ranks(job.id) if rank.attempt == job.attempt]
     living = [process for process in recorded if process.is_alive()]
@@ -218,8 +222,8 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
 
 def _has_not_begun(data: DataDir, job: Job) -> bool:
     """Return whether a command's supervisor died after it had taken the GPUs, but before it started the program."""
-    backend, paths = LAUNCH_BACKENDS.get(job.backend), data.run(job.id)
-    is_local_program = kind_of(job.config).is_program and backend is not None and not backend.cluster
+    paths = data.run(job.id)
+    is_local_program = kind_of(job.config).is_program and not is_on_cluster(job)
     may_be_starting = job.state == JobState.STARTING and is_local_program and paths.job_file.exists()
     return may_be_starting and not paths.begun_file(job.attempt).exists()
 
