@@ -55,7 +55,7 @@ Start = Callable[[DataDir, int], None]
 
 
 class QueueProcess:
-    """Plans the queued jobs of one user that have no supervisor of their own."""
+    """Plans the queued jobs of one user that have no supervisor."""
 
     def __init__(self, data: DataDir, start: Start = detach.start) -> None:
         self._data, self._start = data, start
@@ -95,7 +95,7 @@ class QueueProcess:
             self._seen = None
 
     def _watch(self, active: Iterable[Job]) -> None:
-        """Watch the supervisors of this user's jobs, and replace those that died while their programs go on."""
+        """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs go on."""
         before, self._supervisors = self._supervisors, {}
         for job in active:
             supervisor = job.supervisor

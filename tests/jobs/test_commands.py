@@ -429,5 +429,5 @@ def test_the_exit_code_of_a_process_of_another_parent_is_known(tmp_path, reaped)
         process.wait()
     assert attached.wait(30.0)
     # Before Linux 6.15, the exit code of a process that was reaped is unknown.
-    assert attached.code == 7 or (reaped and "the kernel does not tell its exit code" in attached.how())
+    assert attached.code == 7 or (reaped and "the kernel does not report its exit code" in attached.how())
     process.wait()

@@ -35,7 +35,7 @@ COPIED_BEFORE, _MOST_COPIED = 2**20, 2**22
 
 
 class AttachedProgram(OneRank):
-    """A program that some other process reaps; the kernel may not tell how it ended."""
+    """A program that another process reaps; the kernel may not report how it ended."""
 
     name = "its program"
 
@@ -51,7 +51,7 @@ class AttachedProgram(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal, None while it runs, and 0 if the kernel does not tell."""
+        """The exit code, negative for a signal, None while it runs, and 0 if the kernel does not report it."""
         if self.ended is None:
             return None
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 0
@@ -95,7 +95,7 @@ class AttachedProgram(OneRank):
 
     def how(self) -> str:
         if self._status is None:
-            return "ended, and the kernel does not tell its exit code to a process that is not its parent"
+            return "ended, and the kernel does not report its exit code to a process that is not its parent"
         code = self.code or 0
         return f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
 
@@ -134,7 +134,7 @@ class OutputCopy:
 
 
 def _output_file(pid: int) -> Path | None:
-    """Return the regular file to which a process writes its standard output or, if none, its standard error."""
+    """Return the regular file with the standard output of a process or, if none, with its standard error."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             link = Path(f"/proc/{pid}/fd/{number}")

@@ -1,4 +1,4 @@
-"""Finds the files with metrics that a program writes, and reads what is new in them."""
+"""Finds the files with metrics that a program writes, and reads new data in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sae_tui.jobs.program_metrics.trackio_files import read_trackio
 from sae_tui.jobs.program_metrics.wandb_files import read_wandb
 from trainer.contract.store.database import file_identity
 
-# A search may take this long; the next one begins so many times later, so searching takes at most 1 % of a core.
+# A search may take this long; the next one begins this many times later, so searching takes at most 1 % of a core.
 SEARCH_S = 0.2
 PAUSE = 100
 FEWEST_S = 2.0
@@ -87,7 +87,7 @@ class MetricsFolders:
         if (size, newest) == (position.size, position.mtime_ns) and position.is_read:
             return False
         if position.place > size and not name.endswith(".db"):
-            position.place = 0  # The file was written anew.
+            position.place = 0  # The file was rewritten.
         position.size, position.mtime_ns = size, newest
         return size > 0
 
