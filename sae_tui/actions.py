@@ -215,6 +215,19 @@ class Actions:
 
     # launching
 
+    def adopt(self, pid: int, name: str) -> None:
+        """Ask for a confirmation, then make a job of a running process."""
+        state = self._state
+
+        def act() -> str:
+            from sae_tui.jobs.launch.adopt import adopt  # slow to import
+
+            samples = state.monitor.latest()
+            source = name_elsewhere(state.monitor.source_name, len(samples))
+            return f"process {pid} is job {adopt(state.data, pid, samples, gpu_source=source)} now"
+
+        self.ask(f"Make a job of {name}? It goes on, and then holds its GPUs in the queue.", "Adopt", act)
+
     def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
         """Return to the dashboard and launch validated jobs. If `question` is not empty, ask for confirmation first."""
         if question:

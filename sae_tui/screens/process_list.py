@@ -106,6 +106,8 @@ class ProcessList(Filtered):
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
                 tooltip="Interrupt, terminate or halt the process under the cursor, after a confirmation"),
+        Binding("A", "adopt", "Adopt", show=False, id="processes.adopt", group=_GROUP,
+                tooltip="Make a job of the process under the cursor, if it is yours"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
                 tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
@@ -253,6 +255,16 @@ class ProcessList(Filtered):
         if entry.n_below:
             offered = offered[:1]
         self.app.push_screen(Find(f"Send a signal to {_name(entry)}?", offered), partial(self._confirm, entry))
+
+    def action_adopt(self) -> None:
+        """Ask for a confirmation, then make a job of the selected process."""
+        entry = self.table.selected
+        if entry is None or self.session.actions.refused():
+            return
+        if entry.job:
+            self.notify(f"{_name(entry)} is a job already", severity="warning")
+            return
+        self.session.actions.adopt(entry.process.pid, _name(entry))
 
     def _confirm(self, entry: ProcessRow, name: str | None) -> None:
         actions = self.session.actions

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from support.tui import StillMonitor, record_job, wait_until
 from sae_tui import actions
 from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
+from sae_tui.jobs import edits
 from sae_tui.jobs.user import user_name
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens import process_list
@@ -131,6 +133,25 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         await app.push_screen(Confirm("?"))
         assert VALUE not in app.export_screenshot()
         assert VALUE not in page.plain
+
+
+async def test_a_key_makes_a_job_of_the_process_under_the_cursor_after_confirmation(
+    make_app, on_gpus, two, data
+) -> None:
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        app.screen.query_one(ProcessTable).cursor = f"pid:{two[1].pid}"
+        await pilot.press("A")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#question"))
+        assert app.screen.question.startswith(f"Make a job of process {two[1].pid} of {user_name()}")
+        await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: any("is job 1 now" in note.message for note in app._notifications))
+        with closing(Control(data.control_db)) as control:
+            assert (control.job(1).gpu_ids, control.job(1).mode) == ((1,), "adopted")
+            edits.kill(data, 1, control)
+        await wait_until(pilot, lambda: two[1].poll() is not None, 30)
 
 
 async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_confirmation(make_app, on_gpus, two) -> None:
