@@ -69,7 +69,11 @@ class QueueProcess:
         # A pidfd for each live supervisor of this user's running jobs.
         self._supervisors: dict[ProcessRef, int] = {}
         self._refused_until: dict[int, float] = {}
-        self._seen: tuple[tuple[int, int], str] | None = None
+        # The version of the store, and the fingerprint of the queue in this version.
+        self._version: tuple[int, int] | None = None
+        self._queue = ""
+        # Whether the queue must be planned at the next tick, for example because the last plan failed.
+        self._is_due = True
         self._plan_at = self._read_at = self._sign_at = 0.0
         self._idle_since: float | None = None
 
@@ -82,8 +86,9 @@ class QueueProcess:
         while not (is_gone(self._data.root) or self._is_done()):
             self._sign()
             with tolerate("planning the queue"), tolerate_disk("planning the queue"):
-                if self._has_news():
-                    self._plan()
+                if self._has_news() or self._is_due:
+                    self._is_due = True
+                    self._is_due = self._plan()
             self._wait()
 
     def _wait(self) -> None:
@@ -91,8 +96,11 @@ class QueueProcess:
         poller = select.poll()
         for pidfd in self._supervisors.values():
             poller.register(pidfd, select.POLLIN)
-        if poller.poll(1000 * TICK_S):
-            self._seen = None
+        ended = {pidfd for pidfd, _ in poller.poll(1000 * TICK_S)}
+        for supervisor in [one for one, pidfd in self._supervisors.items() if pidfd in ended]:
+            # Watch it no longer, as the next plan may fail and be repeated only after a tick.
+            os.close(self._supervisors.pop(supervisor))
+            self._is_due = True
 
     def _watch(self, active: Iterable[Job]) -> None:
         """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs go on."""
@@ -131,13 +139,12 @@ class QueueProcess:
     def _has_news(self) -> bool:
         """Return whether the queue must be planned: it has changed, or it has not been planned for a while."""
         version = self._control.version()
-        if self._seen is None or version != self._seen[0]:
-            if self._seen and version[0] != self._seen[0][0]:
+        if version != self._version:
+            if self._version and version[0] != self._version[0]:
                 self._restore()
-            queue = self._control.fingerprint()
-            is_new = self._seen is None or queue != self._seen[1]
-            self._seen = (version, queue)
-            if is_new:
+            before, self._queue = self._queue, self._control.fingerprint()
+            self._version = version
+            if self._queue != before:
                 return True
         if time.monotonic() >= self._plan_at:
             return True
@@ -152,14 +159,18 @@ class QueueProcess:
         for job in self._jobs.values():
             self._control.restore(as_recorded(self._data.run(job.id), job))
 
-    def _plan(self) -> None:
-        """Serve the requests to queued jobs, start those whose turn it is, and record why the others wait."""
+    def _plan(self) -> bool:
+        """Serve the requests to queued jobs, start those whose turn it is, and record why the others wait.
+
+        Return whether the queue must be planned again at the next tick.
+        """
         self._plan_at, self._read_at = time.monotonic() + PLAN_EVERY_S, time.monotonic() + READ_EVERY_S
         active = self._control.active_jobs()
         self._watch(active)
         mine = [job for job in active if job.state == JobState.QUEUED and self._is_mine(job)]
         requests = self._control.requests_to_queued()
         waiting = [job for job in mine if self._serve(job, requests.get(job.id, set()))]
+        n_left = len(mine) - len(waiting)
         self._jobs = {job.id: job for job in waiting}
         reasons: list[tuple[Job, str]] = []
         ready: dict[str, list[Job]] = {}
@@ -168,9 +179,12 @@ class QueueProcess:
                 reasons.append((job, reason))
             else:
                 ready.setdefault(job.gpu_source, []).append(job)
+        n_started = 0
         for source, jobs in ready.items():
-            reasons += self._start_jobs(source, jobs, active)
+            waits, n = self._start_jobs(source, jobs, active)
+            reasons, n_started = [*reasons, *waits], n_started + n
         self._reasons.record_all(reasons)
+        return bool(n_left) or n_started >= STARTS_PER_ROUND
 
     def _is_mine(self, job: Job) -> bool:
         """Return whether this process must start a job; record the new name or boot of this machine in its row."""
@@ -195,8 +209,6 @@ class QueueProcess:
             ending = JobEnding(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted")
         if ending and (ended := conclude(self._data, self._control, job, ending)):
             self._run_hook(ended)
-        if ending or "pause" in requests:
-            self._seen = None
         return not (ending or "pause" in requests)
 
     def _run_hook(self, job: Job) -> None:
@@ -205,32 +217,30 @@ class QueueProcess:
 
         run_hook(self._data, job)
 
-    def _start_jobs(self, source: str, jobs: Sequence[Job], active: Sequence[Job]) -> Iterable[tuple[Job, str]]:
-        """Start the jobs whose turn it is, the first ones first; return the others with their reasons to wait."""
+    def _start_jobs(self, source: str, jobs: Sequence[Job], active: Sequence[Job]) -> tuple[list[tuple[Job, str]], int]:
+        """Start the jobs whose turn it is, the first ones first, at most `STARTS_PER_ROUND`.
+
+        Return the others with their reasons to wait, and the number of jobs that were started.
+        """
         plan = self._plans.setdefault(source, QueuePlan(self._data, self._control, self._host, source))
-        turns = plan.turns(jobs, active)
-        n_started = 0
+        turns, waits, n_started = plan.turns(jobs, active), list[tuple[Job, str]](), 0
         for job in in_order(jobs):
             if reason := turns[job.id].waits_for:
-                yield job, reason
-            elif not self._may_begin(job):
-                continue
-            elif n_started == STARTS_PER_ROUND:
-                self._seen = None
-                return
-            elif not self._installed.restart_if_replaced():
-                yield job, "sae-tui is being upgraded"
-            else:
-                n_started += 1
+                waits.append((job, reason))
+            elif n_started < STARTS_PER_ROUND and self._may_begin(job):
                 plan.report_halted()
                 if reason := self._begin(job):
-                    yield job, reason
+                    waits.append((job, reason))
+                n_started += 1
+        return waits, n_started
 
     def _may_begin(self, job: Job) -> bool:
         return self._refused_until.get(job.id, 0.0) <= time.monotonic()
 
     def _begin(self, job: Job) -> str:
         """Start a job's supervisor, which then locks the GPUs; return why this failed, or ""."""
+        if not self._installed.restart_if_replaced():
+            return "sae-tui is being upgraded"
         try:
             self._start(self._data, job.id)
         except UserError as error:

@@ -277,7 +277,9 @@ def test_a_log_that_grows_without_end_is_shortened_in_the_middle(box):
     file = box.data.run(job_id).log(0)
     assert file.stat().st_size < 40 * 2**20
     lines = log(box, job_id).splitlines()
-    assert (lines[0], lines[-1]) == ("begun", "last line")
+    assert lines[0] == "begun"
+    # Lines written while the log is shortened may come before the message.
+    assert "last line" in lines
     assert any(line.startswith("[sae-tui removed ") for line in lines)
     assert "removed from the middle of its log" in box.messages(job_id, "left-behind")[0]
 

@@ -35,8 +35,8 @@ class CappedLog:
     def _shorten(self) -> int:
         """Truncate the log after its start, then append a message and the former end.
 
-        The program may append lines in the meantime: those before the truncation are kept unless they are written in
-        the microseconds between the last read and the truncation.
+        The program may append lines in the meantime: those written in the microseconds between the last read and the
+        truncation are lost, and those written before the message come before older lines.
         """
         with open_plain(self._file) as stream:
             head = stream.read(KEPT_BYTES)
