@@ -47,7 +47,7 @@ PLAN_EVERY_S = 60.0
 # The supervisors started in one round. Each takes 0.15 s, and a round must end soon to notice requests.
 STARTS_PER_ROUND = 4
 # A supervisor that could not be started is tried again after this time.
-AGAIN_S = 10.0
+AGAIN_S = 3.0
 # The process exits after this time without active jobs of its user.
 LEAVES_AFTER_S = 60.0
 
@@ -107,12 +107,12 @@ class QueueProcess:
         before, self._supervisors = self._supervisors, {}
         for job in active:
             supervisor = job.supervisor
-            if job.state == JobState.QUEUED or job.user != user_name() or supervisor is None or not is_here(job):
+            if job.user != user_name() or supervisor is None or not is_here(job):
                 continue
             if supervisor.is_alive():
                 known = supervisor in before
                 self._supervisors[supervisor] = before.pop(supervisor) if known else os.pidfd_open(supervisor.pid)
-            elif self._may_begin(job) and not is_on_cluster(job):
+            elif job.state != JobState.QUEUED and self._may_begin(job) and not is_on_cluster(job):
                 self._replace(job)
         for pidfd in before.values():
             os.close(pidfd)

@@ -21,7 +21,6 @@ from jobs.conftest import Box, wait_for
 from sae_tui.jobs import detach
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.revive import start_all
 from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.lock import is_held
@@ -68,7 +67,7 @@ def queue_restarted(root: Path) -> float:
             _make_rows(one, other, boot_id="the-boot-before")
         began = time.monotonic()
         assert reconcile(box.data) == [job.id]
-        assert start_all(box.data) == [after.id, held.id]
+        detach.start_queue(box.data)
         taken = time.monotonic() - began
         job.require(JobState.LOST, "the machine was restarted")
         assert [one.row.state for one in (after, held)] == [JobState.QUEUED] * 2

@@ -243,11 +243,11 @@ def test_a_job_launched_by_a_command_outlives_it(box):
 
 
 def test_a_command_is_warned_and_then_stopped_at_its_time_limit(box):
-    job_id = run(box, "sleep", "60", launch={"time_limit": "0:00:02"})
+    job_id = run(box, "sleep", "60", launch={"time_limit": "0:00:05"})
     job = box.wait_ended(job_id)
-    assert (job.state, job.error) == (JobState.STOPPED, "reached its time limit of 2 s")
+    assert (job.state, job.error) == (JobState.STOPPED, "reached its time limit of 5 s")
     assert len(box.messages(job_id, "late")) == 1
-    assert box.messages(job_id, "stopping") == ["reached its time limit of 2 s"]
+    assert box.messages(job_id, "stopping") == ["reached its time limit of 5 s"]
 
 
 def test_a_failed_command_is_restarted_only_after_the_chosen_exit_codes(box):

@@ -18,6 +18,7 @@ from sae_tui.jobs.queue_process import QueueProcess
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
+from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
@@ -125,6 +126,24 @@ def test_a_paused_job_leaves_its_supervisor_for_the_queue_process(box):
     edits.release(box.data, box.control, job_id)
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.step) == (JobState.FINISHED, 2, 450)
+
+
+def test_a_job_queued_again_by_its_supervisor_starts_as_soon_as_that_supervisor_has_exited(box):
+    supervisor = subprocess.Popen(["sleep", "60"])
+    started = []
+    job_id = box.enqueue("steps=1")
+    queue = QueueProcess(box.data, lambda _, job_id: started.append(job_id))
+    ref = ProcessRef.of(supervisor.pid)
+    box.control.update(job_id, supervisor_pid=ref.pid, supervisor_start=ref.start_ticks)
+    queue._plan()
+    assert started == []
+    supervisor.kill()
+    supervisor.wait()
+    queue._is_due = False
+    queue._wait()
+    assert queue._is_due
+    queue._plan()
+    assert started == [job_id]
 
 
 def test_a_queued_job_whose_run_folder_is_deleted_fails(box, monkeypatch):

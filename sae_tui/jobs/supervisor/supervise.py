@@ -301,6 +301,8 @@ class Supervisor:
         self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
         self._is_left = is_attended(self._data, self._job)
+        if self._is_left:
+            self._let_go()
         return None
 
     def _move_to_queue(self, fields: dict[str, Any]) -> bool:
@@ -320,12 +322,19 @@ class Supervisor:
 
     def _conclude(self, ending: JobEnding) -> None:
         """Record how the job ended, then run the user's command; after this, the job may be resumed or deleted."""
-        release = self._lock.release if self._lock else lambda: None
         with tolerate("recording the end"):
-            final = retry("recording the end", lambda: conclude(self._data, self._control, self._job, ending, release))
+            final = retry(
+                "recording the end", lambda: conclude(self._data, self._control, self._job, ending, self._let_go)
+            )
             if final:
                 self._job, self._has_ended = final, True
                 self._run_hook()
+
+    def _let_go(self) -> None:
+        """Release the run, so that another supervisor may take it over while this one exits."""
+        self._alone.release()
+        if self._lock:
+            self._lock.release()
 
     def _run_hook(self) -> None:
         # Import the module here because a waiting supervisor does not need the settings.
