@@ -226,7 +226,7 @@ class Actions:
             source = name_elsewhere(state.monitor.source_name, len(samples))
             return f"process {pid} is job {adopt(state.data, pid, samples, gpu_source=source)} now"
 
-        self.ask(f"Make a job of {name}? It goes on, and then holds its GPUs in the queue.", "Adopt", act)
+        self.ask(f"Make a job of {name}? It keeps running, and then holds its GPUs in the queue.", "Adopt", act)
 
     def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
         """Return to the dashboard and launch validated jobs. If `question` is not empty, ask for confirmation first."""

@@ -213,7 +213,7 @@ def run(
 
 
 def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
-    """Return the handle of an existing job; raise `UserError` if there is none with this id."""
+    """Return the handle of an existing job; raise `UserError` if no job has this id."""
     return Job(job_id, _context(data_dir))
 
 

@@ -60,7 +60,7 @@ class FarCommand:
     def run(self) -> int:
         """Run the command and return its exit code; raise `UserError` if the host cannot be reached or is too old.
 
-        The command exits when its standard input closes, even if this process is killed. Its jobs go on.
+        The command exits when its standard input closes, even if this process is killed. Its jobs keep running.
         """
         try:
             process = subprocess.Popen(
@@ -85,7 +85,7 @@ class FarCommand:
         if not self._is_greeted:
             raise UserError(f"host {self._host} {no_connection(self._host, code, self._complaints).sentence}")
         if code == SSH_FAILED:
-            see = f"`ssh {self._host} sae-tui jobs` shows its jobs, which go on"
+            see = f"`ssh {self._host} sae-tui jobs` shows its jobs, which keep running"
             raise UserError(f"the connection to host {self._host} was lost; {see}")
         return code
 

@@ -1,6 +1,6 @@
 """The environment of a job: the variables, limits and umask of the shell that launched it.
 
-The job may start days later, from the queue process, whose own environment is that of another shell.
+The job may start days later, from the queue process, whose environment comes from another shell.
 
 The file may contain secrets, so it has mode 0600 even in a shared folder, and no screen or command shows it.
 """
@@ -47,7 +47,7 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, paths: RunPaths) -> ProgramEnvironment | None:
-        """Return a run's stored environment, or None if there is none that only this user can have written."""
+        """Return a run's stored environment, or None if no file exists that only this user can have written."""
         try:
             return load_json(paths.root / FILE, cls, None, open_own)
         except (OSError, ValueError):

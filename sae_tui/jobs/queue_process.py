@@ -103,7 +103,7 @@ class QueueProcess:
             self._is_due = True
 
     def _watch(self, active: Iterable[Job]) -> None:
-        """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs go on."""
+        """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs still run."""
         before, self._supervisors = self._supervisors, {}
         for job in active:
             supervisor = job.supervisor
@@ -118,7 +118,7 @@ class QueueProcess:
             os.close(pidfd)
 
     def _replace(self, job: Job) -> None:
-        """Start another supervisor for a program that goes on without one; record how any other job has ended."""
+        """Start another supervisor for a program that runs without one; record how any other job has ended."""
         if running_program(self._data, self._control, job):
             self._begin(job)
         else:

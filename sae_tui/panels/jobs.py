@@ -139,7 +139,7 @@ class JobsPanel(KeyedTable):
             self.post_message(self.Folded())
 
     def toggle(self) -> bool:
-        """Unfold or fold the array under the cursor; return False if there is none."""
+        """Unfold or fold the array under the cursor; return False if no array is there."""
         if (array := self.selected_array) is None:
             return False
         if self.is_open(array):

@@ -169,7 +169,7 @@ def test_a_lost_connection_is_reported_and_leaves_the_job_running(far: Far) -> N
     far.sshd.cut()
     _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 1
-    lost = "the connection to host gpu1 was lost; `ssh gpu1 sae-tui jobs` shows its jobs, which go on"
+    lost = "the connection to host gpu1 was lost; `ssh gpu1 sae-tui jobs` shows its jobs, which keep running"
     assert errors.splitlines()[-1] == f"sae-tui: error: {lost}"
     until(lambda: not receivers(far.data))
     assert not far.jobs[0].state.is_final

@@ -394,7 +394,7 @@ def _table(candidate: Draft) -> dict[str, Any]:
         section, _, key = path.rpartition(".")
         (table.setdefault(section, {}) if section else table)[key] = value
     if KINDS[kind_of(table)].is_program and table.get("name", CommandJob.kind) == CommandJob.kind:
-        # Jobs that are all called "command" could not be told apart.
+        # Jobs that are all called "command" would look the same in a list.
         table["name"] = name_of(masked_arguments(table.get("command", {}).get("argv") or []))
     if candidate.gpus != []:
         table.setdefault("launch", {})["gpus"] = candidate.gpus

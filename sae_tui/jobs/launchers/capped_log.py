@@ -14,7 +14,7 @@ KEPT_BYTES = 2**20
 
 
 class CappedLog:
-    """A log to which a program appends, without knowing of the limit.
+    """A log that a program appends to; the program does not know the limit.
 
     The program writes to the file itself, not through this process, so it does not depend on this process.
     """

@@ -16,7 +16,7 @@ from trainer.contract.process import ProcessRef
 
 # The environment variable that marks the processes of a command; its value is the run folder.
 MARK = "SAE_TUI_RUN_DIR"
-# How the command line of a background process of `sae-tui` goes on after the path of Python.
+# The arguments of a background process of `sae-tui` after the path of Python.
 _DETACHED = b"\0-P\0-m\0sae_tui.jobs."
 
 

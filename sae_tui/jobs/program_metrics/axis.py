@@ -9,14 +9,14 @@ from sae_tui.jobs.program_metrics.lines import Reading, Source
 # So many different steps must precede a smaller one for it to begin another pass, as in the next epoch. Several
 # processes that print to one log are rarely so far apart.
 FEWEST_IN_PASS = 5
-# A bar with a total this many times smaller than that of the leading bar is short.
+# A bar with a total this many times smaller than the total of the leading bar is short.
 SHORT = 10
 
 
 class StepAxis(msgspec.Struct):
     """The steps of a program. It is stored with the read positions, so that a restart continues in the same way.
 
-    A step that a line states is better than that of a progress bar, an epoch, or the number of the line. A line without
+    A step in the text of a line is better than the step of a progress bar, an epoch, or the line number. A line without
     the best kind of step belongs to the latest step.
     """
 

@@ -156,7 +156,7 @@ class ProgramMetrics:
         return placed
 
     def _rewind(self) -> None:
-        """Remove the values of an earlier attempt that got further than the step from which this one goes on."""
+        """Remove the values of an earlier attempt that got further than the step where this one resumes."""
         axis = self._state.axis
         if axis.rewind_to is not None:
             self._batch.rewind_to, axis.rewind_to = axis.rewind_to, None

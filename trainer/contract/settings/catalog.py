@@ -191,7 +191,7 @@ class KindEntry(Entry, frozen=True):
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
     # Whether the job runs any program: its metrics have any names, a resumed job starts again from the beginning, and
-    # the program goes on if its supervisor dies.
+    # the program keeps running if its supervisor dies.
     is_program: bool = False
     # The unit of the job's progress, and the unit of its speed.
     unit: str = "step"
