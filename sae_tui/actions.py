@@ -112,7 +112,7 @@ ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve
 # The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
-# A message about this many jobs or more is a summary.
+# A message about this many jobs or more is only a summary.
 _MANY = 4
 
 
@@ -216,7 +216,7 @@ class Actions:
     # launching
 
     def adopt(self, pid: int, name: str) -> None:
-        """Ask for a confirmation, then make a job of a running process."""
+        """Ask for confirmation, then turn a running process into a job."""
         state = self._state
 
         def act() -> str:
@@ -226,7 +226,7 @@ class Actions:
             source = name_elsewhere(state.monitor.source_name, len(samples))
             return f"process {pid} is job {adopt(state.data, pid, samples, gpu_source=source)} now"
 
-        self.ask(f"Make a job of {name}? It keeps running, and then holds its GPUs in the queue.", "Adopt", act)
+        self.ask(f"Turn {name} into a job? It keeps running, and its GPUs are leased to it.", "Adopt", act)
 
     def launch_jobs(self, jobs: Sequence[AnyJob], question: str = "", parent: int | None = None) -> None:
         """Return to the dashboard and launch validated jobs. If `question` is not empty, ask for confirmation first."""

@@ -46,8 +46,8 @@ MOST_LINES = 100_000
 class Result(msgspec.Struct, frozen=True):
     """How a job ended.
 
-    `state` is `finished`, `stopped`, `failed` or `lost`. `exit_code` is None if a signal killed the program, whose name
-    is then in `signal`, like `SIGKILL`, or if the program never started. `error` is one sentence, or "".
+    `state` is `finished`, `stopped`, `failed` or `lost`. `exit_code` is None if the program never started, or if a
+    signal killed it; `signal` is then the signal's name, like `SIGKILL`. `error` is one sentence, or "".
 
     >>> Result("failed", exit_code=2, error="its program ended with exit code 2").words
     'failed: its program ended with exit code 2'
@@ -170,7 +170,7 @@ def run(
     when the program starts. The job outlives this process.
 
     - `gpus`: a number (0: the CPU), indices like `[0, 1]`, or `"auto:2"`. Default: one GPU if there are GPUs.
-    - `memory`: the memory needed on each GPU, like `"20GiB"`, or bytes. Default: it gets idle GPUs.
+    - `memory`: the memory needed on each GPU, like `"20GiB"`, or bytes. Default: idle GPUs are used.
     - `after`: jobs, or ids of jobs, that must have finished first.
     - `time`: the time limit, like `"4h"`, or seconds. `grace`: the time to stop before it is killed.
     - `env`: variables to set, added to the variables of this process. `folder`: the working directory.

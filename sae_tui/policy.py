@@ -67,7 +67,8 @@ class Rules(msgspec.Struct, frozen=True):
         Annotated[
             str,
             about(
-                "Stops a job that has used its GPUs for less than 5 % for this long; empty: never.", wanted=_IDLE_TIMES
+                "Stops a job that has kept its GPUs below 5 % utilisation for this long; empty: never.",
+                wanted=_IDLE_TIMES,
             ),
         ]
         | None

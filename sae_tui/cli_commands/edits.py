@@ -62,7 +62,7 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class _Resumed(NamedTuple):
-    """What was done to a job: a sentence, how it begins, the step, and notes on changed settings."""
+    """The outcome for a job: a sentence, its beginning, the step, and notes on changed settings."""
 
     message: str
     began: str

@@ -35,7 +35,7 @@ from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import join_words, plural, ranges
 
-# The number of jobs of an array up to which a command prints a line for each.
+# A command prints a line for each job of an array with at most this many jobs.
 MOST_LISTED = 8
 
 
@@ -154,7 +154,7 @@ def _array_stands(flags: argparse.Namespace, ids: Sequence[int], array: Array) -
     which = f"array {ids[0]}: {plural(len(ids), 'job')} ({ranges(ids)})"
     if flags.hold:
         return f"{which} are held{after}{limit}; `sae-tui release {_as_range(ids)}` lets them start"
-    return f"{which} are queued{after}{limit}; `sae-tui jobs` shows how far they are"
+    return f"{which} are queued{after}{limit}; `sae-tui jobs` shows their progress"
 
 
 def _as_range(ids: Sequence[int]) -> str:

@@ -121,7 +121,7 @@ COMMAND_EXAMPLES = {
         "run --gpus 0 --shell 'zcat texts.gz | python count.py > counts.json'",
     ],
     "adopt": [
-        "adopt 12345 --name 'fine-tune'      it holds its GPUs, and has a history, energy and alerts",
+        "adopt 12345 --name 'fine-tune'      it keeps its GPUs, and gets a history, an energy meter and alerts",
     ],
     "import": [
         "import their-sae --data activations/resid_post.12",
@@ -288,7 +288,7 @@ def _add_gpu_commands(add: Add) -> None:
     stream.add_argument(
         "--rank", type=rank, default=0, metavar="N", help="rank whose log is written; default: %(default)s"
     )
-    add("receive", "receiving.receive", "Run a command from another host, sent by `run --host` or `launch --host`")
+    add("receive", "receiving.receive", "Run a command that `run --host` or `launch --host` sent from another host")
     _add_serve(add)
     metrics = add("metrics", "gpus.show_metrics", "Show the load of the GPUs, now and in the past")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
@@ -360,27 +360,29 @@ def _add_run(add: Add) -> None:
     run.add_argument("--shell", metavar="LINE", help="run this line with /bin/sh instead of a command")
     number = "number of GPUs, or 0 for the CPU; default: 1 if there are GPUs; indices: 0,1 or [0]"
     run.add_argument("--gpus", metavar="N", help=number)
-    needed = "memory that it needs on each GPU; default: it gets idle GPUs"
+    needed = "memory needed on each GPU; default: idle GPUs are used"
     run.add_argument("--memory", type=_checked_size, metavar="20GiB", help=needed)
     run.add_argument("--name", metavar="NAME", help="name of the job; default: the command")
     run.add_argument("--folder", metavar="DIR", help="working directory; default: the current one")
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
     run.add_argument("--clean-env", action="store_true", help="start without the variables of this shell")
-    longest = "time limit; it is then asked to stop"
+    longest = "time limit, after which the program is asked to stop"
     run.add_argument("--time", type=seconds, metavar="4h", help=longest)
     signals = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2")
     run.add_argument("--stop-signal", choices=signals, default="TERM", help="default: %(default)s")
-    grace = "time that it gets to stop before it is killed; default: 60s"
+    grace = "time to stop before the program is killed; default: 60s"
     run.add_argument("--grace", type=seconds, default=60.0, metavar="60s", help=grace)
-    run.add_argument("--retries", type=rank, default=0, metavar="N", help="restart it up to N times if it fails")
-    codes = "only restart it after this exit code; may be repeated"
+    run.add_argument(
+        "--retries", type=rank, default=0, metavar="N", help="restart the program up to N times if it fails"
+    )
+    codes = "restart only after this exit code; may be repeated"
     run.add_argument("--retry-on", type=positive, action="append", default=[], metavar="EXIT", help=codes)
-    again = "queue it again when it exits with this code, as after saving; may be repeated"
+    again = "queue the job again after this exit code, for programs that save and exit; may be repeated"
     run.add_argument("--requeue", type=positive, action="append", default=[], metavar="EXIT", help=again)
     grid = "run the command for each value, which replaces {lr}; with several grids, for each combination"
     run.add_argument("--grid", action="append", default=[], metavar="lr=1e-3,3e-4", help=grid)
     found = (
-        "pattern that finds metrics in its output; may be repeated; default: JSON, key=value, loss: 0.1, tqdm's bars"
+        "pattern that finds metrics in the output; may be repeated; default: JSON, key=value, loss: 0.1, tqdm's bars"
     )
     run.add_argument("--metrics", action="append", default=[], metavar="'step={step} loss={loss}'", help=found)
     indices = "run the command for each index, at most 4 at once with %%4; {array_index} is replaced"
@@ -391,11 +393,11 @@ def _add_run(add: Add) -> None:
     _add_launch_flags(run)
     _add_host(run)
     _add_overrides(run)
-    run.add_argument("-d", "--detach", action="store_true", help="return at once, which is the default")
+    run.add_argument("-d", "--detach", action="store_true", help="return immediately (the default)")
 
 
 def _add_adopt(add: Add) -> None:
-    take = add("adopt", "running.adopt", "Make a job of one of your running processes")
+    take = add("adopt", "running.adopt", "Turn one of your running processes into a job")
     take.add_argument("pid", type=positive, metavar="PID", help="pid of the process, as shown by `sae-tui gpus`")
     take.add_argument("--name", metavar="NAME", help="name of the job; default: its command line")
     take.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
@@ -470,7 +472,7 @@ def _add_launch_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _add_host(command: argparse.ArgumentParser) -> None:
-    there = "do this on another host, over ssh, in the folder with the same path"
+    there = "run this command on another host over ssh, in the folder with the same path"
     command.add_argument("--host", dest="on_host", type=host, metavar="HOST", help=there)
 
 
@@ -522,7 +524,7 @@ def _add_finding(add: Add) -> None:
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
     find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
-    each = "list each job of an array; otherwise, without a filter, an array is one line"
+    each = "list every job of an array; by default, an array is one line unless a filter is given"
     find.add_argument("--all", action="store_true", help=each)
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")

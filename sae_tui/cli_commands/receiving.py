@@ -26,7 +26,7 @@ from trainer.contract.json_file import decode_as
 
 
 def receive(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Greet, read a `run` or `launch` command as one line of JSON, run it, and return its exit code."""
+    """Send the greeting, read a `run` or `launch` command as one line of JSON, run it, and return its exit code."""
     show_json(Hello(PROTOCOL, version("sae-tui")), in_a_line=True)
     request = _read_request()
     command = make_parser(_refuse).parse_args(request.arguments)

@@ -45,7 +45,7 @@ def _array_of(flags: argparse.Namespace, n_jobs: int) -> Array | None:
 
 
 def adopt(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Make a job of a running process of this user."""
+    """Turn a running process of this user into a job."""
     source = context.gpus.source_name
     job_id = adopting.adopt(
         context.data, flags.pid, context.gpus.samples, gpu_source=source, name=flags.name or "", tags=flags.tag

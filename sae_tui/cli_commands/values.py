@@ -85,7 +85,7 @@ def size(text: str) -> int:
     return _parsed(parse_size, text)
 
 
-# The largest array, so that a slip of the finger does not launch a million jobs.
+# The largest array, so that a typing mistake does not launch a million jobs.
 MOST_IN_ARRAY = 1000
 _INDEX = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?")
 

@@ -141,7 +141,7 @@ def results_of(saes: Sequence[ComparedSae]) -> list[ComparedFigure]:
 
 
 def _better(name: str) -> Literal["lower"] | None:
-    """Return whether lower values of a program's series are better: only losses on held-out data are."""
+    """Return "lower" for a loss on held-out data; for a program's other series, it is unknown what is better."""
     is_held_out = any(word in name.lower() for word in ("val", "test", "eval", "dev"))
     return "lower" if "loss" in name.lower() and is_held_out else None
 

@@ -1,4 +1,4 @@
-"""Shows the policy of the machine that is in force, and the mistakes in its file."""
+"""Reports the policy in force on this machine, and the mistakes in its file."""
 
 from __future__ import annotations
 

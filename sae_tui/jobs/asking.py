@@ -1,4 +1,4 @@
-"""Describes what a job of each kind does when it is asked to stop, to pause or to end immediately."""
+"""Describes how each kind of job reacts when it is asked to stop, to pause or to end immediately."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ def _of_program(command: Command | None) -> Asked:
         killed="sends SIGTERM to all its processes, and kills them after 5 s",
         first=f"Its program gets {number}, and is killed after {grace}.",
         asked=f"its program gets {number}, and is killed after {grace}",
-        lost="Whatever its program has not saved",
+        lost="Everything that its program has not saved",
     )

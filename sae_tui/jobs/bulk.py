@@ -16,7 +16,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import plural
 
-# Other processes cannot write this long while jobs are being changed; they would give up after `BUSY_TIMEOUT_S`.
+# Other processes cannot write for this long while jobs are being changed; they would give up after `BUSY_TIMEOUT_S`.
 LONGEST_TRANSACTION_S = 0.5
 
 # Changes a job in an open store, and returns a message.

@@ -30,7 +30,7 @@ class LogFollower:
 
     @classmethod
     def from_end(cls, path: Path, n_lines: int) -> tuple[list[str], LogFollower]:
-        """Return the last complete lines of a log, and a follower that starts at the next line."""
+        """Return the last complete lines of a log, and a follower that continues with the next line."""
         end = log_tail.log_end(path, n_lines)
         follower = cls(path, end.size)
         follower._partial = end.unfinished[-log_tail.LONGEST :]

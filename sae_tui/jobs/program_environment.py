@@ -1,6 +1,6 @@
 """The environment of a job: the variables, limits and umask of the shell that launched it.
 
-The job may start days later, from the queue process, whose environment comes from another shell.
+The job may start days later, from the queue process, whose own environment comes from another shell.
 
 The file may contain secrets, so it has mode 0600 even in a shared folder, and no screen or command shows it.
 """
@@ -42,12 +42,12 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 
     @property
     def of_program(self) -> dict[bytes, bytes]:
-        """The variables for a program, without those of another command."""
+        """The variables for a program, without the variables of another command."""
         return {name: value for name, value in self.variables if name not in OF_COMMAND}
 
     @classmethod
     def read(cls, paths: RunPaths) -> ProgramEnvironment | None:
-        """Return a run's stored environment, or None if no file exists that only this user can have written."""
+        """Return a run's stored environment, or None if it is missing or may be from another user."""
         try:
             return load_json(paths.root / FILE, cls, None, open_own)
         except (OSError, ValueError):

@@ -103,7 +103,7 @@ class QueueProcess:
             self._is_due = True
 
     def _watch(self, active: Iterable[Job]) -> None:
-        """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs still run."""
+        """Watch the supervisors of this user's jobs, and replace dead supervisors whose programs are running."""
         before, self._supervisors = self._supervisors, {}
         for job in active:
             supervisor = job.supervisor

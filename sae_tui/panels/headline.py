@@ -31,7 +31,7 @@ from trainer.contract.settings.series import (
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# The number of values that a program reports in the headline.
+# The number of a program's metrics in the headline.
 _MOST_OWN = 3
 
 

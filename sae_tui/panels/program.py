@@ -1,4 +1,4 @@
-"""The panels for a command: its metrics, under any name, and its use of CPU, memory and GPUs."""
+"""The panels for a command: its metrics, which may have any names, and its use of CPU, memory and GPUs."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class ProcessList(Filtered):
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
                 tooltip="Interrupt, terminate or halt the process under the cursor, after a confirmation"),
         Binding("A", "adopt", "Adopt", show=False, id="processes.adopt", group=_GROUP,
-                tooltip="Make a job of the process under the cursor, if it is yours"),
+                tooltip="Turn the process under the cursor into a job, if it is yours"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
                 tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
         Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
@@ -257,7 +257,7 @@ class ProcessList(Filtered):
         self.app.push_screen(Find(f"Send a signal to {_name(entry)}?", offered), partial(self._confirm, entry))
 
     def action_adopt(self) -> None:
-        """Ask for a confirmation, then make a job of the selected process."""
+        """Ask for confirmation, then turn the selected process into a job."""
         entry = self.table.selected
         if entry is None or self.session.actions.refused():
             return

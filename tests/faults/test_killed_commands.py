@@ -38,7 +38,7 @@ def victims(box, jobs: list[int]) -> dict[str, list[ProcessRef]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_commands_run_exactly_once_whatever_is_killed(box, tmp_path, seed):
+def test_commands_run_exactly_once_no_matter_what_is_killed(box, tmp_path, seed):
     chance = random.Random(seed)
     box.make_store()
     detach.start_queue(box.data)

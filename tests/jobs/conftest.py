@@ -152,7 +152,7 @@ class Box:
         return queue
 
     def enqueue(self, name: str, gpus: tuple[int, ...] = (), **place: object) -> int:
-        """Launch a job with fake ranks that waits for the queue process, not in a supervisor of its own."""
+        """Launch a job with fake ranks that waits for the queue process, not in its own supervisor."""
         self.make_store()
         where, job = self.placement(gpus), self.config(name)
         return launching.launch(self.data, job, where, gpu_source="none", start=lambda *_: None, **place)

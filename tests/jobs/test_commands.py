@@ -293,7 +293,7 @@ def killed_supervisor(box, job_id: int) -> None:
     box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to be gone")
 
 
-def test_a_program_goes_on_if_its_supervisor_is_killed_and_another_one_attaches_to_it(box):
+def test_a_program_keeps_running_if_its_supervisor_is_killed_and_another_one_attaches_to_it(box):
     job_id = run_python(box, "time.sleep(3); print('end'); sys.exit(6)", gpus=(0,))
     wait_begun(box, job_id)
     killed_supervisor(box, job_id)
@@ -389,7 +389,7 @@ def test_an_adopted_process_is_followed_to_its_end_with_its_log_and_its_exit_cod
     assert (job.name, job.mode, job.device) == ("theirs", "adopted", "cpu")
     assert abs(job.started - time.time()) < 60
     box.wait_for(lambda: "begun" in log(box, job_id), "the copied log")
-    with pytest.raises(UserError, match=f"process {stranger.pid} belongs to job {job_id} already"):
+    with pytest.raises(UserError, match=f"process {stranger.pid} already belongs to job {job_id}"):
         adopt(box.data, stranger.pid, [], gpu_source="none")
     first = box.job(job_id).supervisor
     killed_supervisor(box, job_id)
@@ -404,7 +404,7 @@ def test_an_adopted_process_is_followed_to_its_end_with_its_log_and_its_exit_cod
 
 def test_a_process_that_cannot_be_adopted_is_refused_in_one_sentence(box):
     box.make_store()
-    for pid, message in ((2**22 + 1, "there is no process"), (os.getpid(), "is a process of sae-tui itself")):
+    for pid, message in ((2**22 + 1, "there is no process"), (os.getpid(), "belongs to sae-tui itself")):
         with pytest.raises(UserError, match=message):
             adopt(box.data, pid, [], gpu_source="none")
     assert box.control.jobs() == []

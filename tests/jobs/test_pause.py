@@ -202,7 +202,7 @@ def test_a_pause_that_cannot_be_recorded_ends_the_job_with_the_reason(box, monke
     store.mkdir()
     ending = supervisor._queue_again(STOPPED, held=True)
     why = f"the store {store} is not a plain file or has other hard links; remove it"
-    reason = f"was to be queued again, but is stopped: {why}"
+    reason = f"could not be queued again, so it is stopped: {why}"
     assert ending == msgspec.structs.replace(STOPPED, error=reason)
     store.rmdir()
     aside.rename(store)

@@ -229,9 +229,11 @@ def test_a_job_that_does_not_use_its_gpu_is_pointed_out_and_then_asked_to_stop(b
     store_use(box, 3)
     job = box.wait_ended(job_id)
     assert job.state == JobState.STOPPED
-    assert job.error.startswith("used its GPUs for less than 5 % for 3 s, which the policy of this machine does not")
+    assert job.error.startswith(
+        "kept its GPUs below 5 % utilisation for 3 s, which the policy of this machine does not"
+    )
     (pointed_out,) = box.messages(job_id, "idle")
-    assert pointed_out.startswith("has used its GPUs for less than 5 % for ")
+    assert pointed_out.startswith("has kept its GPUs below 5 % utilisation for ")
     # The ranks have saved and stopped.
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3]
 

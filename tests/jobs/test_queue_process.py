@@ -235,7 +235,7 @@ def test_a_supervisor_that_cannot_start_is_the_reason_for_waiting_and_is_tried_a
 
 def test_jobs_of_other_users_are_left_to_their_queue_processes(box):
     box.enqueue("steps=1")
-    box.control._db.execute("UPDATE jobs SET user = 'somebody-else'")
+    box.control._db.execute("UPDATE jobs SET user = 'another-user'")
     started = []
     QueueProcess(box.data, lambda _, job_id: started.append(job_id))._plan()
     assert started == []

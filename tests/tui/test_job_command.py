@@ -95,7 +95,7 @@ async def test_without_metrics_the_log_fills_the_screen_and_nothing_about_saes_i
             assert app.screen is screen
 
 
-async def test_with_metrics_a_command_shows_curves_whatever_their_names_are(make_app, data) -> None:
+async def test_with_metrics_a_command_shows_curves_with_any_names(make_app, data) -> None:
     job_id = record(data, JobState.RUNNING)
     record_series(data, job_id, ["loss", "eval/accuracy", "my own metric", "grad_norm"])
     app = make_app(4)

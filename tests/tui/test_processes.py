@@ -144,7 +144,7 @@ async def test_a_key_makes_a_job_of_the_process_under_the_cursor_after_confirmat
         app.screen.query_one(ProcessTable).cursor = f"pid:{two[1].pid}"
         await pilot.press("A")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#question"))
-        assert app.screen.question.startswith(f"Make a job of process {two[1].pid} of {user_name()}")
+        assert app.screen.question.startswith(f"Turn process {two[1].pid} of {user_name()}")
         await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
         await pilot.press("y")
         await wait_until(pilot, lambda: any("is job 1 now" in note.message for note in app._notifications))

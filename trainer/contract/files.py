@@ -76,7 +76,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 # The files written in the body of `synced_together`, or None outside.
 _unsynced: ContextVar[list[Path] | None] = ContextVar("_unsynced", default=None)
-# Disks finish writes in groups, so several threads wait hardly longer than one.
+# Disks finish writes in groups, so several threads wait little longer than one.
 _SYNC_THREADS = 8
 
 

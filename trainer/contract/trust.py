@@ -108,8 +108,8 @@ def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: boo
 def open_own(file: Path, owners: Collection[int] = ()) -> io.BufferedReader:
     """Open a file that controls what programs do on behalf of this user.
 
-    Raise `UserError` if anyone but this user and root, or but the users in `owners` if given, can write to the file,
-    and `OSError` if it is missing.
+    Raise `UserError` if anyone other than this user and root (or, if given, the users in `owners`) can write to the
+    file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     # Check the open file because the name may refer to another file by now.

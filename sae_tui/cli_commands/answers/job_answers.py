@@ -185,7 +185,7 @@ _ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Rep
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _OUTCOMES = list_of(
     fields(
-        "For several jobs: what was done to each",
+        "For several jobs: the outcome for each",
         {
             "id": _ID,
             "message": _MESSAGE,

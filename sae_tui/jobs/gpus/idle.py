@@ -61,7 +61,7 @@ class IdleWatch:
             return None
         self._due = now + CHECK_EVERY_S
         idle_s = self._stored_idle_s()
-        # The stored times may jump. The job has not been idle for longer than since it was last seen busy.
+        # The stored times may jump. The job cannot have been idle since before it was last seen busy.
         self._busy_at = now if idle_s is None else max(self._busy_at, now - max(0.0, idle_s))
         return None if idle_s is None else now - self._busy_at
 

@@ -1,4 +1,4 @@
-"""Makes a job of a process that is already running, so that the queue, the history and the alerts know it."""
+"""Turns a running process into a job, so that the queue, the history and the alerts include it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def adopt(
 ) -> int:
     """Record a running process of this user as a job with the GPUs that it uses, and return the job's id.
 
-    The process does not notice. Raise `UserError` if there is no such process, or if it belongs to another user or to
+    The process is not affected. Raise `UserError` if there is no such process, or if it belongs to another user or to
     a job.
     """
     process = _own_process(pid)
@@ -87,7 +87,7 @@ def _own_process(pid: int) -> ProcessRef:
     if owner != os.geteuid():
         raise UserError(f"process {pid} belongs to another user; adopt one of your own")
     if pid == os.getpid() or is_detached(pid):
-        raise UserError(f"process {pid} is a process of sae-tui itself; adopt a program")
+        raise UserError(f"process {pid} belongs to sae-tui itself; adopt another program")
     return process
 
 
@@ -97,7 +97,7 @@ def _refuse_if_of_job(control: Control, process: ProcessRef, data: DataDir) -> N
     for job in control.active_jobs():
         ranks = [rank.process for rank in control.ranks(job.id)]
         if process in ranks or marked == os.fsencode(f"{MARK}={data.run(job.id).root}"):
-            raise UserError(f"process {process.pid} belongs to job {job.id} already")
+            raise UserError(f"process {process.pid} already belongs to job {job.id}")
 
 
 def _job(pid: int, name: str, gpus: list[int]) -> CommandJob:
@@ -138,4 +138,4 @@ def _lease(control: Control, job: Job, process: ProcessRef) -> None:
     except LeaseConflict as conflict:
         control.transition(job.id, JobState.STARTING, **fields)
         control.add_event(job.id, "not-leased", f"{conflict}, so this job has not leased its GPUs", "warning")
-    control.add_event(job.id, "adopted", f"process {process.pid} of {job.user} is this job now")
+    control.add_event(job.id, "adopted", f"process {process.pid} of {job.user} is now this job")

@@ -370,7 +370,7 @@ def presets(kind: str | None = None) -> list[Path]:
 
 
 def default_preset(kind: str = TRAINING) -> Path | None:
-    """Return the job file with the form's initial values, or None if there is none for this kind of job.
+    """Return the job file with the form's initial values, or None if this kind of job has no preset.
 
     The default training job takes less than a minute on any machine.
     """
@@ -394,7 +394,7 @@ def _table(candidate: Draft) -> dict[str, Any]:
         section, _, key = path.rpartition(".")
         (table.setdefault(section, {}) if section else table)[key] = value
     if KINDS[kind_of(table)].is_program and table.get("name", CommandJob.kind) == CommandJob.kind:
-        # Jobs that are all called "command" would look the same in a list.
+        # Jobs that are all called "command" could not be distinguished.
         table["name"] = name_of(masked_arguments(table.get("command", {}).get("argv") or []))
     if candidate.gpus != []:
         table.setdefault("launch", {})["gpus"] = candidate.gpus

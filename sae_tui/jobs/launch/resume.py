@@ -178,7 +178,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
 
 
 def _prepare_program(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> ResumePlan:
-    """Return the plan for running a command again, in its stored environment; `SAE_TUI_ATTEMPT` tells its program."""
+    """Return the plan for running a command again, in its stored environment; only `SAE_TUI_ATTEMPT` changes."""
     judged = Judged()
     config = load_any(paths.job_file, overrides, read=judged)
     refuse_options_of_others(judged.distrust, config, overrides)

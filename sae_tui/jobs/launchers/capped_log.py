@@ -14,7 +14,7 @@ KEPT_BYTES = 2**20
 
 
 class CappedLog:
-    """A log that a program appends to; the program does not know the limit.
+    """A log that a program appends to without knowing its limit.
 
     The program writes to the file itself, not through this process, so it does not depend on this process.
     """

@@ -1,4 +1,4 @@
-"""A cgroup for a command's processes, where the user may create one, so that none of them can hide."""
+"""A cgroup for a command's processes, where the user may create one, so that none of them can escape."""
 
 from __future__ import annotations
 

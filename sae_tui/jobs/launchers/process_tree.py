@@ -1,4 +1,4 @@
-"""Finds and signals all processes of a command, also those that have left its process group, session or parent.
+"""Finds and signals all processes of a command, even if they have left its process group, session or parent.
 
 A supervisor or a queue that a command started with `sae-tui` does not belong to the command, and outlives it.
 """
@@ -16,7 +16,7 @@ from trainer.contract.process import ProcessRef
 
 # The environment variable that marks the processes of a command; its value is the run folder.
 MARK = "SAE_TUI_RUN_DIR"
-# The arguments of a background process of `sae-tui` after the path of Python.
+# The command line of a background process of `sae-tui`, from the argument after Python's path.
 _DETACHED = b"\0-P\0-m\0sae_tui.jobs."
 
 

@@ -1,4 +1,4 @@
-"""Chooses the step at which a value is stored, and the number of steps in all, from everything a program reports."""
+"""Chooses the step at which a value is stored, and the total number of steps, from everything a program reports."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import msgspec
 
 from sae_tui.jobs.program_metrics.lines import Reading, Source
 
-# So many different steps must precede a smaller one for it to begin another pass, as in the next epoch. Several
-# processes that print to one log are rarely so far apart.
+# A smaller step begins another pass, such as the next epoch, only after this many different steps. The steps of
+# several processes that print to one log rarely differ this much.
 FEWEST_IN_PASS = 5
-# A bar with a total this many times smaller than the total of the leading bar is short.
+# A bar is short if its total is this many times smaller than the leading bar's.
 SHORT = 10
 
 
 class StepAxis(msgspec.Struct):
     """The steps of a program. It is stored with the read positions, so that a restart continues in the same way.
 
-    A step in the text of a line is better than the step of a progress bar, an epoch, or the line number. A line without
-    the best kind of step belongs to the latest step.
+    A step stated in a line is preferred to the step of a progress bar, an epoch or the line number. A line without the
+    best kind of step belongs to the latest step.
     """
 
     source: Source = Source.LINE
@@ -78,7 +78,7 @@ class StepAxis(msgspec.Struct):
         total, led = reading.total or 0, self.bar_total or 0
         has_finished = not led or self.bar_step >= led
         if reading.bar != self.bar:
-            # After a restart, a much shorter bar is of some preparation; another bar may count only the steps left.
+            # After a restart, a much shorter bar belongs to preparation; another bar may count only the steps left.
             if self.is_restarted and self.source is Source.BAR and SHORT * total >= led:
                 self.is_restarted, self.before = False, self.highest
             elif not (has_finished or total > led):

@@ -156,7 +156,7 @@ class ProgramMetrics:
         return placed
 
     def _rewind(self) -> None:
-        """Remove the values of an earlier attempt that got further than the step where this one resumes."""
+        """Remove the values of an earlier attempt after the step that this one continues from."""
         axis = self._state.axis
         if axis.rewind_to is not None:
             self._batch.rewind_to, axis.rewind_to = axis.rewind_to, None
@@ -202,7 +202,7 @@ class ProgramMetrics:
 
     def _tell_limits(self) -> None:
         if self._output.has_skipped:
-            self._tell("skipped", "prints more than is searched for metrics, so some of them may be missing")
+            self._tell("skipped", "prints too much to search all of it for metrics, so some may be missing")
         for path in self._folders.damaged:
             self._tell(str(path), f"its file {path} is damaged; the metrics after the damage are not shown")
         self._folders.damaged.clear()
@@ -285,7 +285,7 @@ def _heartbeat_at(step: int) -> Heartbeat:
 
 
 def clean_name(name: str) -> str:
-    """Return a name for a series that cannot be mistaken for an own one, or for one of a sweep's SAE."""
+    """Return a name for a series that differs from sae-tui's own series and from a sweep's series."""
     cleaned = CONTROL.sub("", name).strip().replace("@", "_at_")[:LONGEST_NAME]
     if cleaned.lower() == "loss":
         return "loss"

@@ -18,7 +18,7 @@ import msgspec
 
 from trainer.contract.settings.metrics_pattern import NUMBER, MetricsPattern
 
-# A longer line is not searched, except for JSON.
+# Only this much of a line is searched for pairs and bars; JSON and patterns may extend to `LONGEST_LINE`.
 LONGEST_TEXT = 4096
 LONGEST_LINE = 16384
 _DEEPEST = 4
@@ -75,7 +75,7 @@ class Source(IntEnum):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What a line reports: values, and perhaps a position, a number of steps in all and a speed in steps/s."""
+    """What a line reports: values, and perhaps a position, a total number of steps and a speed in steps/s."""
 
     values: Mapping[str, float]
     source: Source = Source.LINE

@@ -76,7 +76,7 @@ class OutputReader:
         return stream.read(LAST_BYTES if is_last else MOST_BYTES)
 
     def _is_at_mark(self, stream: BinaryIO, size: int) -> bool:
-        """Return whether the bytes before the position are still those that were read."""
+        """Return whether the bytes before the position are unchanged since they were read."""
         place, mark = self.position, bytes.fromhex(self.position.mark)
         if place.offset > size:
             return False

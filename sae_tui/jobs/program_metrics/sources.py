@@ -1,4 +1,4 @@
-"""The kinds of files in which programs store metrics, and what they have in common."""
+"""The kinds of files that programs store metrics in, and the code that their readers share."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from sae_tui.jobs.program_metrics.sources import FilePosition, FileValues
 
 _COLUMNS = {"id", "timestamp", "run_name", "step", "metrics"}
 _MOST_ROWS = 2000
-# A query is interrupted after so many instructions of SQLite, which a table of Trackio never needs.
+# A query is interrupted after this many SQLite instructions; Trackio's own table never needs as many.
 _MOST_INSTRUCTIONS = 5_000_000
 _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics'"
 _NEW_ROWS = (
@@ -62,6 +62,6 @@ def _has_tables(db: sqlite3.Connection) -> bool:
 
 
 def _seconds(timestamp: str) -> float:
-    """Return a time in ISO 8601 in seconds since the epoch; Trackio writes UTC, with or without saying so."""
+    """Return a time in ISO 8601 in seconds since the epoch; Trackio writes UTC, with or without an offset."""
     when = datetime.datetime.fromisoformat(timestamp)
     return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()

@@ -40,7 +40,7 @@ def read_wandb(path: Path, position: FilePosition) -> Iterator[FileValues]:
 
 
 def _records(window: Window, position: FilePosition) -> Iterator[bytes]:
-    """Yield complete records; after damage, go on with the next block if there is one."""
+    """Yield complete records; after damage, continue with the next block if there is one."""
     at, parts, size = position.place, list[bytes](), 0
     while True:
         left = _BLOCK - at % _BLOCK

@@ -1,6 +1,6 @@
 """The order of the queue among users, and the limits on how much of the machine a user or an array may use at once.
 
-Within a priority, the users with less GPU time in the last day go first. A user's own jobs are ordered by age. Nobody
+Within a priority, the users with less GPU time in the last day go first. A user's own jobs are ordered by age. No user
 starves: a job that has been its user's oldest waiting job for `AGED_S` goes before the jobs of users with less GPU
 time. Only jobs that have been in this position for longer, at most one for each other user, go before it.
 """

@@ -270,7 +270,7 @@ class AttemptRunner:
         was_idle, self._is_idle = self._is_idle, idle_s >= IDLE_S
         if not self._is_idle:
             return
-        unused = f"used its GPUs for less than 5 % for {duration(idle_s)}"
+        unused = f"kept its GPUs below 5 % utilisation for {duration(idle_s)}"
         if not was_idle:
             self._tell("idle", f"has {unused}", "warning")
         # Read the policy here: it may have changed since the job started.

@@ -33,7 +33,7 @@ class ProgramRunner(AttemptRunner):
         if running:
             self._began -= running.age_s
         if running and self._job.state != JobState.STARTING:
-            self._tell("attached", f"its program (pid {running.pid}) keeps running under a new supervisor", "info")
+            self._tell("attached", f"its program (pid {running.pid}) continues under a new supervisor", "info")
         is_adopted = running is not None and self._job.mode == ADOPTED and self._job.attempt == 1
         setup = msgspec.structs.replace(setup, gpu_uuids=self._job.gpu_uuids, running=running, is_adopted=is_adopted)
         self._program = command_launcher(config.launch.backend, setup)

@@ -293,7 +293,7 @@ class Supervisor:
             if not retry("queueing it again", lambda: self._move_to_queue(fields)):
                 return ending
         except UserError as error:
-            return msgspec.structs.replace(ending, error=f"was to be queued again, but is stopped: {error}")
+            return msgspec.structs.replace(ending, error=f"could not be queued again, so it is stopped: {error}")
         self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
         with tolerate("reporting that it is queued again"):
             retry("reporting that it is queued again", lambda: self._tell_queued(ending, held=held))

@@ -39,7 +39,7 @@ class ArrayView(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The words with which the names of all jobs begin, or the name of the first job."""
+        """The words that the names of all jobs begin with, or the first job's name."""
         words = [job.name.split() for job in self.jobs]
         same = []
         for column in zip(*words, strict=False):

@@ -44,7 +44,7 @@ class ProgramUse(msgspec.Struct, frozen=True):
 class ProgramReader:
     """Reads the use of one command; CPU time is compared with the reading before.
 
-    Call it in a thread of its own: a read from `/proc` or from a disk may hang.
+    Call it in a separate thread: a read from `/proc` or from a disk may hang.
     """
 
     def __init__(self, data: DataDir, job_id: int) -> None:

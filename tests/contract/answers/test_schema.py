@@ -11,7 +11,7 @@ from sae_tui.cli_commands.parser import make_parser
 from sae_tui.cli_commands.schema import schemas
 from trainer.parser import make_parser as make_trainer_parser
 
-# Commands that print the format of another program or command instead of their own JSON.
+# Commands that print another program's or command's format instead of their own JSON.
 WITHOUT = {"export-metrics", "receive", "trainer join", "trainer rank"}
 
 

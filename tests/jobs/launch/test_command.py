@@ -86,7 +86,7 @@ def test_a_command_cannot_be_evaluated(box):
         request.refuse(box.data, job)
 
 
-# A supervisor of a command that leaves a process behind, which gets a session and then a parent of its own.
+# A supervisor of a command that leaves a process behind, which gets a session and then another parent.
 _SUPERVISOR = """
 import subprocess, sys
 from trainer.contract.prctl import become_subreaper

@@ -1,4 +1,4 @@
-"""Tests that real programs' metrics and use of the machine are stored, once, whatever happens while they run."""
+"""Tests that real programs' metrics and use of the machine are stored exactly once, even after interruptions."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_program_that_prints_ten_megabytes_is_searched_for_little(one: Reading
         one.write("loss: 0.5\n")
     (step,) = stored(one.run, "loss")
     assert step < 100_000
-    assert events(one.run) == ["prints more than is searched for metrics, so some of them may be missing"]
+    assert events(one.run) == ["prints too much to search all of it for metrics, so some may be missing"]
 
 
 def test_the_reader_of_metrics_loads_no_large_library() -> None:

@@ -81,7 +81,7 @@ def test_a_bars_speed_is_in_steps_per_second() -> None:
     assert rates == [44.1, 0.25, None]
 
 
-def test_bars_are_told_apart_by_their_text_and_total_but_not_by_the_numbers_in_it() -> None:
+def test_bars_are_distinguished_by_their_text_and_total_but_not_by_the_numbers_in_it() -> None:
     bars = ["Epoch 1: 1%|# | 1/100 [00:01<00:09, 1it/s]", "Epoch 2: 7%|# | 7/100 [00:01<00:09, 1it/s]", BAR]
     first, second, other = (reading.bar for line in bars if (reading := read_line(line)))
     assert first == second != other

@@ -44,7 +44,7 @@ def used(user: str, gpu_hours: float, **fields: object) -> GpuUse:
 
 
 def board(n_gpus: int, *holders: str, frees_in_s: float = 500.0) -> list[QueueGpu]:
-    """Return GPUs, the first of which are held by these users."""
+    """Return GPUs; these users hold the first ones."""
     gpus = []
     for index in range(n_gpus):
         leases, frees_s = (), 0.0
@@ -289,14 +289,14 @@ def assert_nobody_starved(jobs: list[SimJob], ran: list[Ran]) -> None:
         assert waited_s <= promised_s(one, since[one.row.id], ran, n_users), one
 
 
-def test_nobody_starves_in_a_crowd():
+def test_no_user_starves_in_a_crowd():
     jobs = crowd(160, days=1.0)
     assert_nobody_starved(jobs, Simulation(jobs).run())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_nobody_starves_among_a_thousand_jobs_of_eight_users(seed):
+def test_no_user_starves_among_a_thousand_jobs_of_eight_users(seed):
     jobs = crowd(1000, seed=seed)
     ran = Simulation(jobs).run()
     assert_nobody_starved(jobs, ran)

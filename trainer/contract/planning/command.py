@@ -1,4 +1,4 @@
-"""Plans a command job: its devices, and the memory that it was given or that an earlier run of it used."""
+"""Plans a command job: its devices, and the memory that its job file states or that an earlier run used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.wording import gibibytes
 
 # The variables kept by `command.clean_env`: who runs the program and where, but no settings.
 KEPT = ("HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "XDG_RUNTIME_DIR")
-# Words with which a shell connects commands and files; without a shell, they are arguments.
+# Words that connect commands and files in a shell; without a shell, they are arguments.
 _OF_SHELL = frozenset(("|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"))
 USUAL_PATH = "/usr/local/bin:/usr/bin:/bin"
 

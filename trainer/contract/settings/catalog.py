@@ -186,12 +186,12 @@ class KindEntry(Entry, frozen=True):
     rank: str = ""
     # The function that `sae-train estimate` calls with a job.
     estimate: str = ""
-    # The `AttemptRunner` class, with which the supervisor runs an attempt.
+    # The `AttemptRunner` class that the supervisor runs an attempt with.
     runner: str = "sae_tui.jobs.supervisor.attempt:AttemptRunner"
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
-    # Whether the job runs any program: its metrics have any names, a resumed job starts again from the beginning, and
-    # the program keeps running if its supervisor dies.
+    # Whether the job runs an arbitrary program: its metrics can have any name, a resumed job starts from the beginning,
+    # and the program keeps running if its supervisor dies.
     is_program: bool = False
     # The unit of the job's progress, and the unit of its speed.
     unit: str = "step"

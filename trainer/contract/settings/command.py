@@ -40,8 +40,7 @@ class Command(msgspec.Struct, frozen=True):
     ]
     folder: Annotated[str, about("Working directory of the program.", min_length=1)] = "."
     memory: (
-        Annotated[str, about("Memory that it needs on each GPU, like 20GiB; empty: it gets idle GPUs.", wanted=SIZES)]
-        | None
+        Annotated[str, about("Memory needed on each GPU, like 20GiB; empty: idle GPUs are used.", wanted=SIZES)] | None
     ) = None
     env: (
         Annotated[
@@ -55,12 +54,12 @@ class Command(msgspec.Struct, frozen=True):
     ] = False
     stop_signal: Annotated[StopSignal, about("Signal that asks the program to stop.", advanced=True)] = "TERM"
     grace_s: Annotated[
-        float, about("Time to stop after this signal; then it is killed.", unit="s", advanced=True, ge=0)
+        float, about("Time to stop after this signal, before the program is killed.", unit="s", advanced=True, ge=0)
     ] = 60.0
     retry_on: (
         Annotated[
             list[ExitCode],
-            about("Exit codes after which it is restarted; empty: any failure.", advanced=True, wanted=_CODES),
+            about("Exit codes after which the program is restarted; empty: any failure.", advanced=True, wanted=_CODES),
         ]
         | None
     ) = None
@@ -68,7 +67,7 @@ class Command(msgspec.Struct, frozen=True):
         Annotated[
             list[ExitCode],
             about(
-                "Exit codes after which it is queued again, for programs that save and exit.",
+                "Exit codes after which the job is queued again, for programs that save and exit.",
                 advanced=True,
                 wanted=_CODES,
             ),
@@ -79,7 +78,7 @@ class Command(msgspec.Struct, frozen=True):
         Annotated[
             list[str],
             about(
-                "Patterns that find metrics in its output, like step={step} loss={loss}; empty: the usual formats.",
+                "Patterns that find metrics in the output, like step={step} loss={loss}; empty: the usual formats.",
                 advanced=True,
                 wanted='a list like ["step={step} loss={loss}"]',
             ),
@@ -87,12 +86,12 @@ class Command(msgspec.Struct, frozen=True):
         | None
     ) = None
     log_limit_mib: Annotated[
-        int, about("Size above which the middle of the log is removed.", unit="MiB", advanced=True, ge=1)
+        int, about("Size at which the middle of the log is removed.", unit="MiB", advanced=True, ge=1)
     ] = 256
 
     @property
     def words(self) -> str:
-        """The command line as one would type it in a shell."""
+        """The command line as it would be typed in a shell."""
         return shlex.join(self.argv)
 
     @property

@@ -329,7 +329,7 @@ class Launch(msgspec.Struct, frozen=True):
         Annotated[
             str,
             about(
-                "Time limit, like 4:00:00 or 1-12; then it stops. On SLURM, it saves two minutes before.",
+                "Time limit, like 4:00:00 or 1-12; the job then stops. On SLURM, it saves two minutes earlier.",
                 advanced=True,
                 wanted=TIME_LIMITS,
             ),

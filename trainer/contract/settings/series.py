@@ -94,7 +94,7 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def own_series(names: Iterable[str]) -> list[str]:
-    """Return the series that a program reports, losses first; leave out those measured by this program."""
+    """Return the series that a program reports, losses first; leave out those measured by sae-tui."""
     return sorted(set(names) - {*USAGE, SPEED, PEAK_MEMORY}, key=lambda name: (_loss_place(name), name))
 
 

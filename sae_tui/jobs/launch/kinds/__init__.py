@@ -65,7 +65,7 @@ class LaunchKind(Generic[J, L]):
     def write_files(self, data: DataDir, row: Job, job: J) -> None:
         """Write the files that the job needs in its run folder, in addition to the job file.
 
-        The supervisor starts with this process's environment, whoever starts the supervisor.
+        The supervisor gets this process's environment, even if another process starts it.
         """
         snapshot().write(data.run(row.id))
 
