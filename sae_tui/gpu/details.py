@@ -1,6 +1,6 @@
 """Values read only while a GPU's page is open: clocks, links and faults.
 
-A waiting supervisor does not need this module, so it is imported only on demand.
+The queue process does not need this module, so it is imported only on demand.
 """
 
 from __future__ import annotations

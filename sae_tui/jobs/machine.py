@@ -94,7 +94,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
     if math.isinf(heard.age_s):
         # The job has no files, so no modification time can show whether its host is silent.
         return ""
-    # Import the module here because a waiting supervisor does not need it.
+    # Import the module here because the queue process does not need it.
     import shlex
 
     way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"

@@ -1,4 +1,4 @@
-"""Reads this machine's memory size without a library, because waiting supervisors and ranks must use little memory."""
+"""Reads this machine's memory size without a library, because queue processes and ranks must use little memory."""
 
 from __future__ import annotations
 

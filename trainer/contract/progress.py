@@ -236,8 +236,7 @@ class _ProgressLines:
             # Schedule the next line relative to the current time; otherwise, missed lines would be printed after a
             # suspension.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Import late: waiting supervisors, which use 20 MiB, import this module, and argparse would take another
-            # 1 MiB.
+            # Import late: queue processes, which use 20 MiB, import this module, and argparse would take another 1 MiB.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")

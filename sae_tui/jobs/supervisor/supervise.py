@@ -1,7 +1,7 @@
-"""A job's supervisor: waits for the GPUs, runs and restarts the ranks, and records how the job ends.
+"""A job's supervisor: acquires the GPUs, runs and restarts the ranks, and records how the job ends.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. Every queued job
-has a supervisor, so a supervisor waiting for GPUs loads only the modules needed for waiting.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. The queue
+process starts it when it is the job's turn.
 """
 
 from __future__ import annotations
@@ -207,8 +207,7 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
-        # Import these modules here, as a waiting supervisor does not need them. The package may be replaced while the
-        # job is running, so import all modules now.
+        # The package may be replaced while the job is running, so import all modules now.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
         from sae_tui.jobs.output import kind_of
@@ -337,7 +336,7 @@ class Supervisor:
             self._lock.release()
 
     def _run_hook(self) -> None:
-        # Import the module here because a waiting supervisor does not need the settings.
+        # Import the module here because it is needed only at the end.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()

@@ -1,6 +1,6 @@
-"""Restarts a waiting supervisor if its package has been replaced, for example by `pip install -U`.
+"""Restarts a queue process or a supervisor if its package has been replaced, for example by `pip install -U`.
 
-A supervisor loads many modules only when its job starts. Modules from a new version would not match those already
+Both load some modules only when they need them. Modules from a new version would not match those already
 loaded.
 """
 
@@ -60,7 +60,7 @@ class Installed:
 
 
 def _state() -> int:
-    # A set of all entries would use 0.5 MB in each waiting supervisor, so combine the entries into one hash.
+    # A set of all entries would use 0.5 MB in the queue process, so combine the entries into one hash.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 

@@ -309,7 +309,7 @@ def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[
 
 
 def _suggestion(key: str, names: Sequence[str]) -> str:
-    # Import late because waiting supervisors must use little memory.
+    # Import late because queue processes must use little memory.
     import difflib
 
     close = difflib.get_close_matches(key, names, n=1)

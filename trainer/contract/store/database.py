@@ -218,7 +218,7 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
             return f"the store {path} cannot be locked: {problem}"
-        # Import late because a waiting supervisor does not need this module.
+        # Import late because the queue process does not need this module.
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
@@ -290,7 +290,7 @@ def no_locks(folder: Path) -> str:
     On a file system without locks (such as NFS without a working lock service), SQLite only reports that the store is
     busy.
     """
-    # Import late because `tempfile` takes 1 MiB in a waiting supervisor.
+    # Import late because `tempfile` takes 1 MiB in the queue process.
     import tempfile
 
     try:
@@ -350,7 +350,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # Migrate in a separate process: sqlite-utils uses 17 MiB, too much for the app and waiting supervisors, and takes
+    # Migrate in a separate process: sqlite-utils uses 17 MiB, too much for the app and queue processes, and takes
     # 1.5 s to import if pandas is installed. Run the file with -P because a user's `trainer.py` in the working
     # directory would shadow the package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
