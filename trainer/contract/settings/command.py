@@ -86,7 +86,7 @@ class Command(msgspec.Struct, frozen=True):
         | None
     ) = None
     log_limit_mib: Annotated[
-        int, about("Size at which the middle of the log is removed.", unit="MiB", advanced=True, ge=1)
+        int, about("Size above which the middle of the log is removed.", unit="MiB", advanced=True, ge=1)
     ] = 256
 
     @property
