@@ -153,7 +153,7 @@ class Settings(msgspec.Struct, frozen=True):
     trusted_code: Annotated[
         list[str],
         about(
-            "Code that job files may run without asking: Pythons, models that include code, options of sbatch.",
+            "Code that job files may run without asking: commands, Pythons, models with code, options of sbatch.",
             group=_LAUNCH,
             wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
             commas=True,

@@ -41,8 +41,33 @@ def test_each_consent_allows_only_the_code_that_it_names() -> None:
     assert TABLE["launch"]["python"]
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("env", ["PATH=/evil:/usr/bin"]),
+        ("env", ["SEED=1", "LD_PRELOAD=/evil.so"]),
+        ("folder", "/evil"),
+        ("folder", "x"),
+    ],
+)
+def test_variables_and_a_folder_need_consent_too_because_they_choose_what_a_command_runs(path, value) -> None:
+    table = {"kind": "command", "command": {"argv": ["make"], path: value}}
+    for consent in (Consent(names=("make",)), NO_CONSENT.given(['command.argv=["make"]'])):
+        found = refused(table, consent)
+        assert [code.path for code in found] == [f"command.{path}"] * (len(value) if path == "env" else 1)
+        named = consent._replace(names=(*consent.names, *(code.name for code in found)))
+        assert not refused(table, named)
+        assert not refused(without(table, found), consent)
+
+
 def test_code_is_found_in_a_table_of_any_shape() -> None:
-    for odd in ({"launch": 3}, {"model": ["x"]}, {"launch": {"sbatch_options": "--export=x"}}, {"data": None}):
+    for odd in (
+        {"launch": 3},
+        {"model": ["x"]},
+        {"launch": {"sbatch_options": "--export=x"}},
+        {"data": None},
+        {"command": {"env": "A=1", "argv": 3}},
+    ):
         assert not refused(odd, NO_CONSENT)
     assert refused({"data": {"remote_code": "yes"}}, NO_CONSENT)
 

@@ -14,11 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.paths import working_folder
 
 FLAG = "--allow-code"
-FLAG_HELP = "let the job file run code as you, with command.argv, launch.python, remote_code and any sbatch options"
+FLAG_HELP = "let the job file run code as you, with [command], launch.python, remote_code and any sbatch options"
 SETTING = "trusted_code"
 COMMAND, PYTHON, SBATCH = "command.argv", "launch.python", "launch.sbatch_options"
+# They choose which code a command runs, for example with `PATH`, `LD_PRELOAD` or a `Makefile` in the folder.
+ENV, FOLDER = "command.env", "command.folder"
 # Maps each setting that runs a model's own code to the setting in the same section naming the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
 # Options of sbatch that choose resources and run no code. Abbreviations are not included.
@@ -65,6 +68,12 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
     if isinstance(argv, list) and argv:
         line = shlex.join(map(str, argv))
         yield Code(COMMAND, line, f"runs `{line}` as you")
+    variables = _at(table, ENV)
+    for entry in map(str, variables if isinstance(variables, list) else ()):
+        yield Code(ENV, entry, f"sets {_quoted(entry)} for a program that runs as you")
+    folder, here = str(_at(table, FOLDER) or "."), working_folder()
+    if (there := os.path.normpath(here / os.path.expanduser(folder))) != str(here):
+        yield Code(FOLDER, there, f"runs a program as you in the folder {_quoted(there)}")
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
