@@ -69,7 +69,7 @@ def _enter(folder: str, *, is_required: bool) -> None:
     """Change to the folder in which the user gave the command, if it exists here or is required."""
     try:
         os.chdir(folder)
-    except OSError:
+    except (OSError, ValueError):  # `ValueError`: the path has a zero byte
         if is_required:
             there = f"{folder} is not a folder that you may enter on {socket.gethostname()}"
             raise UserError(f"--folder: {there}; create it there, or name another one") from None

@@ -87,7 +87,7 @@ def size(text: str) -> int:
 
 # The largest array, so that a typing mistake does not launch a million jobs.
 MOST_IN_ARRAY = 1000
-_INDEX = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?")
+_INDEX = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ def array(text: str) -> ArraySpec:
     """Parse an array in SLURM's syntax: `0-31`, `0-31:2`, `1,3,7` or `0-31%4`."""
     numbers, percent, limit = text.partition("%")
     parts = [_indices(part) for part in numbers.split(",")]
-    if any(part is None for part in parts) or (percent and not (limit.isdecimal() and int(limit))):
+    if any(part is None for part in parts) or (percent and not (re.fullmatch(r"[0-9]{1,9}", limit) and int(limit))):
         raise argparse.ArgumentTypeError(f'must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "{cut(text)}"')
     if (count := sum(len(part) for part in parts if part)) > MOST_IN_ARRAY:
         raise argparse.ArgumentTypeError(f"has {count:,} jobs, but at most {MOST_IN_ARRAY:,} are possible")

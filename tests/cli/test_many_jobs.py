@@ -242,7 +242,9 @@ def test_an_array_has_the_syntax_of_slurm(text, indices, limit):
     assert (array(text).indices, array(text).at_once) == (indices, limit)
 
 
-@pytest.mark.parametrize("text", ["", "3-1", "a", "1-", "-1", "1-3:0", "1-3%", "1-3%0", "1-3%x", "1,,2", "1-2-3"])
+@pytest.mark.parametrize(
+    "text", ["", "3-1", "a", "1-", "-1", "1-3:0", "1-3%", "1-3%0", "1-3%x", "1,,2", "1-2-3", "٣", "1%٣", "1%²"]
+)
 def test_an_invalid_array_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be like 0-31, 0-31:2, 1,3,7 or 0-31%4"):
         array(text)

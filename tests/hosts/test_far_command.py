@@ -16,6 +16,8 @@ import pytest
 import tomli_w
 from support.sshd import Sshd, why_not
 
+from sae_tui.cli_commands import receiving
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
@@ -219,3 +221,8 @@ def test_a_host_runs_no_other_command(tmp_path: Path, request_line: object, sent
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"sae-tui: error: {sentence}")
+
+
+def test_a_folder_that_no_host_can_have_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UserError, match="--folder: a\0b is not a folder that you may enter on "):
+        receiving._enter("a\0b", is_required=True)

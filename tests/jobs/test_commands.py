@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -408,6 +410,27 @@ def test_a_process_that_cannot_be_adopted_is_refused_in_one_sentence(box):
         with pytest.raises(UserError, match=message):
             adopt(box.data, pid, [], gpu_source="none")
     assert box.control.jobs() == []
+
+
+def test_a_process_without_a_name_can_be_adopted(box):
+    box.make_store()
+    with ended(box, subprocess.Popen(["", "-c", "import time; time.sleep(100)"], executable=sys.executable)) as process:
+        job_id = adopt(box.data, process.pid, [], gpu_source="none", start=detach.start)
+        box.wait(job_id, JobState.RUNNING)
+        assert box.job(job_id).name.startswith(f"process {process.pid} -c")
+    box.wait_ended(job_id)
+
+
+@contextlib.contextmanager
+def ended(box, process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """Kill the process at the end."""
+    try:
+        python = os.path.realpath(sys.executable)
+        box.wait_for(lambda: os.path.realpath(f"/proc/{process.pid}/exe") == python, "the program")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")

@@ -72,7 +72,7 @@ def adopt(
         job_id = control.create_job(row, above=data.last_id(), prepare=lambda row: _prepare(data, row, job, pid))
         _lease(control, control.job(job_id), process)
         start_or_fail(data, control, job_id, start)
-        enqueue(data, job_id)
+        enqueue(data)  # if it fails, the next command tries again
     return job_id
 
 
@@ -103,12 +103,14 @@ def _refuse_if_of_job(control: Control, process: ProcessRef, data: DataDir) -> N
 def _job(pid: int, name: str, gpus: list[int]) -> CommandJob:
     """Return a job with the command line and the working directory of a process."""
     argv = [word if is_utf8(word) else printable(word) for word in arguments_of(pid)]
+    if not (argv and argv[0]):  # a program may overwrite its arguments
+        argv = [f"process {pid}", *argv[1:]]
     try:
         folder = os.readlink(f"/proc/{pid}/cwd")
     except OSError as error:
         raise UserError(f"the folder of process {pid} cannot be read: {sentence(error)}") from None
     launch = Launch(gpus=gpus or "cpu")
-    words = name or " ".join([os.path.basename(argv[0]), *argv[1:]]).strip() or f"process {pid}"
+    words = name or " ".join([os.path.basename(argv[0]), *argv[1:]])
     command = Command(argv=argv, folder=folder if is_utf8(folder) else "/")
     return CommandJob(command=command, launch=launch, name=printable(words)[:LONGEST_NAME])
 

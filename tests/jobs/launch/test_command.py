@@ -17,7 +17,7 @@ from sae_tui.jobs.launch import job_form, launching
 from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.launchers.process_tree import MARK, ProcessTree
 from sae_tui.jobs.output import output_of
-from trainer.contract.errors import UserError
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.process import parent_of
 from trainer.contract.settings.command import name_of
 from trainer.contract.settings.job_file import any_job_of
@@ -46,6 +46,30 @@ def test_a_command_runs_again_from_the_start_in_its_stored_environment(box, monk
     assert box.data.run(job_id).log(0).read_text() == "attempt 1 of ada\nattempt 2 of ada\n"
     assert box.messages(job_id, "resuming") == ["runs again from the start, as attempt 2"]
     assert output_of(box.data, box.job(job_id)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"env": [""]}, 'command.env: must be NAME=VALUE, not ""'),
+        ({"env": ["A=\0"]}, "command.env: must be UTF-8 without zero bytes, not "),
+        ({"folder": "a\0b"}, "command.folder: must be UTF-8 without zero bytes, not "),
+        ({"metrics": ["a\0{loss}"]}, "command.metrics: must be UTF-8 without zero bytes, not "),
+        ({"argv": ["\udcff"]}, "command.argv: must be UTF-8 without zero bytes, not "),
+        ({"argv": ["x" * 1_000_001]}, "command: has more than 1,000,000 bytes; pass long arguments in a file"),
+        ({"env": [f"A{n}={'x' * 100_000}" for n in range(11)]}, "command: has more than 1,000,000 bytes"),
+    ],
+)
+def test_a_command_that_no_job_file_can_hold_is_refused_in_one_sentence(settings, problem):
+    with pytest.raises(JobFileError) as refusal:
+        any_job_of({"kind": "command", "name": "odd", "command": {"argv": ["true"]} | settings})
+    (found,) = refusal.value.problems
+    assert str(found).startswith(problem)
+
+
+def test_a_name_that_is_not_utf_8_is_refused():
+    with pytest.raises(JobFileError, match=r"^name: must be UTF-8, not "):
+        any_job_of({"kind": "command", "name": "\udcff", "command": {"argv": ["true"]}})
 
 
 def test_a_finished_command_may_run_again_but_cannot_cool_down(box):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -23,7 +24,9 @@ StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
 _LONGEST_NAME = 80
 # Names in braces that are replaced in the arguments when the program starts.
 PLACEHOLDERS = ("gpus", "gpu_list", "job_id", "run_dir")
-_ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=[^\0]*", re.DOTALL)
+# A job file may have 1 MiB.
+MOST_BYTES = 1_000_000
+_ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _CODES = "a list of exit codes from 1 to 255, like [75]"
 
 
@@ -141,9 +144,18 @@ def _problems_of(command: Command) -> list[Problem]:
     problems = []
     if not command.argv or not command.argv[0]:
         problems.append(Problem("command.argv", 'is empty; write the program and its arguments, like ["make"]'))
-    if wrong := next((word for word in command.argv if "\0" in word or not is_utf8(word)), None):
-        problems.append(Problem("command.argv", f"must be UTF-8 without zero bytes, not {show(ascii(wrong))}"))
-    if wrong := next((entry for entry in command.env or () if not _ENTRY.fullmatch(entry)), None):
+    texts = {"argv": command.argv, "env": command.env, "folder": [command.folder], "metrics": command.metrics}
+    for name, words in texts.items():
+        for word in words or ():
+            if "\0" in word or not is_utf8(word):
+                problems.append(
+                    Problem(f"command.{name}", f"must be UTF-8 without zero bytes, not {show(ascii(word))}")
+                )
+                break
+    if len(json.dumps(list(texts.values()), ensure_ascii=False).encode(errors="replace")) > MOST_BYTES:
+        problems.append(Problem("command", f"has more than {MOST_BYTES:,} bytes; pass long arguments in a file"))
+    wrong = next((entry for entry in command.env or () if not _ENTRY.fullmatch(entry)), None)
+    if wrong is not None:
         problems.append(Problem("command.env", f"must be NAME=VALUE, not {show(wrong)}"))
     if command.memory is not None:
         try:

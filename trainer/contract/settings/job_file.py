@@ -255,6 +255,8 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
         return None
     if path == "name" and (control := CONTROL.search(value)):
         problems.append(Problem(path, f"must not contain control characters, but contains {show(control[0])}"))
+    if path == "name" and not is_utf8(value):
+        problems.append(Problem(path, f"must be UTF-8, not {show(ascii(value))}"))
     choices = open_choices(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
