@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sae_tui.gpu.secrets import masked_settings
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
@@ -179,8 +180,8 @@ def settings_of(config: str) -> Mapping[str, Settings]:
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # the job file contains a setting from another version
-        return {"": _flat(raw)}
-    return {label: _flat(to_table(member)) for label, member in members(job).items()}
+        return {"": masked_settings(_flat(raw))}
+    return {label: masked_settings(_flat(to_table(member))) for label, member in members(job).items()}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

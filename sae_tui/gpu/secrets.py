@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 HIDDEN = "…"
 # Variables whose values are harmless. All other values are hidden: a variable with any name may contain a secret.
@@ -100,6 +101,19 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
             hides = _announces_secret(argument) or (previous, argument) == ("wandb", "login")
         base = argument.rpartition("/")[2]
         program, previous = (base if base in _OPTIONS else program), base
+    return shown
+
+
+def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Mask the secrets in the command line and the variables of a job file; keep its other settings.
+
+    `settings` maps paths like `command.argv` to values.
+    """
+    shown = dict(settings)
+    if isinstance(argv := shown.get("command.argv"), list):
+        shown["command.argv"] = masked_arguments(map(str, argv))
+    if isinstance(variables := shown.get("command.env"), list):
+        shown["command.env"] = [masked(str(entry)) for entry in variables]
     return shown
 
 

@@ -4,6 +4,7 @@ import json
 from contextlib import closing
 
 from compare.conftest import job_file, write
+from support.commands import command_file
 from support.tui import record_job
 
 from sae_tui.compare.run import settings_of
@@ -22,6 +23,14 @@ def test_every_sae_in_a_sweep_is_compared_separately(runs) -> None:
     assert [sae.latest["fvu"] for sae in comparison.saes] == [0.2, 0.5, 0.1]
     assert [sae.settings["sae.k"] for sae in comparison.saes] == [16, 8, 32]
     assert [(curve.label, curve.sae) for curve in comparison.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
+
+
+def test_secrets_in_a_command_line_are_not_compared() -> None:
+    file = command_file("python", "x.py", "--api-key", "s3cr3t", env=["HF_TOKEN=s3cr3t", "SEED=1"])
+    (settings,) = settings_of(file).values()
+    assert "s3cr3t" not in str(settings)
+    assert settings["command.argv"][:3] == ["python", "x.py", "--api-key"]
+    assert settings["command.env"][0].startswith("HF_TOKEN=")
 
 
 def test_a_metric_shared_by_the_saes_in_a_sweep_is_one_curve(runs) -> None:

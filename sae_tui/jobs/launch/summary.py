@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sae_tui.gpu.secrets import masked, masked_arguments
+from sae_tui.gpu.secrets import masked_settings
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import dead_after
@@ -86,12 +86,13 @@ def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, A
     """
     for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
-            value = table[section].get(setting.name)
+            path = f"{section}.{setting.name}"
+            value = masked_settings({path: table[section].get(setting.name)})[path]
             if setting.is_command_line:
-                value = shlex.join(masked_arguments(value))
+                value = shlex.join(value)
             elif setting.name == "env" and value:
-                value = " ".join(map(masked, value))
-            yield f"{section}.{setting.name}", value, setting.default
+                value = " ".join(value)
+            yield path, value, setting.default
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
