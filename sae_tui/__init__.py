@@ -6,9 +6,9 @@
 # `typing` is not imported: type checkers know this name.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from sae_tui.api import Job, Result, job, run
+    from sae_tui.api import Job, Result, UserError, job, run
 
-__all__ = ["Job", "Result", "job", "run"]
+__all__ = ["Job", "Result", "UserError", "job", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.launching import Array, array_of, launch_all
 from sae_tui.cli_commands.output import say, show_json
+from sae_tui.cli_commands.selection import bad_usage
 from sae_tui.cli_commands.values import MOST_IN_ARRAY, ArraySpec
 from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.launch import adopt as adopting
-from sae_tui.jobs.launch.command_job import command_job
+from sae_tui.jobs.launch.command_job import command_job, named_as_arguments
 from sae_tui.jobs.launch.kinds.command import ARRAY_INDEX
-from trainer.contract.errors import JobFileError, Problem, UsageError
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, track
-from trainer.contract.settings.command import CommandJob, name_of
+from trainer.contract.settings.command import PLACEHOLDERS, CommandJob, name_of
 
 # The placeholder for the index of a job in an array.
 INDEX = "array_index"
@@ -29,10 +31,12 @@ def run(context: CommandContext, flags: argparse.Namespace) -> int:
     """Record a command, or one command for each combination of `--grid` and `--array`, and return."""
     argv = _argv(flags)
     combinations = _combinations(flags.grid, flags.array)
+    _refuse_unused(combinations[0], [*argv, *flags.env])
     array = _array_of(flags, len(combinations))
-    with Progress("run", to_descriptor=False):
-        jobs = [_job(flags, argv, values) for values in track(combinations, "jobs")]
-    return launch_all(context, flags, jobs, array=array)
+    with named_as_arguments("--"):
+        with Progress("run", to_descriptor=False):
+            jobs = [_job(flags, argv, values) for values in track(combinations, "jobs")]
+        return launch_all(context, flags, jobs, array=array)
 
 
 def _array_of(flags: argparse.Namespace, n_jobs: int) -> Array | None:
@@ -62,9 +66,9 @@ def _argv(flags: argparse.Namespace) -> list[str]:
     """Return the program and its arguments."""
     argv = flags.argv[1:] if flags.argv[:1] == ["--"] else flags.argv
     if flags.shell and argv:
-        raise UsageError("--shell and a command after -- are both given; give only one of them")
+        raise JobFileError([Problem("--shell", "is given in addition to a command after --; give only one of them")])
     if not (argv or flags.shell):
-        raise UsageError("there is no command; write it after --, as in `sae-tui run --gpus 1 -- python train.py`")
+        raise bad_usage("COMMAND is missing", "write it after --, as in `sae-tui run --gpus 1 -- python train.py`")
     return ["/bin/sh", "-c", flags.shell] if flags.shell else argv
 
 
@@ -113,33 +117,47 @@ def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:
-    """Return the values of every combination: `lr=1e-3,3e-4` and `seed=0,1` give four, and each index of an array all.
+    """Return the values of each combination: `lr=1e-3,3e-4` and `seed=0,1` give four, and each index of `array` all.
 
-    Without `--array`, the jobs of a grid are numbered from 0.
+    Without `array`, the jobs of a grid are numbered from 0.
     """
-    columns = [_axis(axis) for axis in axes]
+    columns = dict(map(_axis, axes))
+    if len(columns) < len(axes):
+        raise _wrong_grid("has a name twice; write all values of a name in one --grid, like lr=1e-3,3e-4")
     if array:
-        columns.append([(INDEX, str(index)) for index in array.indices])
-    if (count := math.prod(map(len, columns))) > MOST_IN_ARRAY:
-        raise JobFileError([Problem("--grid", f"gives {count:,} jobs, but at most {MOST_IN_ARRAY:,} are possible")])
-    combinations = [dict(combination) for combination in itertools.product(*columns)]
+        columns[INDEX] = [str(index) for index in array.indices]
+    if (count := math.prod(map(len, columns.values()))) > MOST_IN_ARRAY:
+        raise _wrong_grid(f"gives {count:,} jobs, but at most {MOST_IN_ARRAY:,} are possible")
+    combinations = [dict(zip(columns, values, strict=True)) for values in itertools.product(*columns.values())]
     if axes and not array:
         combinations = [{**values, INDEX: str(place)} for place, values in enumerate(combinations)]
     return combinations
 
 
-def _axis(axis: str) -> list[tuple[str, str]]:
-    """Return the values of `lr=1e-3,3e-4`, each with its name."""
+def _axis(axis: str) -> tuple[str, list[str]]:
+    """Return the name and the values of `lr=1e-3,3e-4`."""
     name, equals, values = axis.partition("=")
     name, words = name.strip(), [value.strip() for value in values.split(",") if value.strip()]
     if not (equals and name.isidentifier() and words):
-        raise UsageError(f'--grid takes a name and values like lr=1e-3,3e-4, not "{axis}"')
+        raise _wrong_grid(f'must be a name and values like lr=1e-3,3e-4, not "{axis}"')
     if name == INDEX:
-        raise JobFileError([Problem("--grid", f"{INDEX} is the index of a job; choose another name, or use --array")])
-    return [(name, word) for word in words]
+        raise _wrong_grid(f"{INDEX} is the index of a job; choose another name, or use --array")
+    if name in PLACEHOLDERS:
+        raise _wrong_grid(f"{{{name}}} has another meaning; choose another name")
+    return name, words
+
+
+def _refuse_unused(values: Mapping[str, str], words: Sequence[str]) -> None:
+    """Raise `JobFileError` if a name of the grid occurs nowhere, because all of its jobs would be the same."""
+    unused = [name for name in values if name != INDEX and not any("{" + name + "}" in word for word in words)]
+    if unused:
+        raise _wrong_grid(f"{unused[0]} is not used; write {{{unused[0]}}} in the command or in --env")
+
+
+def _wrong_grid(problem: str) -> JobFileError:
+    return JobFileError([Problem("--grid", problem)])
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace("{" + name + "}", value)
-    return word
+    """Replace each `{name}` in a word by its value; a value is not searched for other names."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)

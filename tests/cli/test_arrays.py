@@ -76,6 +76,14 @@ def test_a_grid_of_training_jobs_is_an_array(shell):
         (["--array", "1-3%2", "--at-once", "2"], "--at-once: is also given by --array; leave out one of them"),
         (["--array", "3-1"], '--array: must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "3-1"'),
         (["--array", "0-99", "--grid", "a=1,2,3,4,5,6,7,8,9,10,11"], "--grid: gives 1,100 jobs, but at most 1,000"),
+        (["--grid", "a=1,2", "--grid", "a=3"], "--grid: has a name twice; write all values of a name in one --grid"),
+        (["--grid", "lr=1,2"], "--grid: lr is not used; write {lr} in the command or in --env"),
+        (["--grid", "gpus=1,2"], "--grid: {gpus} has another meaning; choose another name"),
+        (["--grid", "a"], '--grid: must be a name and values like lr=1e-3,3e-4, not "a"'),
+        (["--time", "0"], "--time: must be longer than 0 s"),
+        (["--env", "a"], '--env: must be NAME=VALUE, not "a"'),
+        (["--folder", "/nowhere"], "--folder: is not a folder: /nowhere"),
+        (["--shell", "true"], "--shell: is given in addition to a command after --"),
         (["--grid", "array_index=1,2"], "--grid: array_index is the index of a job; choose another name"),
         (["--at-once", "0"], '--at-once: must be an integer of at least 1, not "0"'),
     ],
@@ -84,6 +92,29 @@ def test_an_invalid_array_is_refused_in_one_line(shell, flags, said):
     (line,) = shell.errors("run", "--gpus", 0, *flags, "--", "true", code=2)
     assert line.startswith(f"sae-tui: error: {said}")
     assert jobs(shell) == []
+
+
+def test_a_value_of_a_grid_is_inserted_as_it_is(shell):
+    grid = ("--grid", "a={b},x", "--grid", "b=1")
+    shell.run("run", "--gpus", 0, "--hold", *grid, "--", "echo", "{a}{b}", "{other}")
+    assert [argv(shell, job_id) for job_id in (1, 2)] == [["echo", "{b}1", "{other}"], ["echo", "x1", "{other}"]]
+
+
+def test_a_setting_of_a_grid_is_given_once(shell):
+    (line,) = shell.errors("launch", shell.job_file, "--grid", "sae.k=2,4", "--grid", "sae.k=8", code=2)
+    assert line == "sae-tui: error: --grid: sae.k is given twice; write all of its values in one --grid"
+
+
+def test_a_command_given_with_set_is_consent_for_the_command_but_not_for_its_variables(shell, tmp_path):
+    file = tmp_path / "job.toml"
+    flags = ("--gpus", "cpu", "--hold", "--set", 'command.argv=["true"]')
+    file.write_text('kind = "command"\nname = "x"\n[command]\nargv = ["false"]\n')
+    shell.run("launch", file, *flags)
+    assert argv(shell, 1) == ["true"]
+    file.write_text(file.read_text() + 'env = ["LD_PRELOAD=/evil"]\n')
+    (line,) = shell.errors("launch", file, *flags, code=1)
+    assert line.startswith('sae-tui: error: command.env: sets "LD_PRELOAD=/evil" for a program that runs as you')
+    shell.run("launch", file, *flags, "--allow-code")
 
 
 def test_a_large_array_is_reported_in_one_line(shell):

@@ -78,6 +78,10 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
     Raise `JobFileError` if an axis is invalid.
     """
     columns = [_values(axis) for axis in axes]
+    paths = [column[0].partition("=")[0] for column in columns]
+    if twice := next((path for path in paths if paths.count(path) > 1), ""):
+        problem = f"{twice} is given twice; write all of its values in one --grid"
+        raise JobFileError([Problem("--grid", problem)])
     sets = [list(combination) for combination in itertools.product(*columns)]
     if len(sets) > MOST_AT_ONCE:
         raise JobFileError([Problem("--grid", f"gives {len(sets)} jobs, but at most {MOST_AT_ONCE} are possible")])

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from msgspec.structs import replace
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.command import CommandJob, name_of
 from trainer.contract.settings.job_file import any_job_of
-from trainer.contract.settings.typed import as_time_limit, parse_seconds
+from trainer.contract.settings.typed import TIMES, as_time_limit, parse_seconds
+
+# A longer time limit is a typing mistake.
+_LONGEST_S = 10_000 * 86_400
+# The argument that gives each setting, if it has another name. An error names the argument.
+_ARGUMENTS = {
+    "launch.max_restarts": "retries",
+    "launch.time_limit": "time",
+    "command.grace_s": "grace",
+    "command.requeue_on": "requeue",
+}
 
 
 def command_job(
@@ -25,31 +39,30 @@ def command_job(
     stop_signal: str = "TERM",
     grace: str | float = 60.0,
     retries: int = 0,
-    retry_on: Sequence[int] = (),
-    requeue: Sequence[int] = (),
+    retry_on: int | Sequence[int] = (),
+    requeue: int | Sequence[int] = (),
     backend: str | None = None,
     priority: int | None = None,
     share: bool = False,
-    metrics: Sequence[str] = (),
-    settings: Sequence[str] = (),
+    metrics: str | Sequence[str] = (),
+    settings: str | Sequence[str] = (),
 ) -> CommandJob:
     """Return the job that runs a program; raise `JobFileError` with all wrong settings.
 
     `memory` is a size like `20GiB`, or bytes. `time` and `grace` are times like `4h`, or seconds. `settings` are
     overrides like `launch.partition=gpu`. A setting that is None has its default.
     """
-    variables = [f"{key}={value}" for key, value in env.items()] if isinstance(env, Mapping) else list(env)
     command = {
         "argv": list(argv),
         "folder": os.path.abspath(folder or "."),
         "memory": f"{memory}B" if isinstance(memory, int) else memory,
-        "env": variables or None,
+        "env": _variables(env) or None,
         "clean_env": clean_env,
         "stop_signal": stop_signal,
         "grace_s": _seconds(grace, "command.grace_s"),
-        "retry_on": list(retry_on) or None,
-        "requeue_on": list(requeue) or None,
-        "metrics": list(metrics) or None,
+        "retry_on": listed(retry_on) or None,
+        "requeue_on": listed(requeue) or None,
+        "metrics": listed(metrics) or None,
     }
     launch = {
         "gpus": None if gpus is None else gpus_setting(gpus),
@@ -57,29 +70,73 @@ def command_job(
         "priority": priority,
         "share": share,
         "backend": backend,
-        "time_limit": as_time_limit(_seconds(time, "launch.time_limit")) if time else None,
+        "time_limit": None if time is None else _time_limit(time),
     }
     table = {"kind": CommandJob.kind, "name": name or name_of(argv)}
-    job = any_job_of(table | {"command": _given(command), "launch": _given(launch)}, settings)
+    job = any_job_of(table | {"command": _given(command), "launch": _given(launch)}, listed(settings))
     assert isinstance(job, CommandJob)
     return job
 
 
-def gpus_setting(gpus: int | str | Sequence[int]) -> str | list[int]:
+@contextmanager
+def named_as_arguments(prefix: str = "") -> Iterator[None]:
+    """Name the arguments instead of the settings in a `JobFileError`: `--time`, not `launch.time_limit`."""
+    try:
+        yield
+    except JobFileError as error:
+        problems = (replace(problem, path=_argument(problem.path, prefix)) for problem in error.problems)
+        raise JobFileError(problems) from None
+
+
+def _argument(path: str, prefix: str) -> str:
+    section, _, setting = path.partition(".")
+    if section not in ("command", "launch") or setting == "argv":
+        return path
+    name = _ARGUMENTS.get(path, setting)
+    return prefix + name.replace("_", "-") if prefix else name
+
+
+def gpus_setting(gpus: object) -> object:
     """Return `launch.gpus`: 2 and `"2"` are two GPUs, 0 is the CPU, `[0, 1]` and `"0,1"` are these GPUs."""
-    if isinstance(gpus, int) or (isinstance(gpus, str) and gpus.isdecimal()):
-        return f"auto:{gpus}" if int(gpus) else "cpu"
-    if not isinstance(gpus, str):
-        return list(gpus)
-    words = gpus.strip().strip("[]").split(",")
-    return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else gpus
+    if isinstance(gpus, str):
+        words = gpus.strip().strip("[]").split(",")
+        if gpus.isdecimal():
+            return gpus_setting(int(gpus))
+        return [int(word) for word in words] if all(word.strip().isdecimal() for word in words) else gpus
+    if isinstance(gpus, int) and not isinstance(gpus, bool) and gpus >= 0:
+        return f"auto:{gpus}" if gpus else "cpu"
+    return list(gpus) if isinstance(gpus, Iterable) else gpus
+
+
+def listed(values: Any) -> list[Any]:
+    """Return values as a list; a single number or string is a list of one value."""
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
+
+
+def _time_limit(time: str | float) -> str:
+    seconds = _seconds(time, "launch.time_limit")
+    if not 0 < seconds <= _LONGEST_S:
+        problem = f"must be longer than 0 s and at most {_LONGEST_S // 86_400:,} days, not {time}"
+        raise JobFileError([Problem("launch.time_limit", problem)])
+    return as_time_limit(seconds)
 
 
 def _seconds(value: str | float, path: str) -> float:
     try:
-        return parse_seconds(value) if isinstance(value, str) else float(value)
-    except ValueError as error:
-        raise JobFileError([Problem(path, str(error))]) from None
+        seconds = parse_seconds(value) if isinstance(value, str) else float(value)
+    except (ValueError, TypeError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise JobFileError([Problem(path, f"must be {TIMES} or a number of seconds, not {value}")])
+    return seconds
+
+
+def _variables(env: Mapping[str, object] | Sequence[str]) -> list[str]:
+    if not isinstance(env, Mapping):
+        return listed(env)
+    if without := [name for name, value in env.items() if value is None]:
+        raise JobFileError([Problem("command.env", f"{without[0]} has no value; leave it out")])
+    return [f"{name}={value}" for name, value in env.items()]
 
 
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:

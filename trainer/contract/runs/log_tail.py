@@ -34,6 +34,8 @@ class LogEnd(NamedTuple):
 
 def tail(path: Path, n_lines: int) -> list[str]:
     """Return the last `n_lines` lines of a log, or [] if there is no log; read only the end of the log."""
+    if n_lines <= 0:
+        return []
     end = log_end(path, n_lines)
     lines = [*end.lines, *filter(None, [end.unfinished])]
     return [readable(line) for line in lines[-n_lines:]]
