@@ -239,6 +239,7 @@ class Actions:
         def act() -> str:
             from sae_tui.jobs.launch import kept_draft  # slow to import
 
+            problem = ""
             try:
                 source = name_elsewhere(state.monitor.source_name, len(state.monitor.latest()))
                 placed = [(job, self._place(job)) for job in jobs]
@@ -247,6 +248,9 @@ class Actions:
                 job_ids = launching.launch_all(
                     state.data, placed, gpu_source=source, parent=parent, after=after, as_array=len(jobs) > 1
                 )
+            except launching.NotStarted as error:
+                job_ids, problem = error.job_ids, str(error)
+                self._app.call_later(self._tell, problem, "warning")
             except Exception as error:
                 bug = f"the launch failed because of a bug in sae-tui: {error!r}"
                 why = sentence(error) if isinstance(error, UserError | OSError) else bug
@@ -254,7 +258,7 @@ class Actions:
                 return ""
             kept_draft.drop(state.data, jobs[0].kind)
             self._app.call_later(self._end_launch, job_ids[-1])
-            return self._outcome(job_ids)
+            return "" if problem else self._outcome(job_ids)
 
         state.go.show_dashboard()
         self.do(act)

@@ -24,7 +24,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.jobs import edits
 from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch import launching, placement
-from sae_tui.jobs.launch.command_job import command_job
+from sae_tui.jobs.launch.command_job import command_job, listed, named_as_arguments
 from sae_tui.jobs.states import describe_state
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError, errors
 from trainer.contract.planning.check_job import propose
@@ -117,6 +117,8 @@ class Job:
 
     def log(self, lines: int | None = None) -> str:
         """Return the last `lines` lines of the program's output, by default 100,000, without control characters."""
+        if lines is not None and lines < 0:
+            raise UsageError(f"lines: must be at least 0, not {lines}")
         self._context.data.refuse_links(self.id)
         found = tail(self._context.data.run(self.id).log(0), MOST_LINES if lines is None else lines)
         return "".join(f"{printable(line)}\n" for line in found)
@@ -152,17 +154,18 @@ def run(
     folder: str | os.PathLike[str] | None = None,
     data_dir: str | os.PathLike[str] | None = None,
     hold: bool = False,
-    tags: Iterable[str] = (),
+    tags: str | Iterable[str] = (),
     clean_env: bool = False,
     stop_signal: str = "TERM",
     grace: str | float = 60.0,
     retries: int = 0,
-    retry_on: Sequence[int] = (),
-    requeue: Sequence[int] = (),
+    retry_on: int | Sequence[int] = (),
+    requeue: int | Sequence[int] = (),
     backend: str | None = None,
     priority: int | None = None,
     share: bool = False,
-    settings: Sequence[str] = (),
+    metrics: str | Sequence[str] = (),
+    settings: str | Sequence[str] = (),
 ) -> Job:
     """Launch a program as a job and return at once, as `sae-tui run` does.
 
@@ -176,6 +179,7 @@ def run(
     - `env`: variables to set, added to the variables of this process. `folder`: the working directory.
     - `retries`: how often it is restarted if it fails, or if it exits with a code in `retry_on`.
     - `requeue`: exit codes after which it is queued again.
+    - `metrics`: patterns that find metrics in the output, like `"step={step} loss={loss}"`.
     - `settings`: overrides like `"launch.partition=gpu"`.
 
     Raise `UserError` with the sentences that `sae-tui run` would print. Warnings are issued as Python warnings.
@@ -188,28 +192,30 @@ def run(
     >>> run(["sh", "-c", "exit 3"], gpus=0).wait().exit_code
     3
     """
-    made = command_job(
-        _words(argv),
-        gpus=gpus,
-        memory=memory,
-        name=name,
-        time=time,
-        env=env,
-        folder=folder,
-        clean_env=clean_env,
-        stop_signal=stop_signal,
-        grace=grace,
-        retries=retries,
-        retry_on=retry_on,
-        requeue=requeue,
-        backend=backend,
-        priority=priority,
-        share=share,
-        settings=settings,
-    )
-    context = _context(data_dir)
-    context.mend()
-    return Job(_launch(context, made, after=_ids(after), hold=hold, tags=tuple(tags)), context)
+    with named_as_arguments():
+        made = command_job(
+            _words(argv),
+            gpus=gpus,
+            memory=memory,
+            name=name,
+            time=time,
+            env=env,
+            folder=folder,
+            clean_env=clean_env,
+            stop_signal=stop_signal,
+            grace=grace,
+            retries=retries,
+            retry_on=retry_on,
+            requeue=requeue,
+            backend=backend,
+            priority=priority,
+            share=share,
+            metrics=metrics,
+            settings=settings,
+        )
+        context = _context(data_dir)
+        context.mend()
+        return Job(_launch(context, made, after=_ids(after), hold=hold, tags=listed(tags)), context)
 
 
 def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
@@ -229,8 +235,10 @@ def _words(argv: Sequence[object]) -> list[str]:
 
 
 def _ids(after: int | Job | Iterable[int | Job]) -> tuple[int, ...]:
-    jobs = [after] if isinstance(after, (int, Job)) else after
-    return tuple(one.id if isinstance(one, Job) else one for one in jobs)
+    ids = [one.id if isinstance(one, Job) else one for one in listed(after)]
+    if wrong := [one for one in ids if not isinstance(one, int) or isinstance(one, bool)]:
+        raise UsageError(f"after: must be jobs or ids of jobs, not {wrong[0]!r}")
+    return tuple(ids)
 
 
 def _launch(context: CommandContext, made: CommandJob, **options: Any) -> int:
@@ -245,7 +253,11 @@ def _launch(context: CommandContext, made: CommandJob, **options: Any) -> int:
         warnings.warn(str(problem), stacklevel=3)
     where = placement.place(proposal, gpus.choices, multi_gpu_enabled=context.settings.multi_gpu_enabled)
     source = name_elsewhere(gpus.source_name, len(gpus.choices))
-    return launching.launch(context.data, made, where, gpu_source=source, **options)
+    try:
+        return launching.launch(context.data, made, where, gpu_source=source, **options)
+    except launching.NotStarted as error:
+        warnings.warn(str(error), stacklevel=3)
+        return error.job_ids[0]
 
 
 __all__ = ["Job", "Result", "UserError", "job", "run"]

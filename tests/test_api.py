@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import math
 import os
 import signal
 import subprocess
@@ -15,8 +16,10 @@ import pytest
 
 import sae_tui
 from sae_tui import api
+from sae_tui.jobs import detach
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.toml import table_of
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 
@@ -91,25 +94,66 @@ def test_a_job_waits_for_the_jobs_before_it_and_another_process_can_follow_it(tm
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"gpus": "many"}, "launch.gpus: must be"),
-        ({"memory": "lots"}, "command.memory: must be a size like 20GiB"),
-        ({"time": "soon"}, "launch.time_limit: must be a time"),
-        ({"grace": "soon"}, "command.grace_s: must be a time"),
-        ({"folder": "/nowhere"}, "command.folder: is not a folder: /nowhere"),
-        ({"env": ["X"]}, "command.env: must be NAME=VALUE"),
-        ({"stop_signal": "KILL"}, "command.stop_signal: must be"),
-        ({"retry_on": [999]}, "command.retry_on"),
-        ({"backend": "cloud"}, "launch.backend: must be"),
-        ({"settings": ["launch.nods=2"]}, "launch.nods"),
+        ({"gpus": "many"}, "gpus: must be"),
+        ({"memory": "lots"}, "memory: must be a size like 20GiB"),
+        ({"time": "soon"}, "time: must be a time"),
+        ({"grace": "soon"}, "grace: must be a time"),
+        ({"folder": "/nowhere"}, "folder: is not a folder: /nowhere"),
+        ({"env": ["X"]}, "env: must be NAME=VALUE"),
+        ({"stop_signal": "KILL"}, "stop_signal: must be"),
+        ({"retry_on": [999]}, "retry_on"),
+        ({"backend": "cloud"}, "backend: must be"),
+        ({"settings": ["launch.nods=2"]}, "nods: is not a known setting"),
+        ({"gpus": 1.5}, "gpus: must be"),
+        ({"gpus": True}, "gpus: must be"),
+        ({"time": 0}, "time: must be longer than 0 s"),
+        ({"time": -1}, "time: must be longer than 0 s"),
+        ({"time": math.nan}, "time: must be a time"),
+        ({"time": math.inf}, "time: must be longer than 0 s and at most 10,000 days"),
+        ({"grace": math.inf}, "grace: must be finite"),
+        ({"retries": "many"}, "retries: must be an integer"),
+        ({"requeue": 999}, "requeue: must be a list of exit codes"),
+        ({"env": {"A": None}}, "env: A has no value"),
+        ({"metrics": "loss"}, 'metrics: "loss" has no name in braces'),
+        ({"after": "5"}, "after: must be jobs or ids of jobs, not '5'"),
+        ({"after": [None]}, "after: must be jobs or ids of jobs, not None"),
         ({"after": 99}, "there is no job 99"),
         ({"tags": ["two words"]}, "a tag is one word"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_launches_nothing(data: DataDir, options, sentence: str) -> None:
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(sae_tui.UserError) as refusal:
         sae_tui.run(["true"], **{"gpus": 0} | options)
-    assert sentence in str(refusal.value)
+    assert str(refusal.value).startswith(sentence)
     assert not list((data.root / "runs").glob("*"))
+
+
+def test_a_single_value_is_a_list_of_one(data: DataDir) -> None:
+    job = sae_tui.run(["true"], gpus=0, hold=True, retry_on=3, requeue=4, tags="mine", env="A=1", metrics="loss {loss}")
+    with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+        row = control.job(job.id)
+    command = table_of(row.config)["command"]
+    assert (command["retry_on"], command["requeue_on"]) == ([3], [4])
+    assert (command["env"], command["metrics"], row.tags) == (["A=1"], ["loss {loss}"], ("mine",))
+
+
+def test_the_number_of_lines_of_a_log_is_exact_and_never_negative() -> None:
+    job = sae_tui.run(["printf", "1\n2\n3\n"], gpus=0)
+    assert job.wait(60).exit_code == 0
+    assert [job.log(lines) for lines in (0, 1, 5, None)] == ["", "3\n", "1\n2\n3\n", "1\n2\n3\n"]
+    with pytest.raises(UserError, match="lines: must be at least 0, not -1"):
+        job.log(-1)
+
+
+def test_a_job_stays_queued_with_a_warning_if_the_queue_process_does_not_start(data: DataDir) -> None:
+    log = data.root / "queue.log"
+    log.mkdir(parents=True)
+    with pytest.warns(UserWarning, match="^job 1 is queued, but the queue could not be started: "):
+        job = sae_tui.run(["true"], gpus=0)
+    assert job.state == "queued"
+    log.rmdir()
+    detach.start_queue(data)
+    assert job.wait(60).state == "finished"
 
 
 def test_wrong_commands_and_unknown_jobs_are_refused() -> None:

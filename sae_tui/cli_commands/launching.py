@@ -125,7 +125,11 @@ def launch_all(
     options |= {"as_array": array is not None, "at_once": array and array.at_once}
     with Progress("launch", to_descriptor=False):
         pairs = zip(jobs, places, strict=True)
-        ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
+        try:
+            ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
+        except launching.NotStarted as error:
+            warn(f"warning: {error}")
+            ids = error.job_ids
     has_done(f"{named_jobs(ids)} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
         held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}

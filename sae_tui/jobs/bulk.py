@@ -12,12 +12,9 @@ from sae_tui.jobs.edits import NotApplicable
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir
-from trainer.contract.store.database import StoreError
+from trainer.contract.store.database import LONGEST_TRANSACTION_S, StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import plural
-
-# Other processes cannot write for this long while jobs are being changed; they would give up after `BUSY_TIMEOUT_S`.
-LONGEST_TRANSACTION_S = 0.5
 
 # Changes a job in an open store, and returns a message.
 Change = Callable[[DataDir, Control, int], str]

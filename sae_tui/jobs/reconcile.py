@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import pkgutil
@@ -48,13 +49,15 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
         reader = Control(data.control_db, readonly=True)
     except StoreMissing:
         return []
+    # A look at a held lock takes 15 ms, too long for each of many queued jobs.
+    has_queue = functools.cache(functools.partial(_has_queue, data))
     try:
-        orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job)]
+        orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job, has_queue)]
     finally:
         reader.close()
     queued = [job for job in orphaned if _can_go_on(data, job)]
     unattended = [job for job in orphaned if job in queued or kind_of(job.config).is_program]
-    if revive and any(_is_mine(data, job) and not is_attended(data, job) for job in unattended):
+    if revive and any(_is_mine(data, job) and not has_queue(job.host, job.user) for job in unattended):
         revive(data)
     orphaned = [job for job in orphaned if job not in queued]
     cut_off = going.left_behind(data)
@@ -133,7 +136,11 @@ def is_supervised(data: DataDir, job: Job) -> bool:
 
 def is_attended(data: DataDir, job: Job) -> bool:
     """Return whether the queue process of a job's user is alive on this machine."""
-    return is_held(data.queue_lock(job.host, job.user)) is not False
+    return _has_queue(data, job.host, job.user)
+
+
+def _has_queue(data: DataDir, host: str, user: str) -> bool:
+    return is_held(data.queue_lock(host, user)) is not False
 
 
 def waits_here(data: DataDir, job: Job) -> bool:
@@ -160,15 +167,15 @@ def _can_go_on(data: DataDir, job: Job) -> bool:
         return True
 
 
-def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Return whether a job's supervisor has exited.
+def _is_orphaned(data: DataDir, job: Job, has_queue: Callable[[str, str], bool]) -> bool:
+    """Return whether a job's supervisor has exited; `has_queue` says whether a user has a queue process on a host.
 
     Return False if the job is on another machine, or if its supervisor may still be starting.
     """
     if not is_here(job):
         return False
     if job.state == JobState.QUEUED and _can_go_on(data, job):
-        return not (is_supervised(data, job) or is_attended(data, job))
+        return not (is_supervised(data, job) or has_queue(job.host, job.user))
     if job.supervisor is None:
         # A resumed job was created long ago, so use the time at which it was queued.
         # The absolute value limits the wait if the clock is set back.

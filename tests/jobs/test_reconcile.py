@@ -16,9 +16,10 @@ from sae_tui.jobs import reconcile as reconcile_module
 from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
 from sae_tui.jobs.upkeep.trash import throw_away
+from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef, boot_id
-from trainer.contract.runs.lock import RunLock, is_holder
+from trainer.contract.runs.lock import RunLock, is_held, is_holder
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.rows import Rank
 from trainer.contract.store.states import JobState
@@ -252,6 +253,21 @@ def test_jobs_on_other_machines_and_live_jobs_are_left_alone(box, other_user):
     started(box, other_user)
     box.record(host=f"not-{socket.gethostname()}", created=1.0)
     assert reconcile(box.data) == []
+
+
+def test_one_look_for_the_queue_process_is_enough_for_many_queued_jobs(box, monkeypatch):
+    ids = [box.enqueue("steps=1", hold=True) for _ in range(20)]
+    looks = []
+
+    def look(path):
+        looks.append(path)
+        return is_held(path)
+
+    monkeypatch.setattr("sae_tui.jobs.reconcile.is_held", look)
+    queue = box.data.queue_lock(socket.gethostname(), user_name())
+    assert reconcile(box.data) == []
+    assert looks.count(queue) == 1
+    assert {box.job(job_id).state for job_id in ids} == {JobState.QUEUED}
 
 
 def test_reconciling_without_a_store_changes_nothing(box):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 from contextlib import closing
@@ -322,7 +323,7 @@ async def test_a_gpu_taken_by_another_job_in_the_meantime_is_shown_as_busy(make_
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
     monkeypatch.setattr("sae_tui.actions.KNOWN_WITHIN_S", 60.0)
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: started.append(job_id))
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: started.append(data.last_id()) or "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -426,7 +427,7 @@ async def test_on_a_cluster_the_user_chooses_the_number_of_gpus_per_node(make_ap
 
 
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -507,7 +508,7 @@ async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_ap
 async def test_a_training_job_is_launched_after_the_job_that_is_still_writing_its_rows(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     written = EXTRACTION.replace('"model"', f'"{model_of(tmp_path / "model", 10**7)}"')
     written = written.replace("n_tokens = 1000", f'n_tokens = 1_000_000\noutput = "{tmp_path / "acts"}"')
     record_job(data, "rows", JobState.QUEUED, config=written, supervisor=ProcessRef.current())
@@ -528,7 +529,7 @@ async def test_a_training_job_is_launched_after_the_job_that_is_still_writing_it
 async def test_an_extraction_can_be_launched_from_the_form_and_cloned_into_it(
     make_app, data, monkeypatch, tmp_path
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     file = tmp_path / "extract.toml"
     (tmp_path / "corpus.txt").write_text("the cat sat")
     model_of(tmp_path / "model", 10**7)
@@ -676,7 +677,7 @@ async def test_the_help_for_the_focused_field_is_shown_in_full(make_app) -> None
 async def test_the_launched_job_has_the_current_values_and_not_those_from_an_older_review(
     make_app, data, monkeypatch
 ) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -689,18 +690,32 @@ async def test_the_launched_job_has_the_current_values_and_not_those_from_an_old
 
 
 async def test_a_failed_launch_returns_to_the_filled_form(make_app, monkeypatch) -> None:
-    def refuse(data, job_id) -> None:
-        raise UserError("no more processes")
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", refuse)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.write_record", fail)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "train.n_tokens", "60000")
         await type_into(pilot, screen, "name", "kept")
         await pilot.press("ctrl+l")
-        await wait_until(pilot, lambda: any("no more processes" in note.message for note in app._notifications))
+        await wait_until(pilot, lambda: any("No space left" in note.message for note in app._notifications))
         assert app.screen.query_one("#row-name", SettingRow).text == "kept"
+
+
+async def test_a_job_stays_queued_if_the_queue_process_does_not_start(make_app, data) -> None:
+    (data.root / "queue.log").mkdir(parents=True)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await pilot.press("ctrl+l")
+        await wait_until(
+            pilot, lambda: any("job 1 is queued, but" in note.message.lower() for note in app._notifications)
+        )
+        assert app.screen.id == "dashboard"
+        assert app.session.jobs[0].state is JobState.QUEUED
 
 
 async def test_an_invalid_path_is_reported_in_one_sentence(make_app) -> None:
@@ -729,7 +744,7 @@ async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> No
 
 
 async def test_the_cursor_is_on_the_new_job_after_a_launch(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     record_job(data, "old", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:

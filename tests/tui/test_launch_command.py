@@ -57,7 +57,7 @@ async def reviewed(pilot, screen, *words: str) -> None:
 
 
 async def test_a_command_line_is_split_as_in_a_shell_and_launched(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot)
@@ -220,7 +220,7 @@ async def test_nothing_wraps_in_the_form_for_commands(make_app, size) -> None:
 
 
 async def test_a_launched_job_keeps_the_forms_of_the_other_kinds(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         training = await opened(pilot, "n")

@@ -1,4 +1,4 @@
-"""Launches jobs: records each job in the store and starts its supervisor."""
+"""Launches jobs: records them in the store, and makes sure that a queue process starts them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from trainer.contract.settings.consent import SBATCH, Code, Consent, problems_of
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import dump_job, to_table
 from trainer.contract.settings.promised import Promises
+from trainer.contract.store.database import LONGEST_TRANSACTION_S
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -42,8 +43,6 @@ from trainer.contract.wording import join_words, ranges
 
 Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
-# Other processes wait this long while jobs are being recorded; the store gives up only after `BUSY_TIMEOUT_S`.
-LONGEST_TRANSACTION_S = 0.5
 # An error names this many launched jobs or more by ranges of their ids.
 MANY = 6
 
@@ -67,14 +66,14 @@ def launch_all(
     at_once: int | None = None,
     start: Start | None = None,
 ) -> list[int]:
-    """Record jobs, start their supervisors, and return the jobs' ids without waiting for the jobs.
+    """Record jobs, make sure that a queue process runs, and return the jobs' ids without waiting for the jobs.
 
     The jobs start after the jobs in `after` have finished and, if `hold`, after they are released. With `as_array`,
     they form an array; at most `at_once` jobs of the array run at once.
 
     If any job cannot run, raise `JobFileError` and write nothing. If a job cannot be recorded, for example because the
-    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If a
-    supervisor does not start, raise `UserError`; its job is then `failed`.
+    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If the
+    queue process does not start, raise `NotStarted`; the jobs are queued. In tests, `start` starts each job instead.
     """
     after, tags = tuple(after), as_tags(tags)
     policy, promises = read_policy(data), promised_by(data, after)
@@ -91,56 +90,58 @@ def launch_all(
     with open_control(data) as control:
         refuse_circle(control, 0, after)
         recording = _Recording(data, control, shared, as_array=as_array)
-        return _record_and_start(recording, wanted, start or enqueue)
+        return _record_and_start(recording, wanted, start)
 
 
-def _record_and_start(recording: _Recording, jobs: Sequence[tuple[AnyJob, Placement]], start: Start) -> list[int]:
+def _record_and_start(
+    recording: _Recording, jobs: Sequence[tuple[AnyJob, Placement]], start: Start | None
+) -> list[int]:
     """Record the jobs in a few transactions, start the jobs after each of them, and return their ids."""
     launched: list[int] = []
     left = jobs
+    problem = ""
     # A job that is recorded but not started is half done.
     progress.stage("jobs", len(jobs))
-    try:
-        while left:
+    while left:
+        try:
             recorded = recording.record(left)
-            left = left[len(recorded) :]
-            launched += _start_all(recording, recorded, start)
-    except NotStarted as error:
-        raise _with_launched(error, [*launched, *error.started]) from None
-    except UserError as error:
-        if not launched:
-            raise
-        raise _with_launched(error, launched) from None
+        except UserError as error:
+            raise _with_launched(error, launched) from None
+        launched += recorded
+        left = left[len(recorded) :]
+        problem = _start(recording, recorded, start)
+    if problem:
+        raise NotStarted(launched, problem)
     return launched
+
+
+def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -> str:
+    """Start recorded jobs, by default with the queue process; return the reason if that does not start, or ""."""
+    for job_id in job_ids:
+        if start:
+            start_or_fail(recording.data, recording.control, job_id, start)
+        progress.advance(0.5)
+    return "" if start else enqueue(recording.data)
 
 
 def _with_launched(error: UserError, launched: Sequence[int]) -> UserError:
     """Return the error with the jobs launched before it, if any."""
-    few = len(launched) < MANY
-    before = join_words([f"job {job_id}" for job_id in launched]) if few and launched else f"jobs {ranges(launched)}"
-    return UserError(f"{error}; already launched: {before}" if launched else str(error))
+    return UserError(f"{error}; already launched: {_named(launched)}" if launched else str(error))
+
+
+def _named(job_ids: Sequence[int]) -> str:
+    if len(job_ids) < MANY:
+        return join_words([f"job {job_id}" for job_id in job_ids])
+    return f"jobs {ranges(job_ids)}"
 
 
 class NotStarted(UserError):
-    """An error for recorded jobs that could not be started; `started` contains the ids of the jobs that could."""
+    """An error for jobs that are queued although no queue process could be started; `job_ids` contains the jobs."""
 
-    def __init__(self, message: str, started: Sequence[int]) -> None:
-        self.started = tuple(started)
-        super().__init__(message)
-
-
-def _start_all(recording: _Recording, job_ids: Sequence[int], start: Start) -> Sequence[int]:
-    """Start recorded jobs, and return their ids; if some do not start, start the others and raise `NotStarted`."""
-    problems: dict[int, str] = {}
-    for job_id in job_ids:
-        try:
-            start_or_fail(recording.data, recording.control, job_id, start)
-        except UserError as error:
-            problems[job_id] = str(error)
-        progress.advance(0.5)
-    if problems:
-        raise NotStarted(next(iter(problems.values())), [job_id for job_id in job_ids if job_id not in problems])
-    return job_ids
+    def __init__(self, job_ids: Sequence[int], reason: str) -> None:
+        self.job_ids = list(job_ids)
+        state = f"{_named(job_ids)} {'are' if len(job_ids) > 1 else 'is'} queued"
+        super().__init__(f"{state}, but {reason}; the app and every sae-tui command try to start it again")
 
 
 class _Recording:
@@ -205,9 +206,13 @@ class _Recording:
         return member, msgspec.structs.replace(row, array=self._array, config=dump_job(member))
 
 
-def enqueue(data: DataDir, job_id: int) -> None:  # noqa: ARG001 - one process waits for all jobs
-    """Make sure that a queue process waits for the queued jobs."""
-    detach.start_queue(data)
+def enqueue(data: DataDir) -> str:
+    """Make sure that a queue process waits for the queued jobs; return the reason if it does not start, or ""."""
+    try:
+        detach.start_queue(data)
+    except (UserError, OSError) as error:
+        return sentence(error)
+    return ""
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:

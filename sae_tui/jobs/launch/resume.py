@@ -9,6 +9,7 @@ import msgspec
 
 from sae_tui.jobs import environment
 from sae_tui.jobs.launch.launching import (
+    NotStarted,
     Start,
     enqueue,
     fields_of,
@@ -97,6 +98,7 @@ def resume(
     If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
     Raise `JobFileError` if an override would change a fixed setting, and `UserError` if the job cannot be resumed.
+    If the queue process does not start, raise `NotStarted`; the job is queued.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:
@@ -134,7 +136,10 @@ def resume(
                 control.request(job_id, "finish")
             control.add_event(job_id, "resuming", plan.sentence)
             write_files(data, control, job_id, plan.config)
-        start_or_fail(data, control, job_id, start or enqueue)
+        if start:
+            start_or_fail(data, control, job_id, start)
+        elif reason := enqueue(data):
+            raise NotStarted([job_id], reason)
         return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import pkgutil
 import sys
@@ -96,8 +95,8 @@ def test_the_form_shows_and_reviews_a_registered_kind(toy: ToyJob, box) -> None:
 
 @pytest.mark.timeout(200)
 def test_a_registered_kind_is_launched_and_listed(toy: ToyJob, box, tmp_path, capsys, monkeypatch) -> None:
-    start = functools.partial(detach.start, command=[sys.executable, "-P", toy_kind.__file__])
-    monkeypatch.setattr(launching, "enqueue", start)
+    command = [sys.executable, "-P", toy_kind.__file__]
+    monkeypatch.setattr(launching, "enqueue", lambda data: detach.start(data, data.last_id(), command) or "")
     file = tmp_path / "job.toml"
     file.write_text(dump_job(toy))
 

@@ -9,6 +9,7 @@ import pytest
 
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.revive import reconcile_and_revive
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.settings.command import Command, CommandJob
 from trainer.contract.settings.job import Launch
@@ -120,19 +121,23 @@ def test_a_disk_that_loses_the_files_leaves_no_job(box, monkeypatch):
     assert not box.data.run(1).root.exists()
 
 
-def test_if_a_job_does_not_start_the_others_do_and_are_named(box):
-    started = []
+def test_jobs_stay_queued_if_the_queue_process_does_not_start_and_start_with_the_next_command(box):
+    box.make_store()
+    log = box.data.root / "queue.log"
+    log.mkdir()
+    with pytest.raises(launching.NotStarted, match=r"^job 1, job 2 and job 3 are queued, but the queue could not be"):
+        launch(box, [command(f"job {n}") for n in range(3)], None)
+    assert [job.state for job in box.control.jobs()] == [JobState.QUEUED] * 3
+    log.rmdir()
+    reconcile_and_revive(box.data)
+    assert [box.wait_ended(job_id).state for job_id in (1, 2, 3)] == [JobState.FINISHED] * 3
 
-    def start(_, job_id: int) -> None:
-        if job_id == 2:
-            raise UserError("its supervisor did not start")
-        started.append(job_id)
 
-    reason = "job 2 could not be started: its supervisor did not start; already launched: job 1 and job 3"
-    with pytest.raises(UserError, match=f"^{reason}$"):
-        launch(box, [command(f"job {n}") for n in range(3)], start)
-    assert started == [1, 3]
-    assert [job.state for job in box.control.jobs()] == [JobState.QUEUED, JobState.FAILED, JobState.QUEUED]
+def test_one_look_for_the_queue_process_is_enough_for_many_jobs(box, monkeypatch):
+    looks = []
+    monkeypatch.setattr(launching.detach, "is_held", lambda path: looks.append(path) or True)
+    launch(box, [command(f"job {n}") for n in range(20)], None)
+    assert len(looks) == 1
 
 
 def test_a_launch_that_is_killed_leaves_no_job_without_files(box, monkeypatch):

@@ -24,6 +24,8 @@ from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
 BUSY_TIMEOUT_S = 5.0
+# A transaction that changes many jobs ends after this time, because other processes cannot write in the meantime.
+LONGEST_TRANSACTION_S = 0.5
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 # The suffixes of the files created by SQLite next to a store.
