@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from sae_tui.jobs.supervisor_log import tolerate_disk
@@ -11,6 +12,7 @@ from trainer.contract.wording import gibibytes
 
 # How much of the start and of the end of the log is kept.
 KEPT_BYTES = 2**20
+CHECK_EVERY_S = 1.0
 
 
 class CappedLog:
@@ -22,6 +24,13 @@ class CappedLog:
     def __init__(self, file: Path, limit_bytes: int) -> None:
         self._file, self._limit = file, max(limit_bytes, 4 * KEPT_BYTES)
         self.removed_bytes = 0
+        self._check_at = 0.0
+
+    def turn(self) -> None:
+        """Check the log about once per second."""
+        if time.monotonic() >= self._check_at:
+            self._check_at = time.monotonic() + CHECK_EVERY_S
+            self.check()
 
     def check(self) -> int:
         """If the log exceeds its limit, remove its middle; return how many bytes were removed."""

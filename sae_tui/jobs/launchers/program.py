@@ -63,7 +63,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._copy: OutputCopy | None = None
         self._locks, self._settings = setup.locks, setup.config.command
         self._log = CappedLog(self._paths.log(0), self._settings.log_limit_mib * 2**20)
-        self._metrics = ProgramMetrics(setup.spec, setup.config, self._paths.log(0), self._processes, setup.gpu_uuids)
+        self._metrics = ProgramMetrics(setup.spec, setup.config, self._paths.log(0), self._measured, setup.gpu_uuids)
         self._cgroup: Cgroup | None = None
         self._tree: ProcessTree | None = None
         # Monotonic times: when the stop sequence began, when the remaining processes were asked to exit.
@@ -203,7 +203,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         """Wait up to `timeout_s` for the program to end; then ask the processes that it left behind to exit."""
         if self._copy:
             self._copy.poll()
-        self._log.check()
+        self._log.turn()
         if self.living:
             (program,) = self.living
             if isinstance(program, Program):
@@ -235,10 +235,11 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         return notes
 
     def dump_stacks(self, file: Path) -> None:
-        dump_stacks({f"process {ref.pid}": ref for ref in self._processes()}, file)
+        processes = self._tree.living() if self._tree else []
+        dump_stacks({f"process {ref.pid}": ref for ref in processes}, file)
 
-    def _processes(self) -> list[ProcessRef]:
-        return self._tree.living() if self._tree else []
+    def _measured(self) -> list[ProcessRef]:
+        return self._tree.recent() if self._tree else []
 
 
 def placeholders(spec: RankSpec) -> dict[str, str]:

@@ -16,10 +16,12 @@ from sae_tui.jobs.program_metrics.trackio_files import read_trackio
 from sae_tui.jobs.program_metrics.wandb_files import read_wandb
 from trainer.contract.store.database import file_identity
 
-# A search may take this long; the next one begins this many times later, so searching takes at most 1 % of a core.
+# A search may take this long. A program creates its files soon after its start, so the first searches, and those after
+# new files were found, may take 1 % of a core. After some that found nothing new, they may take 0.2 %.
 SEARCH_S = 0.2
-PAUSE = 100
-FEWEST_S = 2.0
+OFTEN_S, PAUSE = 2.0, 100
+SELDOM_S, LONG_PAUSE = 30.0, 500
+FRUITLESS = 2
 DEEPEST = 8
 MOST_FILES = 100
 MOST_BYTES_PER_TURN = 2 * MOST_BYTES
@@ -28,13 +30,13 @@ _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 _CLOCK_S = 0.05
 
 
-def reader_of(path: Path) -> MetricsFile | None:
+def reader_of(name: str) -> MetricsFile | None:
     """Return the reader for a file with this name, or None if it cannot contain metrics."""
-    if "tfevents" in path.name:
+    if "tfevents" in name:
         return read_events
-    if path.suffix == ".wandb":
+    if name.endswith(".wandb"):
         return read_wandb
-    return read_trackio if path.suffix == ".db" else None
+    return read_trackio if name.endswith(".db") else None
 
 
 class MetricsFolders:
@@ -51,6 +53,7 @@ class MetricsFolders:
         self._roots, self._left_out, self._since = tuple(roots), left_out, since
         self.positions, self._own_pids = positions, own_pids
         self._search_at = 0.0
+        self._n_fruitless = 0
         self._of_others: set[str] = set()
         self.damaged: list[Path] = []
 
@@ -58,12 +61,15 @@ class MetricsFolders:
         """Yield new values; search for new files from time to time."""
         if is_last or time.monotonic() >= self._search_at:
             began = time.monotonic()
-            self._search()
+            self._n_fruitless = 0 if self._search() else self._n_fruitless + 1
             took_s = time.monotonic() - began
-            self._search_at = time.monotonic() + max(FEWEST_S, PAUSE * took_s)
+            pause_s = max(OFTEN_S, PAUSE * took_s)
+            if self._n_fruitless >= FRUITLESS:
+                pause_s = max(SELDOM_S, LONG_PAUSE * took_s)
+            self._search_at = time.monotonic() + pause_s
         left = MOST_BYTES_PER_TURN
         for name, position in self.positions.items():
-            reader = reader_of(Path(name))
+            reader = reader_of(os.path.basename(name))
             if reader and left > 0 and not position.is_damaged and self._has_news(name, position):
                 before = position.place
                 yield from self._values(Path(name), reader, position)
@@ -91,11 +97,12 @@ class MetricsFolders:
         position.size, position.mtime_ns = size, newest
         return size > 0
 
-    def _search(self) -> None:
+    def _search(self) -> bool:
+        """Add the new files; return whether there are any."""
         new = [path for path in self._found() if str(path) not in self.positions and str(path) not in self._of_others]
         new = new[: max(0, MOST_FILES - len(self.positions))]
         if not new:
-            return
+            return False
         identities = {path: file_identity(path) for path in new}
         others = _written_by_others({*identities.values()}, {os.getpid(), *self._own_pids()})
         for path, identity in identities.items():
@@ -103,6 +110,7 @@ class MetricsFolders:
                 self._of_others.add(str(path))
             elif identity:
                 self.positions[str(path)] = FilePosition(self._since)
+        return True
 
     def _found(self) -> Iterator[Path]:
         """Yield the files written since the start, the nearest first, without following links."""
@@ -112,19 +120,20 @@ class MetricsFolders:
             folder, depth = folders.popleft()
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
-                    path = Path(entry.path)
-                    if reader_of(path) and self._is_new(entry):
-                        yield path
-                    elif depth < DEEPEST and self._is_searched(entry, path):
-                        folders.append((path, depth + 1))
+                    if reader_of(entry.name) and self._is_new(entry):
+                        yield Path(entry.path)
+                    elif depth < DEEPEST and self._is_searched(entry):
+                        folders.append((Path(entry.path), depth + 1))
+                    if time.monotonic() > deadline:
+                        return
 
     def _is_new(self, entry: os.DirEntry[str]) -> bool:
         status = entry.stat(follow_symlinks=False)
         return stat.S_ISREG(status.st_mode) and status.st_mtime >= self._since - _CLOCK_S
 
-    def _is_searched(self, entry: os.DirEntry[str], path: Path) -> bool:
+    def _is_searched(self, entry: os.DirEntry[str]) -> bool:
         is_hidden = entry.name.startswith(".") or entry.name in _SKIPPED
-        return not is_hidden and entry.is_dir(follow_symlinks=False) and path != self._left_out
+        return not is_hidden and entry.is_dir(follow_symlinks=False) and Path(entry.path) != self._left_out
 
 
 def _written_by_others(files: set[tuple[int, int] | None], own: set[int]) -> set[tuple[int, int]]:

@@ -46,12 +46,12 @@ class OutputReader:
     def read(self, *, is_last: bool = False) -> list[tuple[int, str]]:
         """Return the next lines with their numbers; `is_last` also returns a last line without an end."""
         try:
+            # Without news, one call is enough: opening the file without following links takes ten.
+            if not (is_last or self._has_more) and _seen(os.stat(self._file, follow_symlinks=False)) == self._seen:
+                return []
             with open_plain(self._file) as stream:
                 status = os.fstat(stream.fileno())
-                seen = (status.st_size, status.st_mtime_ns)
-                if seen == self._seen and not is_last and not self._has_more:
-                    return []
-                self._seen = seen
+                self._seen = _seen(status)
                 chunk = self._next(stream, status.st_size, is_last)
                 self._has_more = len(chunk) == MOST_BYTES
                 return list(self._lines(chunk, is_last))
@@ -112,6 +112,10 @@ class OutputReader:
         self.position.offset += begin
         before = bytes.fromhex(self.position.mark)
         self.position.mark = (before + chunk[:begin])[-_MARK_BYTES:].hex()
+
+
+def _seen(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 def _decoded(line: bytes) -> str:

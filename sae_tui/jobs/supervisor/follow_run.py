@@ -88,7 +88,8 @@ class Watch:
         self._old_heartbeat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
-        self._planned = False
+        # Only ranks write a plan.
+        self._planned = not counts_steps
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
         # The version is initially None so that the first poll also reads requests made during startup.
