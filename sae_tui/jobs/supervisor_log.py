@@ -50,16 +50,18 @@ def _note_once(error: str) -> None:
         note(_last)
 
 
-def retry(action: str, attempt: Callable[[], T]) -> T:
+def retry(action: str, attempt: Callable[[], T], *, is_useless: Callable[[], bool] = lambda: False) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Store errors are logged, and the call is retried. If `attempt` still fails after at least a minute, its error is
-    raised.
+    Store errors are logged, and the call is retried. If `attempt` still fails after at least a minute, or if it is
+    useless to retry, its error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:
             return attempt()
         except UserError as error:
+            if is_useless():
+                raise
             _note_once(f"{action}: {error}")
             time.sleep(STORE_PAUSE_S)
     return attempt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -35,7 +36,7 @@ class CappedLog:
     def check(self) -> int:
         """If the log exceeds its limit, remove its middle; return how many bytes were removed."""
         removed = 0
-        with tolerate_disk(f"shortening {self._file}"):
+        with tolerate_disk(f"shortening {self._file}"), contextlib.suppress(FileNotFoundError):
             if self._file.stat().st_size > self._limit:
                 removed = self._shorten()
         self.removed_bytes += removed

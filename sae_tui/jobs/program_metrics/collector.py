@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.program_metrics.axis import StepAxis
 from sae_tui.jobs.program_metrics.folders import MetricsFolders
 from sae_tui.jobs.program_metrics.lines import Reading, read_line
@@ -32,8 +33,11 @@ from trainer.contract.store.database import StoreError, file_identity
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Event
 
-EVERY_S = 1.0
+# Waking up, reading a line of output, and storing its values takes 2 to 4 ms.
+EVERY_S = 2.0
 USAGE_EVERY_S = 5.0
+# How often the read positions are written. After a kill, what was read since is read again and stored at the same steps.
+STATE_EVERY_S = 10.0
 # A program that prints a new name in every line must not fill the store.
 MOST_SERIES = 200
 LONGEST_NAME = 80
@@ -65,7 +69,7 @@ class Progress(msgspec.Struct):
 
 
 class ProgramMetrics:
-    """A thread that reads what a program reports, once per second.
+    """A thread that reads what a program reports, every two seconds.
 
     It is not the supervisor's main thread because the program may write its files to a disk that does not respond. No
     error in it reaches the job.
@@ -99,6 +103,7 @@ class ProgramMetrics:
         self._speed: float | None = None
         self._writer: SeriesWriter | None = None
         self._identity: tuple[int, int] | None = None
+        self._state_at = 0.0
         self._batch = Batch()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="program-metrics", daemon=True)
@@ -120,7 +125,7 @@ class ProgramMetrics:
                     self._turn(is_last=is_last)
             except Exception as error:
                 note(f"the program's metrics cannot be read: {error!r}")
-                self._stop.wait(60 * EVERY_S)
+                self._stop.wait(30 * EVERY_S)
             if is_last:
                 break
         if self._writer:
@@ -128,6 +133,8 @@ class ProgramMetrics:
 
     def _turn(self, *, is_last: bool) -> None:
         """Read and store what is new; read nothing more while it cannot be stored."""
+        if is_gone(self._db.parent):
+            return
         self._store()
         for line, text in self._output.read(is_last=is_last):
             if reading := read_line(text, self._patterns):
@@ -137,7 +144,7 @@ class ProgramMetrics:
         self._measure()
         self._tell_limits()
         self._finish_batch(is_last=is_last)
-        self._store()
+        self._store(is_last=is_last)
 
     def _pids(self) -> list[int]:
         return [process.pid for process in self._processes()]
@@ -237,7 +244,7 @@ class ProgramMetrics:
             self._batch.rows[SPEED, step] = speed
         self._speed = None
 
-    def _store(self) -> None:
+    def _store(self, *, is_last: bool = False) -> None:
         """Store the batch, and then how far everything was read; raise `StoreError` if this is impossible now."""
         batch = self._batch
         if batch.is_empty:
@@ -256,8 +263,12 @@ class ProgramMetrics:
             self._leave()
             raise
         self._batch = Batch()
+        if is_last or batch.events or time.monotonic() >= self._state_at:
+            self._state_at = time.monotonic() + STATE_EVERY_S
+            self._write_state()
+
+    def _write_state(self) -> None:
         with contextlib.suppress(OSError):
-            # Without it, what was read last is read again, and stored again at the same steps.
             write_whole(self._state_file, msgspec.json.encode(self._state), durable=False)
 
     def _leave(self) -> None:

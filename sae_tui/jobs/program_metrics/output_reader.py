@@ -13,9 +13,9 @@ import msgspec
 from trainer.contract.files import open_plain
 from trainer.contract.store.rows import Count
 
-# At most this much is read per turn, which takes up to 3 % of a core. If much more is unread because the program writes
-# faster than that, only the newest output is read: of 10 MB/s, about 1 %, which takes 1 % of a core.
-MOST_BYTES = 256 * 1024
+# At most this much is read per turn, every two seconds, which takes up to 3 % of a core. If much more is unread because
+# the program writes faster than that, only the newest output is read: of 10 MB/s, less than 1 %.
+MOST_BYTES = 512 * 1024
 MOST_UNREAD_BYTES = 4 * 2**20
 NEWEST_BYTES = 64 * 1024
 # At the end of the program, this much is read.

@@ -77,6 +77,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class AttemptRunner:
     """Runs the ranks in one attempt from their start until all ranks have exited."""
 
+    # What an attempt runs.
+    processes = "its ranks"
     # Whether an attempt that takes no steps has stalled.
     counts_steps = True
     # Whether a failure whose cause is known to recur prevents a restart.
@@ -118,7 +120,8 @@ class AttemptRunner:
             self._paths.free_reserve()
             if recording:
                 recording.stop()
-            meter.end()
+            if not is_gone(self._data.root):
+                meter.end()
         return outcome
 
     def _record_faults(self, recording: Recording, error: str | None) -> None:
@@ -153,7 +156,7 @@ class AttemptRunner:
         try:
             attempt.start()
         except (UserError, OSError) as error:
-            self._failure = f"its ranks could not be started: {sentence(error)}"
+            self._failure = f"{self.processes} could not be started: {sentence(error)}"
         self._record(attempt.rows())
         return attempt
 
@@ -210,13 +213,16 @@ class AttemptRunner:
         must_end = False
         while attempt.alive:
             self._record(attempt.wait(TICK_S if must_end or watch.asked_to_stop else CALM_TICK_S))
+            if is_gone(self._paths.root):
+                # Do nothing else: without the folder, everything else would only log errors.
+                self._failure, must_end = self._failure or FOLDER_GONE, True
+                attempt.end()
+                continue
             self._sign.turn()
             if attempt.is_waiting:
                 watch.nothing_expected()
             if watch.poll():
                 self._record(attempt.rows())
-            if is_gone(self._paths.root):
-                self._failure = self._failure or FOLDER_GONE
             if watch.asked_to_stop:
                 attempt.ask_to_stop()
             elif watch.asked_to_finish:
@@ -287,9 +293,9 @@ class AttemptRunner:
         odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"
         try:
             attempt.dump_stacks(file)
-            where = f"{file} contains the stacks of its ranks"
+            where = f"{file} contains the stacks of {self.processes}"
         except OSError as error:
-            where = f"the stacks of its ranks could not be written: {error}"
+            where = f"the stacks of {self.processes} could not be written: {error}"
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
 
     def _must_end(self, watch: Watch) -> bool:
@@ -303,11 +309,13 @@ class AttemptRunner:
         return self._killed
 
     def _record(self, ranks: list[Rank]) -> None:
-        for rank in ranks:
+        for rank in ranks if not is_gone(self._data.root) else ():
             with tolerate(f"recording rank {rank.rank}"):
                 self._control.record_rank(rank)
 
     def _tell(self, kind: str, message: str, level: str) -> None:
+        if is_gone(self._data.root):
+            return
         with tolerate(message):
             self._control.add_event(self._job.id, kind, message, level)
 

@@ -18,6 +18,7 @@ from trainer.contract.store.states import JobState
 class ProgramRunner(AttemptRunner):
     """Runs a command's program from its start until it and all its descendants have ended."""
 
+    processes = "its program"
     counts_steps = False
     knows_failures = False
 

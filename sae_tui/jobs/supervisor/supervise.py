@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -56,6 +56,9 @@ LONGEST_DELAY_S = 60.0
 REQUEUED_AFTER_S = 5.0
 # A supervisor waits for this long in the queue, which is enough to skip another one that does not respond.
 LEAVES_AFTER_S = 60.0
+
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -183,10 +186,7 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Return whether a queued job must stop waiting; if so, record how the job ended."""
-        if is_gone(self._data.root):
-            # There is nowhere left to record how the job ended.
-            # If the data folder was moved, the next command that uses it starts a new supervisor.
-            note(f"exits, because {self._data.root} no longer exists")
+        if self._is_without_data():
             return True
         if self._control.version()[0] != self._store:
             self._control.restore(as_recorded(self._paths, self._job))
@@ -221,6 +221,8 @@ class Supervisor:
             )
             outcome = attempt.run()
             end_descendants()
+            if is_gone(self._data.root):
+                return outcome  # `_conclude` logs this.
             with tolerate_disk(f"writing how attempt {self._job.attempt} ended"):
                 write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
             if not outcome.crashed:
@@ -258,7 +260,7 @@ class Supervisor:
             return False
         fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
         try:
-            if not retry("restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)):
+            if not self._retry("restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)):
                 return False
         except UserError as reason:
             why = f"because the restart could not be recorded: {reason}"
@@ -289,13 +291,13 @@ class Supervisor:
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
         try:
-            if not retry("queueing it again", lambda: self._move_to_queue(fields)):
+            if not self._retry("queueing it again", lambda: self._move_to_queue(fields)):
                 return ending
         except UserError as error:
             return msgspec.structs.replace(ending, error=f"could not be queued again, so it is stopped: {error}")
         self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
         with tolerate("reporting that it is queued again"):
-            retry("reporting that it is queued again", lambda: self._tell_queued(ending, held=held))
+            self._retry("reporting that it is queued again", lambda: self._tell_queued(ending, held=held))
         self._line.locks.release()
         self._line = QueueEntry(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
@@ -321,13 +323,30 @@ class Supervisor:
 
     def _conclude(self, ending: JobEnding) -> None:
         """Record how the job ended, then run the user's command; after this, the job may be resumed or deleted."""
+        if self._is_without_data():
+            return
         with tolerate("recording the end"):
-            final = retry(
+            final = self._retry(
                 "recording the end", lambda: conclude(self._data, self._control, self._job, ending, self._let_go)
             )
             if final:
                 self._job, self._has_ended = final, True
                 self._run_hook()
+
+    def _is_without_data(self) -> bool:
+        """Return whether the data folder is gone, so that there is nowhere to record how the job ended; log that once.
+
+        If the folder was moved, the next command that uses it starts a new supervisor.
+        """
+        if not is_gone(self._data.root):
+            return False
+        if not self._has_ended:
+            self._has_ended = True
+            note(f"exits, because {self._data.root} no longer exists")
+        return True
+
+    def _retry(self, action: str, attempt: Callable[[], T]) -> T:
+        return retry(action, attempt, is_useless=lambda: is_gone(self._data.root))
 
     def _let_go(self) -> None:
         """Release the run, so that another supervisor may take it over while this one exits."""
