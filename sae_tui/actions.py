@@ -20,7 +20,7 @@ from textual.worker import get_current_worker
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import bulk, edits, environment
-from sae_tui.jobs.asking import asked_of
+from sae_tui.jobs.asking import asked_of, stored_with
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.offer import EvaluationChoice, EvaluationOffer, offer_of
 from sae_tui.jobs.gpus.availability import GpuChoice
@@ -444,7 +444,7 @@ class Actions:
             self._app.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
         elif jobs:
             which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
-            question = f"Delete {which} with checkpoints, logs and SAEs? You can restore them with u until you quit."
+            question = f"Delete {which} with {stored_with(jobs)}? You can restore them with u until you quit."
             if waiting := waiting_for(self._state.jobs, [job.id for job in jobs]):
                 question += f"\n\n{waiting[0].upper()}{waiting[1:]}."
             self.ask(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))

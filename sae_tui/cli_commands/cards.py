@@ -9,21 +9,23 @@ from typing import Any
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
+from sae_tui.jobs.output import why_no_sae
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
+from trainer.contract.store.rows import Job
 
 
-def show_cards(context: CommandContext, job_id: int) -> None:
-    """List the report cards with their times, steps, parts and FVU."""
-    cards = versions_of(context.data.sae(job_id))
+def show_cards(context: CommandContext, job: Job) -> None:
+    """List a job's report cards with their times, steps, parts and FVU."""
+    cards = versions_of(context.data.sae(job.id))
     if context.as_json:
         show_json([_row(label, one) for label, versions in cards.items() for one in versions])
     elif not cards:
-        say(f"job {job_id} has no report card; run `sae-tui eval {job_id}`")
+        say(why_no_sae(job) or f"job {job.id} has no report card; run `sae-tui eval {job.id}`")
     else:
         titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*cards] != [""] else []))
         show_table(titles, [_cells(label, one, titles) for label, versions in cards.items() for one in versions])
-        say(f"`sae-tui job {job_id} --card N` shows one in full")
+        say(f"`sae-tui job {job.id} --card N` shows one in full")
 
 
 def show_card(context: CommandContext, job_id: int, number: int) -> None:

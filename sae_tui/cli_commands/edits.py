@@ -27,6 +27,7 @@ from sae_tui.cli_commands.selection import (
 )
 from sae_tui.cli_commands.values import Selector, selector, selector_in
 from sae_tui.jobs import edits, store_access
+from sae_tui.jobs.asking import stored_with
 from sae_tui.jobs.bulk import Change, NothingToDo, attempt, unless_ended
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
@@ -62,12 +63,16 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class _Resumed(NamedTuple):
-    """The outcome for a job: a sentence, its beginning, the step, and notes on changed settings."""
+    """The outcome for a job: a sentence, its beginning, the step, and notes on changed settings.
+
+    The step is None for a released job, and for a command, which starts again.
+    """
 
     message: str
     began: str
     step: int | None = None
     notes: Sequence[str] = ()
+    is_released: bool = False
 
     @property
     def with_notes(self) -> str:
@@ -78,9 +83,10 @@ def _resume(context: CommandContext, flags: argparse.Namespace, job_id: int) -> 
     """Release a held job, or resume an ended job."""
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, job_id, finish=flags.finish)):
-        return _Resumed(message, "is released")
+        return _Resumed(message, "is released", is_released=True)
     plan = resumed(context.data, job_id, functools.partial(resolve_placement, context), overrides, finish=flags.finish)
-    return _Resumed(f"job {job_id} {plan.sentence}", plan.sentence, plan.step, plan.notes)
+    step = None if plan.counts == "attempt" else plan.step
+    return _Resumed(f"job {job_id} {plan.sentence}", plan.sentence, step, plan.notes)
 
 
 def _resume_one(context: CommandContext, flags: argparse.Namespace, job_id: int) -> int:
@@ -90,7 +96,7 @@ def _resume_one(context: CommandContext, flags: argparse.Namespace, job_id: int)
         warn(f"warning: {note}")
     if flags.wait:
         return wait_for(context, job_id, began=done.began)
-    if done.step is None:
+    if done.is_released:
         return tell(context, job_id, done.message)
     if context.as_json:
         show_json({"id": job_id, "step": done.step, "notes": done.notes})
@@ -225,7 +231,8 @@ def remove(context: CommandContext, flags: argparse.Namespace) -> int:
     waiting = waiting_for(context.past(), job_ids)
     if waiting and (flags.yes or context.as_json):
         warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job start without it")
-    _ask_whether(context, flags, job_ids, waiting)
+    stored = stored_with(chosen.jobs[job_id] for job_id in job_ids if job_id in chosen.jobs)
+    _ask_whether(context, flags, job_ids, stored, waiting)
     with Progress("rm", to_descriptor=False):
         trash.throw_all_away(context.data, job_ids)
         freed = trash.empty(context.data, job_ids)
@@ -251,12 +258,14 @@ def repair(context: CommandContext, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _ask_whether(context: CommandContext, flags: argparse.Namespace, job_ids: list[int], waiting: str) -> None:
+def _ask_whether(
+    context: CommandContext, flags: argparse.Namespace, job_ids: list[int], stored: str, waiting: str
+) -> None:
     if flags.yes or context.as_json:
         return
     refuse_without_terminal("rm")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
-    question = f"Delete {named_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})?"
+    question = f"Delete {named_jobs(job_ids)} with {stored} ({gibibytes(taken)})?"
     if waiting:
         question = f"{waiting[0].upper()}{waiting[1:]}.\n{question}"
     confirm(question, "no job was deleted")

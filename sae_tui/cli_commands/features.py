@@ -21,7 +21,7 @@ from sae_tui.jobs.features import (
     search,
     strongest_tokens,
 )
-from sae_tui.jobs.output import may_tell_tokens
+from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
@@ -61,6 +61,8 @@ def _file(context: CommandContext, flags: argparse.Namespace) -> Path:
     if job_id is not None:
         with existing(context.data, job_id) as control:
             job = control.job(job_id)
+        if words := why_no_sae(job):
+            raise UserError(words)
         if not has_features(context.data, job_id) and not may_tell_tokens(job.config):
             raise UserError(f"job {job_id}: {NO_TOKENS}")
         files = _of_card(context, job_id, flags.card) if flags.card else features_of_job(context.data, job_id)

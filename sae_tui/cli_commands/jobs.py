@@ -36,10 +36,11 @@ from sae_tui.jobs.bulk import Change, unless_ended
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import LogFollower
-from sae_tui.jobs.output import kind_of, name_of_output
+from sae_tui.jobs.output import kind_of, name_of_output, why_no_sae
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import find, waits
+from sae_tui.jobs.view.logs import n_logs_of
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
 from sae_tui.jobs.view.shape import dead_after_words
@@ -152,13 +153,13 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     reader = _reader(context, flags.id)
+    assert reader.view is not None
     if flags.card:
         cards.show_card(context, flags.id, flags.card)
         return code
     if flags.cards:
-        cards.show_cards(context, flags.id)
+        cards.show_cards(context, reader.view)
         return code
-    assert reader.view is not None
     now = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
         shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
@@ -176,7 +177,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     show_fields((_field_title(name, is_program=is_program), value) for name, value in values.items())
     _show_cards(now)
     if postmortem:
-        _show_cause(postmortem, flags.id)
+        _show_cause(postmortem, reader.view)
     if reader.events:
         say()
         show_table(
@@ -226,17 +227,17 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
     return {name: f"{text(value)} ({job.best_sae})" for name, value in of_sae.items()}
 
 
-def _show_cause(postmortem: Postmortem, job_id: int) -> None:
+def _show_cause(postmortem: Postmortem, job: JobView) -> None:
     """Print the remedy, the exception and log from the rank that failed first, and how the other ranks ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
     if postmortem.resumes:
-        advice.append(f"`sae-tui resume {job_id}` {postmortem.resumes}")
+        advice.append(f"`sae-tui resume {job.id}` {postmortem.resumes}")
     if advice:
         say()
         say(f"What to do: {'; '.join(advice)}")
     for title, lines in (
         ("Exception", postmortem.traceback),
-        (f"Last lines of rank {postmortem.rank or 0}", postmortem.log),
+        (f"Last lines of {_whose_log(job, postmortem.rank or 0)}", postmortem.log),
     ):
         if lines:
             say()
@@ -284,8 +285,7 @@ def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the last log lines from a rank; with `-f`, follow the log until the job ends."""
     reader = _reader(context, flags.id)
     assert reader.view is not None
-    if flags.rank >= reader.view.world_size:
-        raise UserError(f"job {flags.id} has no rank {flags.rank}; give --rank 0 to {reader.view.world_size - 1}")
+    _refuse_other_logs(reader.view, flags)
     run = context.data.run(flags.id)
     path = run.evaluation_log if flags.evaluation else run.log(flags.rank)
     if flags.follow:
@@ -298,9 +298,23 @@ def show_logs(context: CommandContext, flags: argparse.Namespace) -> int:
     for line in lines:
         say(line)
     if not lines:
-        who = "the evaluation" if flags.evaluation else f"rank {flags.rank}"
+        who = "the evaluation" if flags.evaluation else _whose_log(reader.view, flags.rank)
         warn(f"{who} of job {flags.id} has written nothing")
     return Exit.DONE
+
+
+def _whose_log(job: JobView, rank: int) -> str:
+    return "the program" if kind_of(job.config).is_program else f"rank {rank}"
+
+
+def _refuse_other_logs(job: JobView, flags: argparse.Namespace) -> None:
+    """Raise `UserError` if a job of this kind has no such log."""
+    n_logs = n_logs_of(job)
+    if flags.rank >= n_logs:
+        instead = f"give --rank 0 to {n_logs - 1}" if n_logs > 1 else "leave --rank out"
+        raise UserError(f"job {job.id} has no rank {flags.rank}; {instead}")
+    if flags.evaluation and (words := why_no_sae(job)):
+        raise UserError(f"--evaluation: {words}")
 
 
 def _follow_log(reader: JobReader, path: Path, flags: argparse.Namespace) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sae_tui.jobs.output import command_of, extracts, kind_of
 from trainer.contract.settings.command import Command
+from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
 
@@ -13,7 +15,8 @@ class Asked(NamedTuple):
     """How a running job reacts to requests.
 
     `stops`, `pauses` and `killed` are predicates appended to "job 5". `first` is a sentence about what happens before
-    it stops, `asked` is the same as a clause of an event, and `lost` is what is lost if it is killed.
+    it stops, `asked` is the same as a clause of an event, and `lost` is what is lost if it is killed. `again` is what
+    `sae-tui resume` does with it after its end, and `stored` is what is deleted with it.
     """
 
     stops: str
@@ -22,6 +25,8 @@ class Asked(NamedTuple):
     first: str
     asked: str
     lost: str
+    again: str = "resumes it"
+    stored: str = "checkpoints, logs and SAEs"
 
 
 _RANKS = "its ranks agree on a step and save"
@@ -50,6 +55,11 @@ def asked_of(config: str) -> Asked:
     return _EXTRACTION if extracts(config) else _TRAINING
 
 
+def stored_with(jobs: Iterable[Job]) -> str:
+    """Return what is deleted with these jobs, as words."""
+    return max((asked_of(job.config).stored for job in jobs), key=len, default=_TRAINING.stored)
+
+
 def _of_program(command: Command | None) -> Asked:
     number = f"SIG{command.stop_signal}" if command else "its stop signal"
     grace = duration(command.grace_s) if command else "its grace time"
@@ -61,4 +71,6 @@ def _of_program(command: Command | None) -> Asked:
         first=f"Its program gets {number}, and is killed after {grace}.",
         asked=f"its program gets {number}, and is killed after {grace}",
         lost="Everything that its program has not saved",
+        again="runs it again",
+        stored="logs",
     )

@@ -73,7 +73,7 @@ def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> s
 
 def hold(data: DataDir, control: Control, job_id: int) -> str:
     job = control.job(job_id)
-    pause = f"`sae-tui pause {job_id}` saves and pauses it"
+    pause = f"`sae-tui pause {job_id}` {'stops' if kind_of(job.config).is_program else 'saves'} and pauses it"
     instead = "only a queued job can be held" if job.state.is_final else pause
     _refuse_unless_queued(job, instead)
     word = describe_state(msgspec.structs.replace(job, held=True)).word
@@ -84,7 +84,9 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     """Release a held or paused job in the queue; the job still waits for GPUs and other jobs."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state not in DONE
-    _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
+    _refuse_unless_queued(
+        job, f"`sae-tui resume {job_id}` {asked_of(job.config).again}" if resumes else "it is not held"
+    )
     refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
     # Answer a pause request that the supervisor has not read yet; otherwise, the supervisor would hold the job again.
@@ -215,7 +217,7 @@ def _ask(
         if job.state.is_final:
             return f"job {job_id} {ENDED[job.state]} already"
         if kind == "pause" and control.open_requests(job_id) & {"stop", "kill"}:
-            return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
+            return f"job {job_id} is being stopped; `sae-tui resume {job_id}` {asked_of(job.config).again} later"
         refuse_if_silent(data, job)
         control.request(job_id, kind)
         does = (queued if job.state == JobState.QUEUED else running)(job)

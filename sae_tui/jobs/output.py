@@ -36,6 +36,13 @@ def output_of(data: DataDir, job: Job) -> str | None:
     return str(Path(extraction.extract.output)) if has_rows else None
 
 
+def why_no_sae(job: Job) -> str:
+    """Return a sentence saying why a job never has an SAE, or "" if it may have one."""
+    if extracts(job.config):
+        return f"job {job.id} stores activations and has no SAE; evaluate a job that trains on them"
+    return f"job {job.id} runs a command and has no SAE" if kind_of(job.config).is_program else ""
+
+
 def rows_stored(job: Job) -> int:
     """Return the number of rows in complete shards; a resumed extraction continues after these rows."""
     extraction = _extraction(job.config)

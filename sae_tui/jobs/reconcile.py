@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs import going
+from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.launchers.attached import find_program
 from sae_tui.jobs.live import LiveRun
@@ -114,7 +115,7 @@ def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
         _end(control, job, JobState.FINISHED, f"its ranks finished; {reason}", "info", fields)
         return f"job {job.id} has finished"
     _end(control, job, JobState.LOST, reason, "error", fields | {"error": reason})
-    return f"job {job.id} was lost: {reason}; `sae-tui resume {job.id}` resumes it here"
+    return f"job {job.id} was lost: {reason}; `sae-tui resume {job.id}` {asked_of(job.config).again} here"
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
@@ -281,7 +282,8 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
-        message = f"its supervisor is gone; {who} still alive and saving"
+        does = "alive" if kind_of(job.config).is_program else "alive and saving"
+        message = f"its supervisor is gone; {who} still {does}"
         control.add_event(job.id, "orphaned", message, "warning")
         with contextlib.suppress(OSError):  # Without the file, clock jumps are not detected.
             write_json(clock_file, _wall_at_boot())

@@ -125,7 +125,7 @@ def test_a_program_that_cannot_be_started_fails_with_the_reason(box):
     detach.start(box.data, job_id)
     job = box.wait_ended(job_id)
     assert (job.state, job.error) == (
-        JobState.FAILED, "its ranks could not be started: /bin/gone: No such file or directory",
+        JobState.FAILED, "its program could not be started: /bin/gone: No such file or directory",
     )  # fmt: skip
 
 

@@ -195,7 +195,11 @@ _OUTCOMES = list_of(
 )
 _RESUMED = fields(
     "Resumed",
-    {"id": _ID, "step": (int, "Step that it continues from."), "notes": (list_of(str), "Changed settings.")},
+    {
+        "id": _ID,
+        "step": (int | None, "Step that it continues from; null for a command, which starts again."),
+        "notes": (list_of(str), "Changed settings."),
+    },
 )
 _LAUNCHED = fields(
     "Launched job",

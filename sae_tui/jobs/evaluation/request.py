@@ -14,7 +14,7 @@ from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
 from sae_tui.jobs.going import DONE, STARTED, Evaluations
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.locks import lock_folder
-from sae_tui.jobs.output import extracts, kind_of, may_tell_tokens
+from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
@@ -113,10 +113,8 @@ def stop(data: DataDir, job_id: int) -> str:
 
 def refuse(data: DataDir, job: Job) -> None:
     """Raise `UserError` if a job has no SAE that can be evaluated now."""
-    if extracts(job.config):
-        raise UserError(f"job {job.id} stores activations and has no SAE; evaluate a job that trains on them")
-    if kind_of(job.config).is_program:
-        raise UserError(f"job {job.id} runs a command and has no SAE")
+    if words := why_no_sae(job):
+        raise UserError(words)
     if not job.state.is_final:
         raise UserError(f"job {job.id} {stands(job)}; it can be evaluated once it has ended")
     if data.exported_folder(job.id) is None:

@@ -55,6 +55,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
 
     is_waiting = False
     was_cut_short = ""
+    _processes = "its program"
 
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)

@@ -37,6 +37,8 @@ R = TypeVar("R", bound=OneRank)
 class RankStates(Generic[R]):
     """The base class for attempts, with everything that does not depend on the ranks' host."""
 
+    _processes = "its ranks"
+
     def __init__(self, setup: AttemptSetup) -> None:
         self._job_id, self._command = setup.job_id, setup.command
         self._paths, self._spec = setup.paths, setup.spec
@@ -69,7 +71,7 @@ class RankStates(Generic[R]):
 
     def cause(self) -> str:
         first = first_failed(self.ranks)
-        return first.error(len(self.ranks)) if first else "its ranks had to be killed"
+        return first.error(len(self.ranks)) if first else f"{self._processes} had to be killed"
 
     def endings(self) -> tuple[RankEnding, ...]:
         return tuple(rank.ending(len(self.ranks)) for rank in self.ranks)

@@ -56,6 +56,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
     """Submits an attempt's batch script, polls the SLURM job, and copies its progress into the run's store."""
 
     _what = "its ranks are"
+    _near_limit = "it saves and stops"
     # SLURM's states for a job that was stopped on request before its ranks started.
     _stopped_states: tuple[str, ...] = ("CANCELLED",)
 
@@ -130,7 +131,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         try:
             write_whole(self._paths.stop_file(self._spec.attempt), b"")
         except OSError as error:
-            note(f"asking the ranks to stop failed and will be retried: {error}")
+            note(f"asking {self._processes} to stop failed and will be retried: {error}")
             return
         self._asked_to_stop = True
         self._end_if_pending()
@@ -189,7 +190,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._follow()
         news = [rank for rank in self.living if rank.read()]
         if news and self._is_near_its_limit:
-            self._tell("slurm", "its time limit in SLURM is near, so it saves and stops", "warning")
+            self._tell("slurm", f"its time limit in SLURM is near, so {self._near_limit}", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # Read the progress after the marks so that all progress made before a rank ended is stored.

@@ -66,7 +66,8 @@ class RemoteProgram(RemoteRank):
 class SlurmProgram(SlurmAttempt):
     """An attempt of a command as a SLURM job."""
 
-    _what = "its program is"
+    _processes, _what = "its program", "its program is"
+    _near_limit = "its program is asked to stop"
     # The batch job may receive the stop signal before its Python handles it, which ends it.
     _stopped_states = ("CANCELLED", "FAILED")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.program_metrics.axis import StepAxis
 from sae_tui.jobs.program_metrics.folders import MetricsFolders
 from sae_tui.jobs.program_metrics.lines import Reading, read_line
@@ -36,7 +36,7 @@ from trainer.contract.store.rows import Event
 # Waking up, reading a line of output, and storing its values takes 2 to 4 ms.
 EVERY_S = 2.0
 USAGE_EVERY_S = 5.0
-# How often the read positions are written. After a kill, what was read since is read again and stored at the same steps.
+# How often the read positions are stored. After a kill, what was read since is read and stored again, at the same steps.
 STATE_EVERY_S = 10.0
 # A program that prints a new name in every line must not fill the store.
 MOST_SERIES = 200
@@ -133,7 +133,7 @@ class ProgramMetrics:
 
     def _turn(self, *, is_last: bool) -> None:
         """Read and store what is new; read nothing more while it cannot be stored."""
-        if is_gone(self._db.parent):
+        if not os.path.isdir(self._db.parent):
             return
         self._store()
         for line, text in self._output.read(is_last=is_last):

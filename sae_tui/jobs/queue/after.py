@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import ENDED, describe_state
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -56,9 +58,16 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         if not state.is_final:
             return f"{comes_after([other])}, which is {_word(control, other, state)}"
         if state not in DONE:
-            remedy = f"resume job {other}, or stop waiting for it: `sae-tui after {job.id}`"
+            remedy = f"{_rerun(control, other)}, or stop waiting for it: `sae-tui after {job.id}`"
             return f"{comes_after([other])}, which {ENDED[state]}; {remedy}"
     return ""
+
+
+def _rerun(control: Control, job_id: int) -> str:
+    with contextlib.suppress(Unreadable):
+        if kind_of(control.job(job_id).config).is_program:
+            return f"run job {job_id} again"
+    return f"resume job {job_id}"
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:

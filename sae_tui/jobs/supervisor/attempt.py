@@ -51,8 +51,8 @@ from trainer.contract.wording import duration
 if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
-# How long to wait between two looks at the job: while nothing happens, and while it is being ended. Each look costs about
-# 1 ms, because the processor's caches are cold.
+# The time between two looks at the job: while nothing happens, and while it is being ended. A look takes about 1 ms of
+# CPU time, because the processor's caches are cold.
 CALM_TICK_S, TICK_S = 0.5, 0.25
 # How long to wait for the driver's error report after a GPU has failed. GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
@@ -310,7 +310,7 @@ class AttemptRunner:
 
     def _record(self, ranks: list[Rank]) -> None:
         for rank in ranks if not is_gone(self._data.root) else ():
-            with tolerate(f"recording rank {rank.rank}"):
+            with tolerate(f"recording the state of {self.processes}"):
                 self._control.record_rank(rank)
 
     def _tell(self, kind: str, message: str, level: str) -> None:

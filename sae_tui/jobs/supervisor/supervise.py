@@ -24,6 +24,7 @@ from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
 from sae_tui.jobs.machine import this_machine
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.queue.waiting_job import QueueEntry
 from sae_tui.jobs.reconcile import is_attended, running_program
@@ -210,8 +211,6 @@ class Supervisor:
         # The package may be replaced while the job is running, so import all modules now.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
-        from sae_tui.jobs.output import kind_of
-
         self._runner: type[AttemptRunner] = pkgutil.resolve_name(kind_of(self._job.config).runner)
         while True:
             own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
@@ -260,7 +259,9 @@ class Supervisor:
             return False
         fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
         try:
-            if not self._retry("restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)):
+            if not self._retry(
+                "restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)
+            ):
                 return False
         except UserError as reason:
             why = f"because the restart could not be recorded: {reason}"
@@ -316,7 +317,8 @@ class Supervisor:
     def _tell_queued(self, ending: JobEnding, *, held: bool) -> None:
         self._job = self._control.job(self._job.id)
         if held:
-            step = f" at step {self._job.step}" if self._job.step else ""
+            resumes = self._job.step and not kind_of(self._job.config).is_program
+            step = f" at step {self._job.step}" if resumes else ""
             self._control.add_event(self._job.id, "paused", f"is paused{step}")
         else:
             self._control.add_event(self._job.id, "requeued", f"is queued again: {ending.error}")
