@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from support.box import processes_of
 from support.sshd import Sshd, why_not
 
 from sae_tui.cli_commands import receiving
@@ -72,14 +73,22 @@ class Far:
 
     def close(self) -> None:
         self.sshd.close()
+        # The queue process starts another supervisor for a program that has lost its own, so both end before programs.
+        until(lambda: not self._kill_background())
         with (
             contextlib.suppress(StoreError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
         ):
-            for job in control.jobs():
-                for ref in [job.supervisor, *(rank.process for rank in control.ranks(job.id))]:
-                    if ref:
-                        ref.send(signal.SIGKILL)
+            for rank in (rank for job in control.jobs() for rank in control.ranks(job.id)):
+                rank.process.send(signal.SIGKILL)
+
+    def _kill_background(self) -> list[int]:
+        """Kill the queue process and the supervisors, and return those found."""
+        found = processes_of(self.data.root)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
 
 
 @pytest.fixture

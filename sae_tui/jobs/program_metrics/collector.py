@@ -36,7 +36,7 @@ from trainer.contract.store.rows import Event
 # Waking up, reading a line of output, and storing its values takes 2 to 4 ms.
 EVERY_S = 2.0
 USAGE_EVERY_S = 5.0
-# How often the read positions are stored. After a kill, what was read since is read and stored again, at the same steps.
+# How often the read positions are stored. After a kill, what was read since is read and stored again at the same steps.
 STATE_EVERY_S = 10.0
 # A program that prints a new name in every line must not fill the store.
 MOST_SERIES = 200
