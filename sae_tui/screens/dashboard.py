@@ -21,7 +21,6 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import RecentHistory
 from sae_tui.gpu.window import stored_past
 from sae_tui.jobs.features import features_of_job, has_features
-from sae_tui.jobs.output import why_no_sae
 from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import AggregatePanel, totals
@@ -361,8 +360,6 @@ class Dashboard(FramedScreen):
         if job is None:
             return
         try:
-            if words := why_no_sae(job):
-                raise UserError(words)
             features_of_job(self.session.data, job.id)
         except UserError as error:
             self.notify(str(error), severity="warning", markup=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.box import wait_for_store
+from support.commands import command_file
 
 from tests.cli.test_jobs import record, wait_for_state
 from trainer.contract.store.job_store import Control
@@ -90,8 +91,11 @@ def test_text_that_is_not_utf_8_is_rejected_in_one_line(shell, command):
     assert "names, tags and notes must be UTF-8" in line
 
 
-def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
-    job_id = record(shell, JobState.STOPPED)
+@pytest.mark.parametrize(
+    ("config", "stored"), [("", "checkpoints, logs and SAEs"), (command_file("true"), "logs")], ids=["sae", "command"]
+)
+def test_end_of_input_at_the_confirmation_deletes_nothing(shell, config, stored):
+    job_id = record(shell, JobState.STOPPED, config=config)
     leader, terminal = pty.openpty()
     with subprocess.Popen(
         shell.argv("rm", job_id), stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, text=True, env=shell.env
@@ -101,6 +105,7 @@ def test_end_of_input_at_the_confirmation_deletes_nothing(shell):
     os.close(terminal)
     os.close(leader)
     assert asked.returncode == 1
+    assert errors.startswith(f"Delete job {job_id} with {stored} (")
     assert errors.endswith("[y/N] sae-tui: error: no job was deleted\n")
     assert row(shell, job_id)["state"] == "stopped"
 

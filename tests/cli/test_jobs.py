@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from support import box
 from support.answers import check_answer
+from support.commands import command_file
 from support.environments import answer, answering
 
 from trainer.contract.exits import Exit
@@ -300,6 +301,32 @@ def test_logs_show_the_last_lines_from_a_rank(shell):
     assert shell.json("logs", job_id, "--rank", 1)["lines"] == ["one", "two", "three"]
     (line,) = shell.errors("logs", job_id, "--rank", 2, code=1)
     assert line == f"sae-tui: error: job {job_id} has no rank 2; give --rank 0 to 1"
+
+
+def test_the_log_and_the_report_cards_of_a_command_are_not_those_of_ranks(shell):
+    job_id = record(shell, JobState.FAILED, config=command_file("sh"), world_size=2, error="its program failed")
+    paths = shell.data.run(job_id)
+    paths.create()
+    assert shell.errors("logs", job_id, code=0) == [f"sae-tui: the program of job {job_id} has written nothing"]
+    prefix, no_sae = "sae-tui: error: ", f"job {job_id} runs a command and has no SAE"
+    for arguments, said in (
+        (("logs", job_id, "--rank", 1), f"job {job_id} has no rank 1; leave --rank out"),
+        (("logs", job_id, "--evaluation"), f"--evaluation: {no_sae}"),
+        (("features", job_id), no_sae),
+    ):
+        assert shell.errors(*arguments, code=1) == [prefix + said]
+    assert shell.run("job", job_id, "--cards").stdout == f"{no_sae}\n"
+    assert shell.json("job", job_id, "--cards") == []
+    paths.log(0).write_text("last words\n")
+    shown = shell.run("job", job_id).stdout
+    assert "\nLast lines of the program:\n  last words\n" in shown
+    assert "rank" not in shown
+
+
+def test_a_command_that_runs_again_has_no_step(shell):
+    shell.run("run", "--gpus", "0", "--wait", "--", "true")
+    assert shell.json("resume", 1) == {"id": 1, "step": None, "notes": []}
+    box.wait_for_state(shell.data, 1, "finished")
 
 
 def test_following_a_log_ends_with_the_job(shell):

@@ -219,6 +219,23 @@ def test_a_program_that_ignores_the_signal_is_killed_with_all_its_descendants_af
     assert box.messages(job_id, "exit") == ["its program was killed (SIGKILL)"]
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_supervisor_whose_data_folder_is_gone_ends_its_program_and_exits_with_one_sentence(box, is_asked):
+    job_id = run_python(box, "time.sleep(60)")
+    wait_begun(box, job_id)
+    supervisor, (program,) = box.job(job_id).supervisor, box.living(job_id)
+    box.control.close()
+    moved = box.data.root.rename(box.data.root.with_name("moved"))
+    if is_asked:
+        supervisor.send(signal.SIGTERM)
+    box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to exit")
+    assert ProcessRef.of(program) is None
+    said = (moved / "runs" / str(job_id) / "logs" / "supervisor.log").read_text()
+    assert said.count(f"exits, because {box.data.root} no longer exists\n") == 1
+    assert "exit.json" not in said
+    assert not box.data.root.exists()
+
+
 def test_processes_left_behind_by_a_program_end_with_it(box):
     mark = unique(box)
     job_id = run_python(box, f'subprocess.Popen(["sleep", "{mark}"], start_new_session=True)')

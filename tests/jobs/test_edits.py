@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.commands import command_file
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.record import read_record
@@ -69,6 +70,22 @@ def test_only_a_queued_job_can_be_held_released_or_made_dependent(box, what, sta
     with pytest.raises(UserError) as refused:
         edit(box, what, job_id, *([[]] if what is edits.come_after else []))
     assert str(refused.value) == said
+
+
+def test_messages_about_a_command_that_has_started_promise_no_checkpoint(box):
+    running, stopped = (
+        box.record(state=state, config=command_file("sh")) for state in (JobState.RUNNING, JobState.STOPPED)
+    )
+    for what, job_id, said in (
+        (edits.hold, running, f"job {running} is running; `sae-tui pause {running}` stops and pauses it"),
+        (edits.release, stopped, f"job {stopped} was stopped; `sae-tui resume {stopped}` runs it again"),
+    ):
+        with pytest.raises(UserError) as refused:
+            edit(box, what, job_id)
+        assert str(refused.value) == said
+    box.control.request(running, "stop")
+    later = f"job {running} is being stopped; `sae-tui resume {running}` runs it again later"
+    assert edits.pause(box.data, running) == later
 
 
 def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):

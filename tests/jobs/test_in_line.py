@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import command_file
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_holders
@@ -78,6 +79,13 @@ def test_a_job_after_an_unfinished_job_waits_for_a_decision_and_blocks_no_other_
     assert tries(box, second) == f"comes after job {first}, which {word}; {remedy}"
     edits.come_after(box.data, box.control, second, [])
     assert tries(box, second) is None
+
+
+def test_a_job_after_a_command_that_failed_waits_until_the_command_runs_again(box):
+    first = in_line(box, gpu_uuids=("GPU-1",), config=command_file("sh"))
+    second = in_line(box, after=(first,))
+    box.control.transition(first, JobState.FAILED)
+    assert tries(box, second).startswith(f"comes after job {first}, which failed; run job {first} again, or stop")
 
 
 def test_a_held_job_with_a_dependency_shows_and_keeps_both_reasons_to_wait(box):

@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+from support.commands import command_file
 
 from sae_tui.cli_commands.jobs import _fields
 from sae_tui.hosts.protocol import far_job
@@ -114,11 +115,14 @@ def test_a_request_to_a_job_on_a_live_host_is_recorded_and_names_the_host(box, o
 
 def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_network):
     job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
+    command = away(box, state=JobState.RUNNING, config=command_file("sh"))
     other = away(box, state=JobState.RUNNING, host="gpu8")
-    assert len([step for step in repair(box.data) if "is unchanged: its host gpu" in step]) == 2
+    assert len([step for step in repair(box.data) if "is unchanged: its host gpu" in step]) == 3
     with pytest.raises(UserError, match="there are no active jobs of host gpu9, only of gpu7 and gpu8"):
         list(repair(box.data, "gpu9"))
-    assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))
+    steps = [*repair(box.data, "gpu7")]
+    assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in steps)
+    assert any(f"`sae-tui resume {command}` runs it again here" in step for step in steps)
     assert (box.job(job_id).state, box.job(other).state) == (JobState.LOST, JobState.RUNNING)
     assert box.job(job_id).error == "its host gpu7 has been silent for 1 h 00 min"
 

@@ -11,6 +11,7 @@ import time
 import types
 
 import pytest
+from support.commands import command_file
 
 from sae_tui.jobs import reconcile as reconcile_module
 from sae_tui.jobs.ending import JobEnding, write_ending
@@ -132,6 +133,12 @@ def test_orphaned_ranks_get_a_minute_to_save_and_are_then_ended(box, orphan):
     box.wait_for(lambda: not orphan.is_alive(), "the end of the rank")
     assert reconcile(box.data) == [job_id]
     assert box.control.leases() == []
+
+
+def test_a_process_left_behind_by_a_command_is_not_said_to_save(box, orphan):
+    job_id = started(box, gone_process(), config=command_file("sh"))
+    assert reconcile(box.data) == []
+    assert box.messages(job_id, "orphaned") == ["its supervisor is gone; a process of its run is still alive"]
 
 
 def test_a_clock_jump_ahead_does_not_shorten_the_minute_given_to_orphaned_ranks(box, orphan, monkeypatch):

@@ -301,3 +301,13 @@ async def test_the_preview_of_a_command_shows_its_first_metric_or_only_its_log(m
         await wait_until(pilot, lambda: [plot for plot in preview.query("Plot") if plot.display])
         (plot,) = (plot for plot in preview.query("Plot") if plot.display)
         await wait_until(pilot, lambda: plot.plain.strip().startswith("accuracy"))
+
+
+async def test_only_the_logs_of_a_command_are_said_to_be_deleted_with_it(make_app, data) -> None:
+    job_id = record(data, JobState.FAILED)
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.session.actions.delete([job_id])
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question.startswith(f"Delete job {job_id} (probe) with logs? ")

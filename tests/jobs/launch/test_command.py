@@ -104,6 +104,15 @@ def test_messages_about_a_command_promise_no_checkpoint(box, what, said):
     assert what(box.data, job_id).startswith(f"job {job_id} {said}")
 
 
+def test_a_paused_command_is_not_said_to_be_at_a_step(box):
+    says = "for n in 1 2 3; do echo step $n loss=0.5; done; sleep 600"
+    job_id = launch(box, "sh", "-c", says)
+    box.wait_for(lambda: box.job(job_id).step == 3, "the steps of the program")
+    edits.pause(box.data, job_id)
+    box.wait_for(lambda: box.messages(job_id, "paused"), "the pause")
+    assert box.messages(job_id, "paused") == ["is paused"]
+
+
 def test_a_command_cannot_be_evaluated(box):
     job = box.job(box.record(state=JobState.FINISHED, config=command_file("sh")))
     with pytest.raises(UserError, match=f"job {job.id} runs a command and has no SAE"):

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.metrics_files import add_trackio, event, field, record, wandb_file
 
+from sae_tui.jobs.program_metrics import folders as metrics_folders
 from sae_tui.jobs.program_metrics.event_files import read_events
-from sae_tui.jobs.program_metrics.folders import MetricsFolders
+from sae_tui.jobs.program_metrics.folders import FRUITLESS, MetricsFolders
 from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, FileValues, MetricsFile
 from sae_tui.jobs.program_metrics.trackio_files import read_trackio
 from sae_tui.jobs.program_metrics.wandb_files import read_wandb
@@ -137,6 +138,46 @@ def test_files_below_the_folders_are_found_and_read_once(tmp_path: Path) -> None
     with (tmp_path / "work/runs/a/events.out.tfevents.1.host.2.0").open("ab") as stream:
         stream.write(event(3, {"a": 1}))
     assert [values.step for _, values in found.read()] == [3]
+
+
+def test_searches_become_seldom_once_some_have_found_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OFTEN_S", "PAUSE"):
+        monkeypatch.setattr(metrics_folders, name, 0.0)
+    found = folders(tmp_path)
+    for n in range(FRUITLESS):
+        write(tmp_path / f"work/{n}/events.out.tfevents.1", event(1, {"a": 1}))
+        assert len(list(found.read())) == 1
+    for _ in range(FRUITLESS):
+        assert list(found.read()) == []
+    write(tmp_path / "work/last/events.out.tfevents.1", event(1, {"a": 1}))
+    assert list(found.read()) == []
+    # The last search, after the end of the program, finds it.
+    assert len(list(found.read(is_last=True))) == 1
+
+
+class Ticking:
+    """A clock that advances by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 1.0
+        return self._now
+
+
+def test_a_search_ends_in_the_middle_of_a_folder_with_too_many_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(50):
+        write(tmp_path / f"work/events.out.tfevents.{n}", event(1, {"a": 1}))
+    monkeypatch.setattr(metrics_folders, "time", Ticking())
+    monkeypatch.setattr(metrics_folders, "SEARCH_S", 20.0)
+    found = folders(tmp_path)
+    list(found.read())
+    assert 0 < len(found.positions) < 30
 
 
 def test_a_file_without_news_is_not_opened_again_although_its_last_record_is_incomplete(tmp_path: Path) -> None:
