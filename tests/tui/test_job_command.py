@@ -309,5 +309,7 @@ async def test_only_the_logs_of_a_command_are_said_to_be_deleted_with_it(make_ap
     async with app.run_test(size=(120, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
         app.session.actions.delete([job_id])
-        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#no"))
         assert app.screen.question.startswith(f"Delete job {job_id} (probe) with logs? ")
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen is app.router.dashboard)

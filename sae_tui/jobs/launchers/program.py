@@ -190,6 +190,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
             self._left_behind = self._left_behind or left
             return True
         self._metrics.close()
+        self._log.check()
         if self._cgroup:
             self._cgroup.remove()
         return False
