@@ -43,7 +43,9 @@ def make_parser() -> SafeParser:
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=text)
+        added = commands.add_parser(
+            name, is_of_command=True, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=text
+        )
         added.formatter_class = form
         added.set_defaults(command=name)
         return added
@@ -85,7 +87,9 @@ def make_parser() -> SafeParser:
     _add_self_test(
         add("self-test", "check that a GPU trains correctly: against float64, the CPU and itself", SELF_TEST)
     )
-    rank = commands.add_parser("rank", description="Run one rank of a training run; started by `run` and by the app.")
+    rank = commands.add_parser(
+        "rank", is_of_command=True, description="Run one rank of a training run; started by `run` and by the app."
+    )
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.add_argument("--any-owner", action="store_true", help="run even if another user owns the files of the run")
     rank.set_defaults(command="rank")

@@ -237,6 +237,7 @@ def make_parser(open_app: Command) -> CommandParser:
     def add(name: str, function: str, summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
+            is_of_command=True,
             help=summary,
             description=f"{summary}.",
             epilog=f"{_examples(name)}\n\n{ALSO}",

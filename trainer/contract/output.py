@@ -34,10 +34,18 @@ class OutputLost(UserError):
 class SafeParser(argparse.ArgumentParser):
     """A parser that replaces control characters in its messages; a message may quote other users' file names."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, is_of_command: bool = False, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._is_of_command = is_of_command
         # Python 3.14 colours the messages, and `printable_lines` would turn the colour codes into visible characters.
         self.color = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an unknown flag of a command here; argparse would leave it to the parser of all commands."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._is_of_command:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """Raise `BadUsage`; the caller decides whether to report the error as text or as JSON."""
