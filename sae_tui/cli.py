@@ -21,7 +21,7 @@ from sae_tui.cli_commands.parser import Command, make_parser
 from sae_tui.gpu.once import is_stuck
 from sae_tui.jobs.shard_headers import ShardHeaders
 from sae_tui.web import BROWSER_DRIVER
-from trainer.contract.errors import BadUsage, JobFileError, UserError
+from trainer.contract.errors import BadUsage, JobFileError, UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, can_show, complain, run_command
@@ -90,9 +90,11 @@ def _refuse(error: UserError, *, as_json: bool) -> Exit:
 
 def _exit_of(error: UserError) -> Exit:
     """Return the exit code for an error; only errors in the command line itself are usage errors."""
-    if isinstance(error, JobFileError) and all(problem.path.startswith("--") for problem in error.problems):
-        return Exit.USAGE
-    return Exit.USAGE if isinstance(error, BadUsage) else Exit.FAILED
+    if isinstance(error, JobFileError):
+        is_usage = all(problem.path.startswith("--") for problem in error.problems)
+    else:
+        is_usage = isinstance(error, UsageError)
+    return Exit.USAGE if is_usage else Exit.FAILED
 
 
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:

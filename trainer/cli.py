@@ -18,7 +18,7 @@ import msgspec
 from trainer.activations import foreign
 from trainer.contract.errors import BadUsage, UsageError, UserError
 from trainer.contract.exits import Exit
-from trainer.contract.extras import refuse_without_trainer
+from trainer.contract.extras import lack_of_trainer
 from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_deleted_folder
@@ -87,8 +87,8 @@ def _main(argv: Sequence[str] | None) -> int:
         leave_deleted_folder(paths := _paths(flags))
         for path in paths.values():
             keep_run(path)
-        if flags.command not in _WITHOUT_TORCH:
-            refuse_without_trainer()
+        if flags.command not in _WITHOUT_TORCH and (lack := lack_of_trainer()):
+            raise UsageError(lack)
         return _COMMANDS[flags.command](flags)
     except (OutputLost, BrokenPipeError):
         raise

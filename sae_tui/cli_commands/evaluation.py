@@ -11,7 +11,7 @@ from sae_tui.cli_commands.context import CommandContext, consent_of
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
-from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.errors import JobFileError, UsageError
 from trainer.contract.exits import Exit
 from trainer.contract.output import has_done
 from trainer.contract.paths import working_folder
@@ -23,13 +23,10 @@ from trainer.contract.store.rows import Job
 
 def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     """Start evaluating a job; with `--wait`, wait for the evaluation to end and return 0 on success, otherwise 1."""
+    _refuse_contradictions(flags)
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
-    if flags.probe and flags.model is None:
-        raise UserError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
-    if flags.no_splice and not flags.probe:
-        raise UserError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
     wants_gpu = job.device == "cuda" and not flags.cpu
     model = _model(flags.model)
     asked = request.Request(
@@ -37,8 +34,6 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
         is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
-    if not asked.parts:
-        raise UserError("--keep-rows: leaves nothing to measure; add --model or --probe")
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
     has_done(message)
@@ -50,6 +45,16 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     else:
         say(message)
     return Exit.DONE if went_well else Exit.FAILED
+
+
+def _refuse_contradictions(flags: argparse.Namespace) -> None:
+    """Raise `UsageError` if a flag needs another one."""
+    if flags.probe and flags.model is None:
+        raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
+    if flags.no_splice and not flags.probe:
+        raise UsageError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
+    if flags.keep_rows and flags.model is None:
+        raise UsageError("--keep-rows: leaves nothing to measure; add --model auto, or leave out --keep-rows")
 
 
 def _model(given: str | None) -> str | None:

@@ -9,7 +9,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say_all, show_json
 from trainer.contract.answers import commands
 from trainer.contract.answers.schema import Schema, as_text
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UsageError
 from trainer.contract.exits import Exit
 from trainer.contract.settings.typed import cut
 
@@ -23,7 +23,7 @@ def show_schema(context: CommandContext, flags: argparse.Namespace) -> int:
     if asked in known:
         say_all(as_text(known[asked]).splitlines())
     elif asked:
-        raise UserError(
+        raise UsageError(
             f'COMMAND: "{cut(asked)}" has no JSON Schema; `sae-tui schema` lists the commands that have one'
         )
     elif context.as_json:

@@ -45,6 +45,20 @@ def test_the_job_command_shows_the_report_card(shell: Shell) -> None:
     assert "Report card" not in shell.run("job", 3).stdout
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--probe"], "--probe: needs --model"),
+        (["--model", "auto", "--no-splice"], "--no-splice: needs --probe"),
+        (["--keep-rows"], "--keep-rows: leaves nothing to measure"),
+    ],
+)
+def test_a_flag_that_needs_another_one_is_a_usage_error(shell: Shell, flags: list[str], said: str) -> None:
+    (line,) = shell.errors("eval", 9, *flags, code=2)
+    assert line.startswith(f"sae-tui: error: {said}")
+    assert shell.json("eval", 9, *flags, code=2)["error"]["field"] == said.partition(":")[0]
+
+
 def test_a_job_that_cannot_be_evaluated_is_reported_in_one_line(shell: Shell) -> None:
     (line,) = shell.errors("eval", 9, code=1)
     assert line == "sae-tui: error: there is no job 9; `sae-tui jobs` lists them"

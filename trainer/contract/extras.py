@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.contract.errors import UsageError
+from trainer.contract.errors import UserError
 from trainer.contract.wording import join_words
 
 # Packages imported by every trainer process.
@@ -98,6 +98,6 @@ def lack_of_trainer() -> str:
 
 
 def refuse_without_trainer() -> None:
-    """Raise `UsageError` if a module required by the trainer is missing."""
+    """Raise `UserError` if a module required by the trainer is missing."""
     if lack := lack_of_trainer():
-        raise UsageError(lack)
+        raise UserError(lack)
