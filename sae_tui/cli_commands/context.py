@@ -21,12 +21,11 @@ from trainer.contract.failure import show_failure
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.consent import NO_CONSENT, Consent, problems_of, refused
-from trainer.contract.settings.job import AnyJob, JobConfig
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import (
     apply_override,
     bases_of,
     load_any,
-    load_job,
     parse_any,
     read_toml,
     to_table,
@@ -162,21 +161,16 @@ def consent_of(context: CommandContext, flags: argparse.Namespace) -> Consent:
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
-    """Return the job from a job file, with `--set` and `--gpus` applied; raise `JobFileError` listing all problems."""
+    """Return the job from a job file, with `--set` and `--gpus` applied; raise `JobFileError` listing all problems.
+
+    A command without a name is called after its command line, as it is by `run` and in the launch form.
+    """
+    from sae_tui.jobs.launch.kinds.command import with_own_name
+
     judged = Judged(pipes=True)
     job = load_any(path, overrides_of(overrides, gpus), read=judged)
     _refuse_code(job, consent, overrides, judged)
-    return job
-
-
-def read_training(
-    path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT
-) -> JobConfig:
-    """Return a job like `read_job`; raise `JobFileError` if it is not a training job."""
-    judged = Judged(pipes=True)
-    job = load_job(path, overrides_of(overrides, gpus), read=judged)
-    _refuse_code(job, consent, overrides, judged)
-    return job
+    return with_own_name(job)
 
 
 def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged: Judged) -> None:

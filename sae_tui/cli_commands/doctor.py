@@ -7,11 +7,11 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
-from sae_tui.cli_commands.context import CommandContext, consent_of, read_training
+from sae_tui.cli_commands.context import CommandContext, consent_of, read_job
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
-from sae_tui.doctor.advice import JobReport, job_report
+from sae_tui.doctor.advice import JobReport, job_report, report_without_forecast
 from sae_tui.doctor.base import FOLDER_LIMIT_S, CheckedMachine, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
@@ -22,6 +22,8 @@ from sae_tui.jobs.gpus.availability import choices
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from trainer.contract.exits import Exit
 from trainer.contract.planning.hardware import read_box
+from trainer.contract.settings.catalog import KINDS
+from trainer.contract.settings.job import AnyJob, JobConfig
 from trainer.contract.wording import duration, gibibytes
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
@@ -31,11 +33,13 @@ LEGEND = "* the mode selected by the job's parallel.mode; SPEED-UP: in tokens/s,
 
 def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is available; return 1 if any of them is an error."""
-    job, python = None, ""
+    job: AnyJob | None = None
+    python = ""
     is_silent = bool(context.hung) or not _has_settings(context)
     if not is_silent:
-        job = read_training(flags.job, flags.overrides, flags.gpus, consent_of(context, flags)) if flags.job else None
-        python = context.settings.python if job is None or job.launch.python is None else job.launch.python
+        job = read_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags)) if flags.job else None
+        own = job.launch.python if job and job.needs_trainer else None
+        python = context.settings.python if own is None else own
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     box = CheckedMachine(context.data, source, python=python)
     box.is_silent = is_silent
@@ -48,15 +52,8 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
         findings.append(finding)
         if not context.as_json:
             _show(finding)
-    report = None
-    if job and not box.is_silent:
-        gpus = box.gpus
-        # Read the speeds after the probe has measured them.
-        speeds = read_box(context.data.box_file)
-        held = Occupancy(context.data).holders()
-        used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
-        busy = () if job.launch.share else used
-        report = job_report(job, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda, busy=busy)
+    # The speeds are read after the probe has measured them.
+    report = _report(context, flags, job, box) if job and not box.is_silent else None
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)
     if context.as_json:
@@ -67,6 +64,17 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
         say()
         say(summary(findings))
     return Exit.FAILED if failed else Exit.DONE
+
+
+def _report(context: CommandContext, flags: argparse.Namespace, job: AnyJob, box: CheckedMachine) -> JobReport:
+    gpus = box.gpus
+    here = choices(gpus.samples, Occupancy(context.data).holders())
+    if not KINDS[job.kind].trains:
+        return report_without_forecast(job, here, context.data, cuda=gpus.cuda)
+    busy = () if job.launch.share else [choice.index for choice in here if choice.state == "busy"]
+    speeds = read_box(context.data.box_file)
+    training = cast(JobConfig, job)
+    return job_report(training, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda, busy=busy)
 
 
 def _has_settings(context: CommandContext) -> bool:
@@ -103,6 +111,14 @@ def _wrap(text: str, width: int, first: str, other: str) -> None:
 def _show_job(report: JobReport) -> None:
     say()
     say(f"{report.name}:")
+    if report.rows:
+        _show_rows(report)
+        say()
+    for finding in report.findings:
+        _show(finding)
+
+
+def _show_rows(report: JobReport) -> None:
     on_gpus = any(row.n_gpus for row in report.rows)
     headings: list[str] = [
         "GPUS" if on_gpus else "PROCESSES",
@@ -120,9 +136,6 @@ def _show_job(report: JobReport) -> None:
     headings += [*(["COST"] if costs else []), "HERE"]
     show_table(headings, zip(*columns, strict=True))
     say(LEGEND)
-    say()
-    for finding in report.findings:
-        _show(finding)
 
 
 def _cells(row: JobRow) -> tuple[object, ...]:

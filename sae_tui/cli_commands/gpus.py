@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.cli_commands.context import CommandContext, read_training
+from sae_tui.cli_commands.context import CommandContext, read_job
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table, warn
 from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
@@ -20,11 +20,11 @@ from sae_tui.gpu.sensors import Sensor, exported, public_values
 from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import placement
-from sae_tui.jobs.launch.memory_need import measured_peak, used_before
+from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.memory_need import used_before
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.planning.check_job import wanted_devices
-from trainer.contract.planning.training import TrainingProposal
+from trainer.contract.planning.check_job import propose, wanted_devices
 from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
@@ -126,7 +126,7 @@ def _show_table_of_past(context: CommandContext, flags: argparse.Namespace) -> N
 def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the GPUs best suited to a job; return 1 if there are none or the driver is broken."""
     # No consent is needed, because this command runs no code from the job file.
-    job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
+    job = read_job(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
     count = flags.count or wanted_devices(job)
@@ -135,14 +135,15 @@ def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     gpus, past = context.gpus, context.past()
     here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
     asked = job.replace("launch", gpus=f"auto:{count}", backend="local")
-    look = TrainingProposal(asked, here, used_before(past)).outlook
-    took = measured_peak(job, look.settled.work.shape, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
-    advice = placement.recommend(gpus.choices, look.needs_bytes, count)
+    look, kind = propose(asked, here, used_before(past)).outlook, launch_kind(job.kind)
+    took = kind.measured(job, look, "cuda" if gpus.cuda else "cpu", past)
+    # Any idle GPU suits a job whose needs are unknown.
+    advice = placement.recommend(gpus.choices, look.needs_bytes or 0, count)
     if context.as_json:
-        show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
+        needs = {"memory_required": look.needs_bytes, "memory_measured": took and took.peak_bytes, "mode": look.mode}
+        show_json(msgspec.structs.asdict(advice) | needs)
         return Exit.DONE if advice.gpus else Exit.FAILED
-    as_mode = f" as {look.mode}" if count > 1 else ""
-    say(f"needs {gibibytes(advice.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
+    say(kind.needs(look, took))
     rows = [(f"GPU {index}", "take" if index in advice.gpus else "", why) for index, why in advice.reasons.items()]
     if rows:
         show_table(("GPU", "", "WHY"), rows)

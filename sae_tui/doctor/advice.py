@@ -1,4 +1,7 @@
-"""Recommends how to run a job on this machine, and reports how reliable the time estimates are."""
+"""Recommends how to run a job on this machine, and reports how reliable the time estimates are.
+
+Time and modes are forecast only for training jobs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,16 @@ import msgspec
 from sae_tui.doctor.base import Finding
 from sae_tui.doctor.job import JobRow, gpus_for, job_rows
 from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.placement import propose_here, recommend
+from trainer.contract.errors import Problem, errors
+from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Proposal, chosen_indices
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.workload import Workload, with_model_gpus
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job import AnyJob, JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
@@ -46,6 +55,42 @@ def job_report(
     rows = job_rows(job, data, samples, speeds or MeasuredHardware(), price_per_gpu_hour, cuda=cuda, busy=busy)
     findings = [_speeds(rows, gpus_for(job, samples), cuda), _recommend(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
+
+
+def report_without_forecast(job: AnyJob, choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool) -> JobReport:
+    """Report what would keep a job that is not a training job from running, and the GPUs on which it can start now."""
+    proposal = propose_here(job, choices, data, cuda=cuda)
+    problems = proposal.problems()
+    findings = [_finding_of(problem) for problem in problems]
+    return JobReport(job.name, (), (*findings, *([] if errors(problems) else [_start(proposal, choices)])))
+
+
+def _finding_of(problem: Problem) -> Finding:
+    sentence, _, remedy = str(problem).partition("; ")
+    return Finding(problem.severity, "job", sentence, remedy)
+
+
+def _start(proposal: Proposal[AnyJob], choices: Sequence[GpuChoice]) -> Finding:
+    """Report where the job can start now, or that it has to wait."""
+    job, look = proposal.job, proposal.outlook
+    if job.cluster:
+        return Finding("ok", "job", f"{job.cluster} chooses its devices")
+    if job.on_cpu:
+        return Finding("ok", "job", f"it runs on the CPU: --gpus {job.launch.gpus}")
+    if not choices:
+        return Finding("note", "job", "this machine has no GPU for it", "it runs on the CPU, also with --gpus cpu")
+    named = chosen_indices(job)
+    offered = [_shared(one) if job.launch.share else one for one in choices if not named or one.index in named]
+    advice, needs = recommend(offered, look.needs_bytes or 0, look.ranks), launch_kind(job.kind).needs(look)
+    if advice.shortfall:
+        flag = f"--gpus {','.join(map(str, named)) if named else f'auto:{look.ranks}'}"
+        return Finding("warning", "job", f"{needs}; {advice.shortfall}", f"launch it with {flag}, which waits for GPUs")
+    return Finding("ok", "job", f"{needs}; it can start now with --gpus {','.join(map(str, advice.gpus))}")
+
+
+def _shared(choice: GpuChoice) -> GpuChoice:
+    """Return a GPU as it is for a job that shares GPUs: one in use is available."""
+    return msgspec.structs.replace(choice, state="available") if choice.state == "busy" else choice
 
 
 def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Finding:

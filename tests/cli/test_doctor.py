@@ -108,6 +108,41 @@ def test_for_a_job_file_the_memory_time_and_cost_on_1_to_8_gpus_are_shown(quick_
     assert headings == ["GPUS", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY", "HERE"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "level", "said"),
+    [
+        ((), "ok", "memory unknown, so it gets idle GPUs; it can start now with --gpus 0"),
+        (
+            ("--gpus", "auto:2", "--set", "command.memory=9GiB"),
+            "ok",
+            "9.0 GiB on each GPU; it can start now with --gpus 0,1",
+        ),
+        (("--gpus", "cpu"), "ok", "it runs on the CPU: --gpus cpu"),
+        (("--gpus", "3"), "warning", "no GPU is available (GPU 3: used by mallory"),
+        (
+            ("--set", "command.memory=99GiB"),
+            "error",
+            "command.memory: is 99.0 GiB on each GPU, but the largest GPU here",
+        ),
+        (("--set", "command.folder=/nowhere"), "error", "command.folder: is not a folder: /nowhere"),
+    ],
+)
+def test_for_a_command_the_doctor_says_where_it_can_start_or_why_not(
+    shell, monkeypatch, capsys, arguments, level, said
+):
+    monkeypatch.setattr(command, "CHECKS", ())
+    monkeypatch.setenv("SAE_TUI_DATA_DIR", shell.env["SAE_TUI_DATA_DIR"])
+    shell.job_file.write_text('kind = "command"\n[command]\nargv = ["sleep", "1"]\n')
+    code = cli.main(["--demo", "doctor", str(shell.job_file), "--allow-code", "--json", *arguments])
+    report = json.loads(capsys.readouterr().out)["job"]
+    last = report["findings"][-1]
+    assert (code, report["name"], report["rows"], last["level"]) == (level == "error", "sleep 1", [], level)
+    assert said in last["sentence"]
+    cli.main(["--demo", "doctor", str(shell.job_file), "--allow-code", *arguments])
+    assert "SPEED-UP" not in (text := capsys.readouterr().out)
+    assert text.startswith("\nsleep 1:\n")
+
+
 @pytest.mark.slow
 def test_for_the_cpu_the_rows_list_only_numbers_of_processes(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]

@@ -101,6 +101,19 @@ def test_one_gpu_is_recommended_if_the_settings_allow_no_more(shell):
     assert shell.json("recommend", shell.job_file, "--count", 3)["gpus"] == [0]
 
 
+def test_gpus_for_a_command_have_its_memory_free_or_are_idle(shell):
+    file = shell.folder / "command.toml"
+    file.write_text('kind = "command"\n[command]\nargv = ["sleep", "1"]\n')
+    idle = shell.json("recommend", file, "--count", 3)
+    assert (idle["gpus"], idle["memory_required"], idle["memory_measured"]) == ([0, 1, 2], None, None)
+    assert shell.run("recommend", file).stdout.startswith("memory unknown, so it gets idle GPUs\n")
+    wanted = ("--set", "command.memory=15GiB")
+    large = shell.json("recommend", file, "--count", 3, *wanted)
+    assert (large["gpus"], large["memory_required"], large["mode"]) == ([0, 1], 15 * GIB, "single")
+    assert large["reasons"]["2"].startswith("needs 15.0 GiB, ")
+    assert shell.run("recommend", file, "--count", 2, *wanted).stdout.startswith("needs 15.0 GiB on each GPU\n")
+
+
 @pytest.mark.parametrize("command", ["gpus", "metrics"])
 def test_a_machine_without_gpus_is_reported_and_is_not_an_error(shell, command):
     done = shell.run(command, "--gpu-source", "none")

@@ -135,11 +135,11 @@ _RECOMMENDED = typed(
     Recommendation,
     {
         "gpus": "Indices of the chosen GPUs, best first; if empty, the exit code is 1.",
-        "memory_required": "Memory that the job needs on each GPU, in bytes.",
+        "memory_required": "Memory that the job needs on each GPU, in bytes; null if unknown.",
         "reasons": "Why each GPU was chosen or rejected, by index.",
         "shortfall": 'Why there are too few GPUs; "" if there are enough.',
     },
-    {"reasons": by_name(str), "gpus": list_of(int)},
+    {"reasons": by_name(str), "gpus": list_of(int), "memory_required": int | None},
 )
 _RECOMMENDED = _with(
     _RECOMMENDED,

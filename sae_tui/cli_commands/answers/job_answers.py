@@ -265,13 +265,20 @@ _WAY = typed(
     },
     {"gpus": list_of(int)},
 )
+_JOB_FILE = fields(
+    "Job file of a clone, with --print",
+    {
+        "job_file": (str, "Text of the job file, in TOML."),
+        "settings": (by_name({}), "The same settings, by name or section."),
+    },
+)
 _REPORT = typed(
     "Report on a job",
     JobReport,
     {
         "name": "Name of the job.",
-        "rows": "All ways to run the job.",
-        "findings": "Advice based on these rows.",
+        "rows": "All ways to run a training job; empty for other kinds of job.",
+        "findings": "Advice and, for other kinds of job, what would keep the job from running.",
         "price_per_gpu_hour": "Price that was given; null if no price was given.",
     },
     {"rows": list_of(_WAY), "findings": list_of(_FINDING)},
@@ -429,7 +436,7 @@ ANSWERS: dict[str, Schema] = {
     "launch": answer("sae-tui launch --json: one job, or a list of jobs", *_LAUNCH),
     "adopt": answer("sae-tui adopt --json", _TOLD),
     "run": answer("sae-tui run --json: one job, or a list of jobs", *_LAUNCH),
-    "clone": answer("sae-tui clone --json", *_LAUNCH),
+    "clone": answer("sae-tui clone --json: the new job or, with --print, the job file", *_LAUNCH, _JOB_FILE),
     "resume": answer("sae-tui resume --json", _RESUMED, _TOLD, _OUTCOMES, _ENDED, list_of(_ENDED)),
     "import": answer("sae-tui import --json", _IMPORTED),
     "export": answer("sae-tui export --json", _EXPORTED),

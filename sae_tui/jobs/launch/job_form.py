@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs import environment
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.kinds.command import name_of_command
 from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, capacity_on_cpu, capacity_on_gpus, used_before
 from sae_tui.jobs.launch.placement import propose_here
@@ -32,7 +32,7 @@ from trainer.contract.planning.training import OVERRIDDEN_BY
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
 from trainer.contract.settings.catalog import KINDS, TRAINING
-from trainer.contract.settings.command import Command, CommandJob, name_of
+from trainer.contract.settings.command import Command, CommandJob
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, section_settings, words_of
@@ -395,7 +395,7 @@ def _table(candidate: Draft) -> dict[str, Any]:
         (table.setdefault(section, {}) if section else table)[key] = value
     if KINDS[kind_of(table)].is_program and table.get("name", CommandJob.kind) == CommandJob.kind:
         # Jobs that are all called "command" could not be distinguished.
-        table["name"] = name_of(masked_arguments(table.get("command", {}).get("argv") or []))
+        table["name"] = name_of_command(table.get("command", {}).get("argv") or [])
     if candidate.gpus != []:
         table.setdefault("launch", {})["gpus"] = candidate.gpus
     return table

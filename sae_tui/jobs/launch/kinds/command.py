@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
+from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs.launch.kinds import LaunchKind
 from sae_tui.jobs.launch.memory_need import PeakMemory
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.program_environment import ProgramEnvironment, snapshot
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.command import CommandOutlook
-from trainer.contract.settings.command import CommandJob
+from trainer.contract.printable import printable
+from trainer.contract.settings.command import CommandJob, name_of
+from trainer.contract.settings.job import J
 from trainer.contract.settings.job_file import parse_as
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
@@ -20,6 +25,18 @@ from trainer.contract.wording import gibibytes, plural
 
 # The variables with the id of the array and the index of the job, for programs of an array.
 ARRAY_ID, ARRAY_INDEX = "SAE_TUI_ARRAY_ID", "SAE_TUI_ARRAY_INDEX"
+
+
+def name_of_command(argv: Sequence[str]) -> str:
+    """Return the name of a job after its command line, without secrets and control characters."""
+    return printable(name_of(masked_arguments(argv)))
+
+
+def with_own_name(job: J) -> J:
+    """Name a command job without a name after its command line; jobs all called "command" look alike."""
+    if not isinstance(job, CommandJob) or job.name != CommandJob.kind:
+        return job
+    return msgspec.structs.replace(job, name=name_of_command(job.command.argv))
 
 
 class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):

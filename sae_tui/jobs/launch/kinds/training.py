@@ -65,7 +65,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         return " · ".join(parts)
 
     def measured(self, job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> PeakMemory | None:
-        return measured_peak(job, look.settled.work.shape, look.ranks, look.mode, device, past)
+        return measured_peak(job, look.settled.work.shape, look.devices, look.mode, device, past)
 
     def need(self, job: JobConfig, look: Outlook, free: FreeMemory, *, device: str, past: Iterable[Job] = ()) -> Need:
         takes = Need(
