@@ -72,7 +72,7 @@ def validate(context: CommandContext, flags: argparse.Namespace) -> int:
         say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
         if job and look:
             say(launch_kind(job.kind).needs(look, measured))
-        if job and job.launch.python and not errors:
+        if job and job.needs_trainer and job.launch.python and not errors:
             say(f"trained with {environment.look(job.launch.python).words}")
     return Exit.FAILED if errors else Exit.DONE
 

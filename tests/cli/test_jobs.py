@@ -546,6 +546,23 @@ def test_launch_python_is_not_taken_from_a_job_file_that_others_can_write(shell)
     assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
 
 
+def test_a_command_in_a_job_file_is_called_after_its_command_line_without_secrets(shell) -> None:
+    table = 'kind = "command"\n[command]\nargv = ["python3", "/x/probe.py", "--token", "s3cret", "\\u001b[2J"]\n'
+    shell.job_file.write_text(table + '[launch]\ngpus = "cpu"\n')
+    for more in ([], ["--set", "name=mine"], ["--grid", "launch.priority=1,2"]):
+        shell.run("launch", shell.job_file, "--hold", "--allow-code", *more)
+    derived = "probe.py --token … \ufffd[2J"
+    names = [row["name"] for row in reversed(shell.json("jobs"))]
+    assert names == [derived, "mine", f"{derived} priority=1", f"{derived} priority=2"]
+
+
+def test_a_valid_command_is_not_said_to_be_trained_with_a_python(shell) -> None:
+    python = answering(shell.folder / "env")
+    shell.job_file.write_text(f'kind = "command"\n[command]\nargv = ["true"]\n[launch]\npython = "{python}"\n')
+    done = shell.run("validate", shell.job_file, "--gpus", "cpu", "--allow-code")
+    assert done.stdout == f"{shell.job_file} is valid\nmemory unknown\n"
+
+
 def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) -> None:
     python = answering(shell.folder / "given")
     ran = python.parents[1] / "asked"

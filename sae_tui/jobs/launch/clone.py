@@ -92,8 +92,9 @@ def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
     """Append the job's value on each axis of the grid to its name, as in `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
-    values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]
-    return msgspec.structs.replace(job, name=" ".join([job.name, *values])[:LONGEST_NAME])
+    values = "".join(f" {path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name")
+    # A long name is cut before the values, which tell the jobs apart.
+    return msgspec.structs.replace(job, name=f"{job.name[: max(1, LONGEST_NAME - len(values))]}{values}"[:LONGEST_NAME])
 
 
 def _at(table: dict[str, Any], path: str) -> Any:
