@@ -39,6 +39,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.output import has_done, show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.progress import Progress, track
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.typed import cut
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes
@@ -121,11 +122,18 @@ def clone(context: CommandContext, flags: argparse.Namespace) -> int:
     """Launch a job with another job's settings and some changes; with `--print`, print the job file instead."""
     job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
-        from trainer.contract.settings.job_file import dump_job
-
-        show_text(dump_job(job))
-        return Exit.DONE
+        return _print_job_file(context, job)
     return launch_all(context, flags, [job], parent=flags.id)
+
+
+def _print_job_file(context: CommandContext, job: AnyJob) -> int:
+    from trainer.contract.settings.job_file import dump_job, to_table
+
+    if context.as_json:
+        show_json({"job_file": dump_job(job), "settings": to_table(job)})
+    else:
+        show_text(dump_job(job))
+    return Exit.DONE
 
 
 def pause(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -154,6 +162,9 @@ def prioritise(context: CommandContext, flags: argparse.Namespace) -> int:
     if priority is None:
         priority = _last_number(words)
         words = words[:1]
+    if priority not in edits.PRIORITIES:
+        name = "N" if flags.to is None else "--to"
+        raise bad_usage(f"{name}: {priority} is out of range", "give a priority from -100 to 100")
     selectors = [_selector(word) for word in words]
     return change(
         context,

@@ -98,16 +98,19 @@ def tell(context: CommandContext, job_id: int, message: str) -> int:
 
 
 def report(context: CommandContext, outcomes: Sequence[Outcome], done: str) -> int:
-    """Print a line for each job, and a summary of many; return the exit code, 1 if nothing was done or a job failed."""
+    """Print a line for each job, and a summary of many; return the exit code, 1 if nothing was done or a job failed.
+
+    Jobs with the same message, such as an invalid note, share a line.
+    """
     has_done(summary(outcomes, done))
     if context.as_json:
         show_json(outcomes)
     else:
-        for one in outcomes:
-            if one.outcome == "done":
-                say(one.message)
+        for outcome, message in dict.fromkeys((one.outcome, one.message) for one in outcomes):
+            if outcome == "done":
+                say(message)
             else:
-                warn(f"{one.outcome}: {one.message}")
+                warn(f"{outcome}: {message}")
         if len(outcomes) >= MANY:
             say(summary(outcomes, done))
     kinds = {one.outcome for one in outcomes}

@@ -60,7 +60,7 @@ def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
             'a tag cannot start with "-", as "-base" does; `--remove base` removes a tag',
         ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
-        (["priority", "1", "101"], 1, "a priority must be between -100 and 100, not 101"),
+        (["priority", "1", "101"], 2, "N: 101 is out of range; give a priority from -100 to 100"),
         (["priority", "1", "high"], 2, 'N: must be an integer, not "high"'),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
         (["after", "1", "x"], 2, 'OTHER: must be an integer of at least 1, not "x"'),
@@ -162,6 +162,8 @@ def test_a_job_can_be_cloned_into_a_new_job_or_a_job_file(shell):
     assert "lr = 0.001" in printed
     (shell.folder / "again.toml").write_text(printed)
     assert shell.json("validate", shell.folder / "again.toml", "--gpus", "cpu")["valid"]
+    as_json = shell.json("clone", first, "--set", "train.lr=0.001", "--print")
+    assert (as_json["job_file"], as_json["settings"]["train"]["lr"]) == (printed, 0.001)
     second = shell.json("clone", first, "--set", "name=twin", "--after", first, "--hold")["id"]
     job = row(shell, second)
     assert (job["name"], job["after"], job["held"]) == ("twin", [first], True)

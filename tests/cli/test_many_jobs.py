@@ -117,9 +117,25 @@ def test_the_priority_of_several_jobs_follows_a_flag_and_of_one_job_its_id(shell
     assert rows(shell)[1]["priority"] == -1
 
 
+def test_a_reason_that_is_the_same_for_several_jobs_is_given_once(shell):
+    record(shell)
+    record(shell)
+    (line,) = shell.errors("note", "1-2", "a\x01b", code=1)
+    assert line.startswith("sae-tui: failed: names, tags and notes cannot contain control characters")
+    assert [one["id"] for one in shell.json("note", "1-2", "a\x01b", code=1)] == [1, 2]
+
+
+def test_a_job_that_is_not_being_evaluated_or_has_not_ended_is_skipped(shell):
+    record(shell)
+    record(shell)
+    for command in (("stop", "1-2", "--evaluation"), ("resume", "1-2")):
+        assert all(line.startswith("sae-tui: skipped: job ") for line in shell.errors(*command, code=1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["1-2", "--to", "500"], "--to: 500 is out of range; give a priority from -100 to 100"),
         (["1"], "N: the priority is missing"),
         (["1-2", "3"], "--to: the priority of several jobs is missing"),
         (["1", "2", "3"], "--to: the priority of several jobs is missing"),

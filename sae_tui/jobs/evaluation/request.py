@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from sae_tui.jobs.detach import SlowStart, start_detached
+from sae_tui.jobs.edits import NotApplicable
 from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
 from sae_tui.jobs.going import DONE, STARTED, Evaluations
 from sae_tui.jobs.gpus.availability import GpuChoice
@@ -106,7 +107,7 @@ def stop(data: DataDir, job_id: int) -> str:
     with existing(data, job_id) as control:
         control.job(job_id)
         if not is_going(data, job_id):
-            raise UserError(f"job {job_id} is not being evaluated")
+            raise NotApplicable(f"job {job_id} is not being evaluated")
         control.request(job_id, "stop-evaluation")
     return f"the evaluation of job {job_id} stops; earlier results are kept"
 

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from sae_tui.jobs import environment
+from sae_tui.jobs.edits import NotApplicable
 from sae_tui.jobs.launch.launching import (
     NotStarted,
     Start,
@@ -104,9 +105,9 @@ def resume(
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if not job.state.is_final:
-            raise UserError(_not_ended_message(data, job))
+            raise NotApplicable(_not_ended_message(data, job))
         if is_held(data.run(job_id).lock_file):
-            raise UserError(still_going(data.run(job_id).root))
+            raise NotApplicable(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
         _refuse_gpus_of_others(data, job, plan.placement)
         if beyond := errors(problems_with_policy(plan.config, plan.placement.gpus_wanted, read_policy(data), ())):
@@ -114,7 +115,7 @@ def resume(
         job = _with_its_place(job)
         plan = msgspec.structs.replace(plan, waits=_why_it_waits(job))
         if finish and plan.counts != "step":
-            raise UserError(f"job {job_id} has no training to cool down; resume it without --finish")
+            raise NotApplicable(f"job {job_id} has no training to cool down; resume it without --finish")
         with environment.required(plan.config):
             fields = fields_of(data, plan.config, plan.placement, control.jobs())
         _keep_last_word(data, job)
