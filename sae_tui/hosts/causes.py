@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,9 +25,16 @@ class Cause(NamedTuple):
     wait_s: float = 0.0
 
 
+def has_ssh_failed(exit_code: int) -> bool:
+    """Return whether ssh itself has failed; a negative exit code is that of a process ended by a signal."""
+    return exit_code == SSH_FAILED or exit_code < 0
+
+
 def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause:
     """Return why a host sent no greeting, from the exit code and the last lines of standard error."""
     output = "\n".join(complaints)
+    if exit_code < 0:
+        return Cause(f"cannot be reached: ssh was ended by {_signal_name(-exit_code)}")
     if exit_code == SSH_FAILED:
         return _of_ssh(host, output, complaints)
     if exit_code == NO_SAE_TUI:
@@ -67,6 +75,13 @@ def _of_ssh(host: str, output: str, complaints: Sequence[str]) -> Cause:
 def bare(host: str) -> str:
     """Return the host name without the user name."""
     return host.rpartition("@")[2]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _last(complaints: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from sae_tui.hosts.causes import SSH_FAILED, no_connection
+from sae_tui.hosts.causes import has_ssh_failed, no_connection
 from sae_tui.hosts.link import end, signal_all
 from sae_tui.ssh import NO_SAE_TUI, ssh_argv
 from trainer.contract.errors import UserError
@@ -76,6 +76,6 @@ def _outcome(host: str, code: int, lines: Sequence[str]) -> str:
     last = lines[-1][:300] if lines else ""
     if code == 0:
         return f"on {host}: {last or 'done'}"
-    if code in (SSH_FAILED, NO_SAE_TUI):
+    if has_ssh_failed(code) or code == NO_SAE_TUI:
         raise UserError(f"host {host} {no_connection(host, code, lines).sentence}")
     raise UserError(f"on {host}: {last.removeprefix('sae-tui: ').removeprefix('error: ') or f'exit code {code}'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from sae_tui.hosts.causes import SSH_FAILED, Cause, no_connection, other_protocol
+from sae_tui.hosts.causes import Cause, has_ssh_failed, no_connection, other_protocol
 from sae_tui.hosts.link import end
 from sae_tui.hosts.protocol import PROTOCOL, Hello, decode
 from sae_tui.ssh import login_argv
@@ -25,6 +26,8 @@ LONGEST_LINE = 1 << 20
 # The number of lines a login script may print before the greeting.
 _MOST_NOISE = 200
 _CHUNK = 64 << 10
+# A command that a message advises to run, in text or in JSON.
+_ADVISED = re.compile(r"`(?:sae-tui|sae-train|chmod|kill|loginctl|pip|pipx|sudo|uv) [^`]+`")
 _KEPT_COMPLAINTS = 20
 # How long ssh may take to exit after Ctrl-C, and after its output has ended.
 _LEAVE_S, _EXIT_S = 1.0, 10.0
@@ -84,7 +87,7 @@ class FarCommand:
             code = end(process, patience_s)
         if not self._is_greeted:
             raise UserError(f"host {self._host} {no_connection(self._host, code, self._complaints).sentence}")
-        if code == SSH_FAILED:
+        if has_ssh_failed(code):
             see = f"`ssh {self._host} sae-tui jobs` shows its jobs, which keep running"
             raise UserError(f"the connection to host {self._host} was lost; {see}")
         return code
@@ -95,8 +98,8 @@ class FarCommand:
         assert process.stdout is not None
         assert process.stderr is not None
         takers: dict[IO[bytes], Callable[[str], object]] = {
-            process.stdout: lambda line: show_text(f"{self._prefix}{line}\n"),
-            process.stderr: lambda line: complain(f"{self._prefix}{line}\n"),
+            process.stdout: lambda line: show_text(f"{self._prefix}{self._with_host(line)}\n"),
+            process.stderr: lambda line: complain(f"{self._prefix}{self._with_host(line)}\n"),
         }
         for stream, line in _lines_of(takers):
             if self._is_greeted:
@@ -108,6 +111,10 @@ class FarCommand:
                 has_done(f"host {self._host} has received the command")
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(self._request)
+
+    def _with_host(self, line: str) -> str:
+        """Say on which host to run the commands in a message; here, the same job id belongs to another job."""
+        return _ADVISED.sub(rf"\g<0> on {self._host}", line)
 
     def _is_greeting(self, line: bytes) -> bool:
         """Return whether a line is the greeting and not the output of a login script; refuse other versions."""

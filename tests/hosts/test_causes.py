@@ -24,6 +24,7 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
         ),
         (1, ["sae-tui: error: /x is not a folder"], "ended sae-tui: sae-tui: error: /x is not a folder"),
         (9, [], "ended sae-tui: exit code 9"),
+        (-15, ["noise"], "cannot be reached: ssh was ended by SIGTERM"),
     ],
 )
 def test_each_connection_failure_has_its_own_sentence(code, complaints, sentence) -> None:

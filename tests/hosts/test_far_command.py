@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import tomli_w
 from support.box import processes_of
@@ -184,6 +185,30 @@ def test_a_lost_connection_is_reported_and_leaves_the_job_running(far: Far) -> N
     assert errors.splitlines()[-1] == f"sae-tui: error: {lost}"
     until(lambda: not receivers(far.data))
     assert not far.jobs[0].state.is_final
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
+def test_an_ssh_that_is_killed_is_a_lost_connection(far: Far, signal_name: str) -> None:
+    waiting = far.start("run", "--host", "gpu1", "--gpus", "0", "--wait", "--", "sleep", "1000")
+    assert waiting.stdout.readline().startswith("gpu1: job 1 is launched")
+    (ssh,) = psutil.Process(waiting.pid).children()
+    ssh.send_signal(signal.Signals[signal_name])
+    _, errors = waiting.communicate(timeout=60)
+    assert waiting.returncode == 1
+    assert errors.splitlines()[-1].startswith("sae-tui: error: the connection to host gpu1 was lost; ")
+
+
+def test_a_message_says_on_which_host_to_run_the_commands_that_it_names(far: Far) -> None:
+    argv = ["--host", "gpu1", "--gpus", "0"]
+    output, _ = far.run("run", *argv, "--", "true")
+    follow = "`sae-tui job 1` on gpu1 and `sae-tui logs 1 -f` on gpu1 follow it"
+    assert output == f"gpu1: job 1 is queued for the CPU; {follow}\n"
+    assert "; `sae-tui release 2` on gpu1 lets it start" in far.run("run", *argv, "--hold", "--", "true")[0]
+    refusal = ["--after", "99", "--", "true"]
+    _, errors = far.run("run", *argv, *refusal, code=1)
+    assert errors == "gpu1: sae-tui: error: there is no job 99; `sae-tui jobs` on gpu1 lists them\n"
+    output, _ = far.run("run", *argv, "--json", *refusal, code=1)
+    assert json.loads(output)["error"]["fix"] == "`sae-tui jobs` on gpu1 lists them"
 
 
 HELLO = '{"type":"hello","protocol":1,"version":"0.2.0"}'
