@@ -29,15 +29,21 @@ DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 # The time after which a job that does not use its GPUs is pointed out, and the shortest time after which it is stopped.
 IDLE_S = 1800.0
+LONGEST_S = 365 * 86_400.0
 _IDLE_TIMES = "a time of at least 30m, like 2h or 1d"
 _CLOCK = re.compile(r"([01]\d|2[0-3]):([0-5]\d)|24:00")
 _CLOCKS = 'a time of day like "20:00"'
 S = TypeVar("S", bound=msgspec.Struct)
 
 GpusPerUser = Annotated[
-    int, about("Most GPUs that one user's jobs may hold at once; empty: no limit.", unit="GPUs", ge=1, le=100_000)
+    int,
+    about(
+        "Most GPUs that one user's jobs may hold at once; without it, there is no limit.", unit="GPUs", ge=1, le=100_000
+    ),
 ]
-MaxTime = Annotated[str, about("Longest time limit of a job, and the one it gets without any.", wanted=TIMES)]
+MaxTime = Annotated[
+    str, about("Longest time limit of a job, and the one it gets without any; at most 365d.", wanted=TIMES)
+]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -67,7 +73,7 @@ class Rules(msgspec.Struct, frozen=True):
         Annotated[
             str,
             about(
-                "Stops a job that has kept its GPUs below 5 % utilisation for this long; empty: never.",
+                "Stops a job that has kept its GPUs below 5 % utilisation for this long; without it, never.",
                 wanted=_IDLE_TIMES,
             ),
         ]
@@ -76,7 +82,7 @@ class Rules(msgspec.Struct, frozen=True):
     time_zone: (
         Annotated[
             str,
-            about("Time zone of the hours below; empty: the machine's.", wanted='a name like "Europe/Berlin"'),
+            about("Time zone of the hours below; without it, the machine's.", wanted='a name like "Europe/Berlin"'),
         ]
         | None
     ) = None
@@ -89,7 +95,7 @@ class Hours(msgspec.Struct, frozen=True):
         Annotated[
             list[Day],
             about(
-                "Days on which these hours begin; empty: every day.",
+                "Days on which these hours begin; without it, every day.",
                 wanted='a list of days like ["sat", "sun"]',
                 min_length=1,
             ),
@@ -162,7 +168,8 @@ class Policy(msgspec.Struct, frozen=True):
     def sentences(self) -> list[str]:
         """The limits in words, then the hours with larger limits, then what happens to idle jobs."""
         lines = [self.usual.words or "no limits"]
-        lines += [f"{hours.words}: {self.usual.or_larger(self._in(hours)).words}" for hours in self.hours]
+        in_hours = [(hours.words, self.usual.or_larger(self._in(hours))) for hours in self.hours]
+        lines += [f"{when}: {limits.words or 'no limits'}" for when, limits in in_hours]
         idle_s = self.stop_idle_s
         return lines + ([f"jobs that leave their GPUs idle stop after {duration(idle_s)}"] if idle_s else [])
 
@@ -180,11 +187,7 @@ class Policy(msgspec.Struct, frozen=True):
 
     def _in(self, hours: Hours) -> Limits:
         """Return the limits in some hours; a limit that they do not change is the usual one."""
-        own, usual = _limits(hours), self.usual
-        return Limits(
-            usual.gpus_per_user if own.gpus_per_user is None else own.gpus_per_user,
-            usual.max_time_s if own.max_time_s is None else own.max_time_s,
-        )
+        return _completed(_limits(hours), self.usual)
 
 
 NO_POLICY = Policy()
@@ -229,7 +232,7 @@ def _read(path: Path, owners: Collection[int], root: Path) -> Policy:
     problems: list[Problem] = []
     listed = table.pop("hours", [])
     rules = _section(Rules, table, "", problems)
-    hours = tuple(_hours(listed, problems))
+    hours = tuple(_hours(listed, _limits(rules), problems))
     return Policy(path, owner, rules, hours, _zone(rules, root), tuple(problems))
 
 
@@ -246,27 +249,59 @@ def _distrust_of_place(path: Path, owners: Collection[int], root: Path) -> str:
     return f"others may write to {path.parent}; `chmod go-w` it" if status.st_mode & 0o022 else ""
 
 
-def _hours(listed: Any, problems: list[Problem]) -> Iterator[Hours]:
-    """Yield the `[[hours]]` sections without mistakes; a default in place of a mistake would apply at other times."""
+def _hours(listed: Any, usual: Limits, problems: list[Problem]) -> Iterator[Hours]:
+    """Yield the `[[hours]]` sections that raise a limit and have no mistakes.
+
+    A default in place of a mistake would apply at other times.
+    """
     if not (isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed)):
         problems.append(Problem("hours", "must be sections: write [[hours]] and its keys below; it is ignored"))
         return
     for number, each in enumerate(listed, 1):
         wrong: list[Problem] = []
         hours = _section(Hours, each, f"hours {number}: ", wrong)
-        problems += wrong
         if not wrong:
-            yield hours
+            own = _limits(hours)
+            wrong += _without_effect(own, usual, number)
+            if usual.or_larger(_completed(own, usual)) != usual:
+                yield hours
+        problems += wrong
+
+
+def _without_effect(own: Limits, usual: Limits, number: int) -> list[Problem]:
+    """Report the limits of some hours that are not above the usual ones."""
+    pairs = {"gpus_per_user": (own.gpus_per_user, usual.gpus_per_user), "max_time": (own.max_time_s, usual.max_time_s)}
+    limits = [(name, limit, outside) for name, (limit, outside) in pairs.items() if limit is not None]
+    if not limits:
+        return [
+            Problem(
+                f"hours {number}",
+                "has no effect, because it sets no limit; write gpus_per_user or max_time below [[hours]]",
+            )
+        ]
+    why = "has no effect, because hours can only raise a limit"
+    problems = []
+    for name, limit, outside in limits:
+        if outside is None:
+            message = f"{why}, and there is none outside of them; set a lower {name} at the top of the file"
+            problems.append(Problem(f"hours {number}: {name}", message))
+        elif limit <= outside:
+            message = f"{why}; set a lower {name} at the top of the file, or a higher one here"
+            problems.append(Problem(f"hours {number}: {name}", message))
+    return problems
 
 
 def _section(of: type[S], table: Mapping[str, Any], place: str, problems: list[Problem]) -> S:
     """Convert a table to a section; report and ignore the settings that cannot be used."""
     settings = {setting.name: setting for setting in settings_of(of)}
+    sections = ["[[hours]]"] if of is Rules else []
     values: dict[str, Any] = {}
     for name, value in table.items():
         try:
             if name not in settings:
-                raise ValueError(f"is not a setting; use one of {', '.join(settings)}")
+                raise ValueError(f"is not a setting; use one of {', '.join([*settings, *sections])}")
+            if value == "":
+                raise ValueError(f"is empty; leave this line out, or write {settings[name].wanted}")
             values[name] = settings[name].convert(value)
             if name in _FORMATS:
                 _FORMATS[name](values[name])
@@ -279,11 +314,18 @@ def _section(of: type[S], table: Mapping[str, Any], place: str, problems: list[P
 def _check_time(text: str) -> None:
     if not parse_seconds(text):
         raise ValueError(f"must be {TIMES}, not {show(text)}")
+    _refuse_too_long(text)
 
 
 def _check_idle_time(text: str) -> None:
     if parse_seconds(text) < IDLE_S:
         raise ValueError(f"must be {_IDLE_TIMES}, not {show(text)}")
+    _refuse_too_long(text)
+
+
+def _refuse_too_long(text: str) -> None:
+    if parse_seconds(text) > LONGEST_S:
+        raise ValueError(f"must be at most a year (365d), not {show(text)}")
 
 
 def _check_clock(text: str) -> None:
@@ -324,6 +366,13 @@ def _zone(rules: Rules, root: Path) -> tzinfo:
 
 def _limits(section: Rules | Hours) -> Limits:
     return Limits(section.gpus_per_user, None if section.max_time is None else parse_seconds(section.max_time))
+
+
+def _completed(own: Limits, usual: Limits) -> Limits:
+    return Limits(
+        usual.gpus_per_user if own.gpus_per_user is None else own.gpus_per_user,
+        usual.max_time_s if own.max_time_s is None else own.max_time_s,
+    )
 
 
 def _larger(first: Any, second: Any) -> Any:

@@ -149,6 +149,11 @@ def test_a_link_or_a_pipe_is_not_read(place: Place, tmp_path: Path) -> None:
         ('stop_idle_after = "5m"', 'stop_idle_after: must be a time of at least 30m, like 2h or 1d, not "5m"; '),
         ('time_zone = "Moon"', 'time_zone: is not a time zone known to this machine: "Moon"; it is ignored'),
         ("gpu_per_user = 4", "gpu_per_user: is not a setting; use one of gpus_per_user, max_time, stop_idle_after, "),
+        ("[[hour]]", "time_zone, [[hours]]; it is ignored"),
+        ('stop_idle_after = ""', "stop_idle_after: is empty; leave this line out, or write a time of at least 30m, "),
+        ('time_zone = ""', 'time_zone: is empty; leave this line out, or write a name like "Europe/Berlin"; '),
+        ('max_time = "366d"', 'max_time: must be at most a year (365d), not "366d"; it is ignored'),
+        ('stop_idle_after = "999999999999d"', "stop_idle_after: must be at most a year (365d), not "),
         ("hours = 4", "hours: must be sections: write [[hours]] and its keys below; it is ignored"),
         (
             '[[hours]]\nstart = "25:00"',
@@ -239,6 +244,19 @@ def _own_time_zone() -> Iterator[None]:
 def test_smaller_limits_in_some_hours_have_no_effect(place: Place) -> None:
     policy = place.read('gpus_per_user = 4\n[[hours]]\ngpus_per_user = 1\nmax_time = "1h"\n')
     assert policy.limits(0.0) == policy.largest == Limits(4)
+    assert policy.sentences == ["4 GPUs for each user"]
+    why = "has no effect, because hours can only raise a limit"
+    assert list(map(str, policy.problems)) == [
+        f"hours 1: gpus_per_user: {why}; set a lower gpus_per_user at the top of the file, or a higher one here",
+        f"hours 1: max_time: {why}, and there is none outside of them; set a lower max_time at the top of the file",
+    ]
+
+
+def test_hours_that_set_no_limit_are_reported_and_others_stay_in_force(place: Place) -> None:
+    policy = place.read('gpus_per_user = 1\n[[hours]]\nstart = "08:00"\n[[hours]]\ngpus_per_user = 3\n')
+    (problem,) = policy.problems
+    assert str(problem).startswith("hours 1: has no effect, because it sets no limit; ")
+    assert policy.sentences == ["1 GPU for each user", "daily 00:00-24:00: 3 GPUs for each user"]
 
 
 clocks = st.builds("{:02}:{:02}".format, st.integers(0, 23), st.integers(0, 59)) | st.just("24:00")
