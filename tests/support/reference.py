@@ -159,10 +159,11 @@ def _job_file() -> str:
         " If a default comes from a paper, the help text cites it. *Rarely changed* keys are behind `ctrl+t` on the"
         " launch screen.",
     ]
+    whose = {"train": "", "extract": " of an extraction", "command": " of a command job"}
     for kind, entry in catalog.KINDS.items():
         parts += [f"## kind = {kind}", entry.summary]
         for name in job_class(kind).sections:
-            parts += _section(name, heading=f"### [{name}]" + (" of an extraction" if kind != "train" else ""))
+            parts += _section(name, heading=f"### [{name}]{whose[kind]}")
     return "\n\n".join(parts)
 
 

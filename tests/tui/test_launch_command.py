@@ -84,7 +84,7 @@ async def test_an_open_quote_is_reported_at_the_command_line(make_app) -> None:
         await type_line(pilot, screen, "no-such-program")
         await wait_until(pilot, lambda: "there is no program no-such-program on $PATH" in hint(screen, "command-argv"))
         await type_line(pilot, screen, "sh train.sh > log.txt")
-        await wait_until(pilot, lambda: "! passes > to the program; for a shell" in hint(screen, "command-argv"))
+        await wait_until(pilot, lambda: "! passes > to the program as an argument" in hint(screen, "command-argv"))
         assert screen.form.review.job is not None
 
 

@@ -1,4 +1,7 @@
-"""Compares a new job with the policy of the machine: refuses what is never allowed, and says why it would wait."""
+"""Checks a new job against the machine's policy.
+
+A job that the policy never allows is an error. A job that has to wait is a warning that gives the reason.
+"""
 
 from __future__ import annotations
 

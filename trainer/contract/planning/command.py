@@ -83,7 +83,7 @@ class CommandProposal(Proposal[CommandJob]):
         path = command.variables.get("PATH") or (USUAL_PATH if command.clean_env else os.environ.get("PATH"))
         there = os.path.join(command.folder, program) if "/" in program else program
         if control := next((word for word in command.argv[1:] if word in _OF_SHELL), None):
-            message = f"passes {control} to the program; for a shell, write sh -c '...' around the whole line"
+            message = f"passes {control} to the program as an argument; to use a shell, write sh -c 'the whole line'"
             problems.append(Problem("command.argv", message, "warning"))
         if "{" not in program and shutil.which(there, path=path) is None:
             where = f"in {command.folder}" if "/" in program else "on $PATH"

@@ -29,28 +29,28 @@ class MetricsPattern(msgspec.Struct, frozen=True):
 def parse_pattern(text: str) -> MetricsPattern:
     """Parse a pattern; raise `ValueError` with the reason if it is invalid.
 
-    A name in braces stands for a number, white space for any white space, and everything else for itself; `{{` and `}}`
-    stand for braces.
+    A name in braces matches a number, and white space matches any amount of white space. All other characters match
+    themselves; braces are written `{{` and `}}`.
     """
     if len(text) > LONGEST_PATTERN:
         raise ValueError(f"is longer than {LONGEST_PATTERN} characters")
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError:
-        raise ValueError("has a single brace; write {{ for a brace, and {loss} for a number") from None
+        raise ValueError("has a single brace; write {loss} for a number, and {{ or }} for a brace itself") from None
     regex, names = "", list[str]()
     for literal, name, spec, conversion in parts:
         regex += _literal(literal)
         if name is None:
             continue
         if spec or conversion or not _NAME.fullmatch(name):
-            raise ValueError("has a name that is not like {loss} or {train/loss}")
+            raise ValueError("has a name that is not valid; a name in braces is like {loss} or {train/loss}")
         if names and not literal:
-            raise ValueError("has no text between two names")
+            raise ValueError("has no text between two names; separate them, as in {step} {loss}")
         if name in names:
             raise ValueError(f"has the name {{{name}}} twice")
         names.append(name)
-        # At the start of a pattern, do not begin within a number.
+        # A pattern that begins with a name must not match the end of a longer number.
         regex += rf"(?<![\d.])({NUMBER})" if not regex else rf"\s*+({NUMBER})"
     if not names:
         raise ValueError("has no name in braces, like {loss}")
