@@ -187,12 +187,11 @@ def test_a_lost_connection_is_reported_and_leaves_the_job_running(far: Far) -> N
     assert not far.jobs[0].state.is_final
 
 
-@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
-def test_an_ssh_that_is_killed_is_a_lost_connection(far: Far, signal_name: str) -> None:
+def test_an_ssh_that_is_killed_is_a_lost_connection(far: Far) -> None:
     waiting = far.start("run", "--host", "gpu1", "--gpus", "0", "--wait", "--", "sleep", "1000")
     assert waiting.stdout.readline().startswith("gpu1: job 1 is launched")
     (ssh,) = psutil.Process(waiting.pid).children()
-    ssh.send_signal(signal.Signals[signal_name])
+    ssh.kill()
     _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 1
     assert errors.splitlines()[-1].startswith("sae-tui: error: the connection to host gpu1 was lost; ")
