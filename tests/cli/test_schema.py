@@ -13,7 +13,7 @@ def test_schema_lists_all_schemas_and_prints_each(shell) -> None:
     assert shell.json("schema") == {"commands": names}
     assert shell.json("schema", "trainer", "run")["title"].startswith("sae-train run --json")
     assert json.loads(shell.run("schema", "error").stdout)["required"] == ["error"]
-    assert shell.json("schema", "nothing", code=1)["error"]["field"] == "COMMAND"
+    assert shell.json("schema", "nothing", code=2)["error"]["field"] == "COMMAND"
 
 
 def test_with_json_an_error_is_one_object_on_stdout_and_stderr_is_empty(shell) -> None:
