@@ -137,6 +137,15 @@ def test_a_single_value_is_a_list_of_one(data: DataDir) -> None:
     assert (command["env"], command["metrics"], row.tags) == (["A=1"], ["loss {loss}"], ("mine",))
 
 
+def test_the_name_of_a_job_has_no_secrets_and_no_control_characters(data: DataDir) -> None:
+    job = sae_tui.run(["echo", "--token", "s3cr3t", "\x1b[2Jx\n"], gpus=0, hold=True)
+    with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+        name = control.job(job.id).name
+    assert name.startswith("echo --token ")
+    assert "s3cr3t" not in name
+    assert name.isprintable()
+
+
 def test_the_number_of_lines_of_a_log_is_exact_and_never_negative() -> None:
     job = sae_tui.run(["printf", "1\n2\n3\n"], gpus=0)
     assert job.wait(60).exit_code == 0

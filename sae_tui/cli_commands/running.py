@@ -13,15 +13,14 @@ from sae_tui.cli_commands.launching import Array, array_of, launch_all
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.cli_commands.selection import bad_usage
 from sae_tui.cli_commands.values import MOST_IN_ARRAY, ArraySpec
-from sae_tui.gpu.secrets import masked_arguments
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.launch import adopt as adopting
 from sae_tui.jobs.launch.command_job import command_job, named_as_arguments
-from sae_tui.jobs.launch.kinds.command import ARRAY_INDEX
+from sae_tui.jobs.launch.kinds.command import ARRAY_INDEX, name_of_command
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, track
-from trainer.contract.settings.command import PLACEHOLDERS, CommandJob, name_of
+from trainer.contract.settings.command import PLACEHOLDERS, CommandJob
 
 # The placeholder for the index of a job in an array.
 INDEX = "array_index"
@@ -113,7 +112,7 @@ def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, s
 
 def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
     # A shell's line is its last argument.
-    return name_of(masked_arguments(argv[-1].split() if flags.shell else argv))
+    return name_of_command(argv[-1].split() if flags.shell else argv)
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:

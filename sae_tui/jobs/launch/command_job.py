@@ -10,8 +10,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from sae_tui.jobs.launch.kinds.command import name_of_command
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.command import CommandJob, name_of
+from trainer.contract.settings.command import CommandJob
 from trainer.contract.settings.job_file import any_job_of
 from trainer.contract.settings.typed import TIMES, as_time_limit, parse_seconds
 
@@ -72,7 +73,7 @@ def command_job(
         "backend": backend,
         "time_limit": None if time is None else _time_limit(time),
     }
-    table = {"kind": CommandJob.kind, "name": name or name_of(argv)}
+    table = {"kind": CommandJob.kind, "name": name or name_of_command(argv)}
     job = any_job_of(table | {"command": _given(command), "launch": _given(launch)}, listed(settings))
     assert isinstance(job, CommandJob)
     return job
