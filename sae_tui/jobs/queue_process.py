@@ -82,14 +82,21 @@ class QueueProcess:
         return self._lock.acquire()
 
     def run(self) -> None:
-        """Start jobs until there are none left for a minute, or the data folder is deleted."""
-        while not (is_gone(self._data.root) or self._is_done()):
+        """Start jobs until there are none left for a minute, or the data folder or the store is deleted."""
+        while not (is_gone(self._data.root) or self._is_store_gone() or self._is_done()):
             self._sign()
             with tolerate("planning the queue"), tolerate_disk("planning the queue"):
                 if self._has_news() or self._is_due:
                     self._is_due = True
                     self._is_due = self._plan()
             self._wait()
+
+    def _is_store_gone(self) -> bool:
+        """Return whether the store is gone and this process has no queued jobs to restore in a new one.
+
+        An empty new store would look as if there had never been any jobs.
+        """
+        return not self._jobs and not os.path.lexists(self._data.control_db)
 
     def _wait(self) -> None:
         """Wait for a tick, or until a supervisor exits; then plan again, as its job may have lost it."""

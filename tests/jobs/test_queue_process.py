@@ -17,6 +17,7 @@ from sae_tui.jobs.program_environment import snapshot
 from sae_tui.jobs.queue_process import QueueProcess
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.user import user_name
+from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
@@ -215,6 +216,16 @@ def test_the_queue_process_stays_for_a_job_recorded_while_it_leaves(box, monkeyp
     box.enqueue("steps=1", hold=True)
     assert not queue._is_done()
     assert not QueueProcess(box.data).register()
+
+
+def test_an_idle_queue_process_leaves_a_deleted_store_missing_so_that_the_loss_is_reported(box):
+    queue = box.start_queue()
+    box.wait_ended(box.enqueue("steps=1"))
+    for file in box.data.root.glob("control.db*"):
+        file.unlink()
+    box.wait_for(lambda: not queue.is_alive(), "the end of the queue process")
+    assert not box.data.control_db.exists()
+    assert "the job list is missing" in JobsReader(box.data).problem
 
 
 def test_a_supervisor_that_cannot_start_is_the_reason_for_waiting_and_is_tried_again_later(box, capfd):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.commands import command_file
 
-from sae_tui.jobs import detach, edits
+from sae_tui.jobs import edits
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.launch import job_form, launching
 from sae_tui.jobs.launch.resume import resume
@@ -40,7 +40,7 @@ def test_a_command_runs_again_from_the_start_in_its_stored_environment(box, monk
     job_id = launch(box, *SAYS)
     assert box.wait_ended(job_id).error.startswith("its program ended with exit code 3")
     monkeypatch.setenv("WHOSE", "mallory")
-    plan = resume(box.data, job_id, lambda _: box.placement(), start=detach.start)
+    plan = resume(box.data, job_id, lambda _: box.placement())
     assert plan.sentence == "runs again from the start, as attempt 2"
     box.wait_for(lambda: box.job(job_id).state.is_final and box.job(job_id).attempt == 2, "the second attempt")
     assert box.data.run(job_id).log(0).read_text() == "attempt 1 of ada\nattempt 2 of ada\n"
@@ -76,8 +76,8 @@ def test_a_finished_command_may_run_again_but_cannot_cool_down(box):
     job_id = launch(box, "true")
     assert box.wait_ended(job_id).state is JobState.FINISHED
     with pytest.raises(UserError, match="has no training to cool down"):
-        resume(box.data, job_id, lambda _: box.placement(), start=detach.start, finish=True)
-    resume(box.data, job_id, lambda _: box.placement(), ["command.argv=false"], start=detach.start)
+        resume(box.data, job_id, lambda _: box.placement(), finish=True)
+    resume(box.data, job_id, lambda _: box.placement(), ["command.argv=false"])
     box.wait_for(lambda: box.job(job_id).state is JobState.FAILED, "the second attempt")
 
 
