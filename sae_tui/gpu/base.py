@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -57,19 +57,39 @@ THROTTLING = (
 )
 
 
+# The kinds of a process on a GPU: compute, graphics, or both.
+ProcessKind = Literal["C", "G", "C+G"]
+
+
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process holding memory on a GPU; `ancestors` contains the pids of its parent, its grandparent and so on."""
+    """A process holding memory on a GPU; `ancestors` contains the pids of its parent, its grandparent and so on.
+
+    `kind` is None if the driver does not tell compute processes from graphics processes.
+    """
 
     pid: Pid
     user: str | None
     name: str | None
     memory_used_bytes: Count | None
     ancestors: tuple[Pid, ...] = ()
+    kind: ProcessKind | None = None
 
     def __post_init__(self) -> None:
         if not is_possible(self.memory_used_bytes, BYTES):
             object.__setattr__(self, "memory_used_bytes", None)
+
+
+class ProcessShares(NamedTuple):
+    """The shares of a GPU's units that a process uses, in percent: multiprocessors, memory bandwidth and video units.
+
+    None means "unknown".
+    """
+
+    sm: int | None = None
+    memory_bandwidth: int | None = None
+    encoder: int | None = None
+    decoder: int | None = None
 
 
 # Compute modes that allow no compute process, or only one at a time.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import GpuSample, ProcessShares
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -25,11 +25,8 @@ class DetailedSource(Protocol):
 class SharesSource(Protocol):
     """A source that can also read GPU utilisation per process, on each GPU's own thread."""
 
-    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
-
-        `sample` is the GPU's latest sample.
-        """
+    def shares(self, index: int, sample: GpuSample) -> Mapping[int, ProcessShares]:
+        """Return a dict mapping each process's pid to its shares of the GPU; `sample` is the GPU's latest sample."""
         ...
 
 

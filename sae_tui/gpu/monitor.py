@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
+from sae_tui.gpu.base import GpuSample, GpuSource, ProcessShares, is_identified
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.past import RecentHistory, merge, past
 from sae_tui.gpu.ring import CAPACITY, RingReading
@@ -117,16 +117,16 @@ class Monitor:
         """Return the duration of each GPU's last read, in seconds."""
         return self._sampler.readings_s()
 
-    def want_shares(self, wanted: bool) -> None:
-        """Turn sampling of per-process utilisation on or off."""
-        self._sampler.want_shares(wanted)
+    def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
+        """Turn reading of the processes' shares on or off, with the process list or with `every_sample`."""
+        self._sampler.want_shares(wanted, every_sample=every_sample)
 
-    def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
+    def shares(self, index: int) -> Mapping[int, ProcessShares]:
+        """Return a dict mapping each process's pid to its shares of the GPU.
 
-        The dict is empty if sampling of these percentages is off or has not produced any yet.
+        The dict is empty if the shares are not wanted or have not been read yet.
         """
-        return self._sampler.sm_percents(index)
+        return self._sampler.shares(index)
 
     def look_at(self, index: int | None) -> None:
         """Start reading this GPU's details regularly, or stop if `index` is None."""

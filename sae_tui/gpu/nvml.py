@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu import nvml_faults as faults
-from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample, ProcessKind, ProcessShares
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
 from sae_tui.gpu.nvml_library import has_renewed, load_pynvml
 from sae_tui.gpu.nvml_memory import MEMORY, SLICE_MEMORY, MemoryKind, sizes
@@ -91,8 +91,8 @@ class Nvml:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._gpus[index].details(sample)
 
-    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        return self._gpus[index].sm_percents() if sample.processes else {}
+    def shares(self, index: int, sample: GpuSample) -> Mapping[int, ProcessShares]:
+        return self._gpus[index].shares() if sample.processes else {}
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
         return self._gpus[index].buffered()
@@ -211,12 +211,9 @@ class _NvmlGpu:
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
 
-    def sm_percents(self) -> Mapping[int, int]:
-        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
-
-        The dict is empty if the GPU cannot be read.
-        """
-        return {} if self._handle is None else self._details.sm_percents(self._handle)
+    def shares(self) -> Mapping[int, ProcessShares]:
+        """Return a dict mapping each process's pid to its shares of the GPU, empty if the GPU cannot be read."""
+        return {} if self._handle is None else self._details.shares(self._handle)
 
     def buffered(self) -> tuple[RingReading, ...]:
         """Return the readings buffered by the driver, or () if the GPU cannot be read."""
@@ -370,11 +367,16 @@ class _NvmlGpu:
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
+        graphics = self._get("processes", GRAPHICS) or ()
         memory: dict[int, int | None] = {}
-        for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
+        for process in (*compute, *graphics):
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
-        return tuple(process_on_gpu(pid, used) for pid, used in memory.items())
+        computing, drawing = ({process.pid for process in listed} for listed in (compute, graphics))
+        kinds: dict[int, ProcessKind] = {
+            pid: ("C+G" if pid in drawing else "C") if pid in computing else "G" for pid in memory
+        }
+        return tuple(process_on_gpu(pid, used, kinds[pid]) for pid, used in memory.items())
 
 
 class _Slice(_NvmlGpu):
@@ -393,7 +395,7 @@ class _Slice(_NvmlGpu):
 
         return GpuDetails(time.time())
 
-    def sm_percents(self) -> Mapping[int, int]:
+    def shares(self) -> Mapping[int, ProcessShares]:
         return {}
 
     def buffered(self) -> tuple[RingReading, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sae_tui.gpu.base import NO_COMPUTING, ONE_PROCESS, THROTTLING, Condition, Xid
+from sae_tui.gpu.base import NO_COMPUTING, ONE_PROCESS, THROTTLING, Condition, ProcessShares, Xid
 from sae_tui.gpu.nvml_faults import MISSING, NOT_SUPPORTED
 from trainer.contract.printable import printable
 
@@ -320,15 +320,15 @@ class NvmlDetails:
         states = [self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(_MOST_NVLINKS)]
         return None if states[0] is None else states.count(1)
 
-    def sm_percents(self, handle: Any) -> dict[int, int]:
-        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
-
-        Impossible values are omitted.
-        """
+    def shares(self, handle: Any) -> dict[int, ProcessShares]:
+        """Return a dict mapping each process's pid to its shares of the GPU; impossible values become None."""
         samples = sorted(
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
         )
-        return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
+        return {
+            sample.pid: ProcessShares(*map(_share, (sample.smUtil, sample.memUtil, sample.encUtil, sample.decUtil)))
+            for sample in samples
+        }
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
         """Return an NVML function's result, or None; never call an unsupported function twice."""
@@ -348,6 +348,10 @@ class NvmlDetails:
         with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
             return getattr(self._nvml, function)(*arguments)
         return None
+
+
+def _share(percent: int) -> int | None:
+    return percent if 0 <= percent <= 100 else None
 
 
 def text(answer: str | bytes | None) -> str | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from sae_tui.gpu.base import GpuProcess
+from sae_tui.gpu.base import GpuProcess, ProcessKind
 from sae_tui.gpu.proc_files import arguments_of
 from sae_tui.gpu.secrets import masked_arguments
 from trainer.contract.printable import printable
@@ -25,9 +25,9 @@ _MOST_KNOWN = 4096
 _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
-def process_on_gpu(pid: int, memory_used_bytes: int | None) -> GpuProcess:
+def process_on_gpu(pid: int, memory_used_bytes: int | None, kind: ProcessKind | None = None) -> GpuProcess:
     """Return a process listed by a driver, with its owner and its ancestors; reading these takes 15 µs each."""
-    return GpuProcess(pid, *owner(pid), memory_used_bytes, ancestors_of(pid))
+    return GpuProcess(pid, *owner(pid), memory_used_bytes, ancestors_of(pid), kind)
 
 
 def owner(pid: int) -> Owner:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import GpuProcess, GpuSample, ProcessKind, ProcessShares
 from sae_tui.gpu.owner import command_line
 from sae_tui.gpu.proc_files import arguments_of, read_file
 from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked
@@ -19,6 +19,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
 from trainer.contract.process import ProcessRef, ancestors_of, in_container
+from trainer.contract.wording import plural
 
 # Patterns for the cgroups that container runtimes and SLURM create, each with the name to display.
 _GROUPS = (
@@ -30,15 +31,18 @@ _GROUPS = (
     (re.compile(r"/job_(\d+)"), "slurm job"),
 )
 
+_UNKNOWN = ProcessShares()
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessDetails:
     """A process on one or more GPUs; `started` is in seconds since the epoch.
 
-    `cpu_percent` is relative to one core. `sm_percent` is the share of a GPU's multiprocessors used by the process, or
-    the highest share if it uses several GPUs. `identity` is None if the driver lists the process, but it is not visible
-    here because it has exited or its pid belongs to another container. `container` is empty if the app runs in the same
-    container. `ancestors` contains the process's parent, its grandparent and so on.
+    `cpu_percent` is relative to one core, and unknown until the process has been read twice. The other percentages are
+    the process's shares of a GPU's multiprocessors, memory bandwidth and video units, or its highest shares if it uses
+    several GPUs. `identity` is None if the driver lists the process, but it is not visible here because it has exited
+    or its pid belongs to another container. `container` is empty if the app runs in the same container. `ancestors`
+    contains the process's parent, its grandparent and so on.
     """
 
     pid: int
@@ -53,6 +57,16 @@ class ProcessDetails:
     identity: ProcessRef | None = None
     container: str = ""
     ancestors: tuple[Ancestor, ...] = ()
+    kind: ProcessKind | None = None
+    bandwidth_percent: int | None = None
+    encoder_percent: int | None = None
+    decoder_percent: int | None = None
+    host_memory_percent: float | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """A value that stays the same while the process exists; another process with the same pid has another key."""
+        return self.pid, self.identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +85,18 @@ class ProcessReader:
         self._known: dict[int, _OsProcess] = {}
 
     def read(
-        self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
+        self, samples: Iterable[GpuSample], shares: Mapping[int, Mapping[int, ProcessShares]]
     ) -> tuple[ProcessDetails, ...]:
         """Return all processes without duplicates, in descending order of GPU memory.
 
-        `sm_percents` maps each GPU index to a dict mapping pids to SM utilisation in percent.
+        `shares` maps each GPU index to a dict mapping pids to the processes' shares of the GPU.
         """
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:
             for process in sample.processes or ():
                 by_pid.setdefault(process.pid, []).append((sample.index, process))
         self._known = {pid: host for pid in by_pid if (host := self._host(pid))}
-        found = [self._details(pid, on_gpus, sm_percents) for pid, on_gpus in by_pid.items()]
+        found = [self._details(pid, on_gpus, shares) for pid, on_gpus in by_pid.items()]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     def _host(self, pid: int) -> _OsProcess | None:
@@ -91,11 +105,12 @@ class ProcessReader:
         return known if known is not None and known.identity.is_alive() else _OsProcess.of(pid)
 
     def _details(
-        self, pid: int, on_gpus: list[tuple[int, GpuProcess]], sm_percents: Mapping[int, Mapping[int, int]]
+        self, pid: int, on_gpus: list[tuple[int, GpuProcess]], shares: Mapping[int, Mapping[int, ProcessShares]]
     ) -> ProcessDetails:
         parts = [process for _, process in on_gpus]
         sizes = [one.memory_used_bytes for one in parts if one.memory_used_bytes is not None]
-        shares = [sm_percents[index][pid] for index, _ in on_gpus if pid in sm_percents.get(index, ())]
+        used = [shares[index][pid] for index, _ in on_gpus if pid in shares.get(index, ())]
+        sm, bandwidth, encoder, decoder = (_highest(values) for values in zip(*used, strict=True)) if used else _UNKNOWN
         listed = parts[0]
         host = self._known.get(pid)
         # If the process with this pid belongs to another user here, the driver's pid is from another container.
@@ -107,9 +122,23 @@ class ProcessReader:
             (host.command if host else None) or listed.name,
             tuple(index for index, _ in on_gpus),
             sum(sizes) if len(sizes) == len(parts) else None,
-            max(shares, default=None),
+            sm,
+            kind=_kind([one.kind for one in parts]),
+            bandwidth_percent=bandwidth,
+            encoder_percent=encoder,
+            decoder_percent=decoder,
             **(host.now() if host else {}),
         )
+
+
+def _highest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _kind(kinds: Sequence[ProcessKind | None]) -> ProcessKind | None:
+    """Return the kind of a process with these kinds on its GPUs."""
+    known = {kind for kind in kinds if kind is not None}
+    return "C+G" if len(known) > 1 else next(iter(known), None)
 
 
 class _OsProcess:
@@ -119,6 +148,7 @@ class _OsProcess:
         self.identity = identity
         self.user, self.command = _owner(process)
         self._process = process
+        self._has_cpu = False
         self._container = container_of(identity.pid)
         self._ancestors = tuple(_ancestors(identity.pid))
 
@@ -134,13 +164,15 @@ class _OsProcess:
 
     def now(self) -> dict[str, Any]:
         """Return the process's current data as keyword arguments for `ProcessDetails`."""
-        cpu = memory = started = None
+        cpu = memory = share = started = None
         with _unless_gone(), self._process.oneshot():
-            started, cpu = self._process.create_time(), self._process.cpu_percent()
-            memory = self._process.memory_info().rss
+            started, used = self._process.create_time(), self._process.cpu_percent()
+            # The first value is always 0, because CPU usage is measured between two reads.
+            cpu, self._has_cpu = used if self._has_cpu else None, True
+            memory, share = self._process.memory_info().rss, self._process.memory_percent()
         return {
-            "cpu_percent": cpu, "host_memory_bytes": memory, "started": started, "identity": self.identity,
-            "container": self._container, "ancestors": self._ancestors,
+            "cpu_percent": cpu, "host_memory_bytes": memory, "host_memory_percent": share, "started": started,
+            "identity": self.identity, "container": self._container, "ancestors": self._ancestors,
         }  # fmt: skip
 
 
@@ -228,6 +260,7 @@ def _harmless(name: str, value: str) -> str:
     return masked(value) if is_harmless(name) else HIDDEN
 
 
+_MOST_REASONS = 5  # in a message about a signal to several processes
 SIGNALS = {
     signal.SIGINT: "interrupt it, as ctrl+c does",
     signal.SIGTERM: "ask it to exit",
@@ -260,6 +293,27 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
     if not process.identity.send(number):
         raise UserError(f"{what} has already exited")
     return f"{number.name} was sent to {what}"
+
+
+def send_signals(processes: Sequence[ProcessDetails], number: signal.Signals, source_name: str) -> str:
+    """Send a signal to each of these processes, as `send_signal` does; return how many got it and why others did not.
+
+    Raise `UserError` if none got it.
+    """
+    refused: list[str] = []
+    for process in processes:
+        try:
+            send_signal(process, number, source_name)
+        except UserError as error:
+            refused.append(str(error))
+    n_sent, everyone = len(processes) - len(refused), plural(len(processes), "process")
+    sent_to = f"{n_sent or 'none'} of {everyone}" if refused else everyone
+    n_more = len(refused) - _MOST_REASONS
+    more = [f"{n_more} more did not get it"] if n_more > 0 else []
+    result = "; ".join([f"{number.name} was sent to {sent_to}", *refused[:_MOST_REASONS], *more])
+    if not n_sent:
+        raise UserError(result)
+    return result
 
 
 def _driver_files(source_name: str) -> frozenset[str]:

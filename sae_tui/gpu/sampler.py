@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults
-from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.base import GpuSample, GpuSource, ProcessShares, SourceUnavailable
 from sae_tui.gpu.detailed import (
     DetailedSource,
     HurriedSource,
@@ -57,7 +57,7 @@ class _SampledGpu:
     took_s: float = 0.0  # The duration of the last read.
     buffered: tuple[RingReading, ...] | None = None  # The driver's buffer at the first healthy read.
     details: GpuDetails | None = None
-    sm_percents: Mapping[int, int] = field(default_factory=dict)  # Maps pids to SM utilisation in %.
+    shares: Mapping[int, ProcessShares] = field(default_factory=dict)  # Maps pids to their shares of the GPU.
 
 
 class Sampler:
@@ -83,7 +83,7 @@ class Sampler:
         self._changed = threading.Condition()
         self._stopping = self._paused = self._is_open = False
         self._looked_at: int | None = None
-        self._shares_wanted = False
+        self._shares_wanted = self._shares_with_every_sample = False
 
     @property
     def status(self) -> SamplerStatus:
@@ -153,20 +153,21 @@ class Sampler:
         """Return the duration of each GPU's last read, in seconds."""
         return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
-    def want_shares(self, wanted: bool) -> None:
-        """Turn sampling of per-process utilisation on or off."""
+    def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
+        """Turn reading of the processes' shares on or off, with the process list or with `every_sample`."""
+        self._shares_with_every_sample = every_sample
         if wanted == self._shares_wanted:
             return
         with self._changed:
             self._shares_wanted = wanted
             self._changed.notify_all()
 
-    def sm_percents(self, index: int) -> Mapping[int, int]:
-        """Return a dict mapping each process's pid to the percentage of multiprocessors it uses.
+    def shares(self, index: int) -> Mapping[int, ProcessShares]:
+        """Return a dict mapping each process's pid to its shares of the GPU.
 
-        The dict is empty if sampling of these percentages is off or has not produced any yet.
+        The dict is empty if the shares are not wanted or have not been read yet.
         """
-        return self._gpus[index].sm_percents if self._shares_wanted and index < len(self._gpus) else {}
+        return self._gpus[index].shares if self._shares_wanted and index < len(self._gpus) else {}
 
     def look_at(self, index: int | None) -> None:
         """Start reading this GPU's details regularly, or stop if `index` is None."""
@@ -299,8 +300,8 @@ class Sampler:
         gpu.took_s = gpu.answered - begun
         if gpu.buffered is None and sample.healthy:
             gpu.buffered = self._read_buffer(index) if gpu.took_s < _QUICK_S else ()
-        if self._shares_wanted and (due or not gpu.sm_percents):
-            gpu.sm_percents = self._read_shares(sample)
+        if self._shares_wanted and (due or self._shares_with_every_sample or not gpu.shares):
+            gpu.shares = self._read_shares(sample)
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, gpu: _SampledGpu) -> bool:
@@ -321,10 +322,10 @@ class Sampler:
         kept = last if last.uuid == sample.uuid else sample
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
-    def _read_shares(self, sample: GpuSample) -> Mapping[int, int]:
+    def _read_shares(self, sample: GpuSample) -> Mapping[int, ProcessShares]:
         if sample.healthy and isinstance(self.source, SharesSource):
             with contextlib.suppress(Exception):
-                return self.source.sm_percents(sample.index, sample)
+                return self.source.shares(sample.index, sample)
         return {}
 
     def _read_buffer(self, index: int) -> tuple[RingReading, ...]:

@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults, vendor_to_name
-from sae_tui.gpu.base import OPEN_LIMIT_S, DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.base import (
+    OPEN_LIMIT_S,
+    DriverFault,
+    GpuFacts,
+    GpuSample,
+    GpuSource,
+    ProcessShares,
+    SourceUnavailable,
+)
 from sae_tui.gpu.detailed import DetailedSource, HurriedSource, RememberingSource, ReopeningSource, SharesSource
 from sae_tui.gpu.once import on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
@@ -77,9 +85,9 @@ class Several:
         source, number = self._gpus[index]
         return source.details(number, sample) if isinstance(source, DetailedSource) else GpuDetails(sample.timestamp)
 
-    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
+    def shares(self, index: int, sample: GpuSample) -> Mapping[int, ProcessShares]:
         source, number = self._gpus[index]
-        return source.sm_percents(number, sample) if isinstance(source, SharesSource) else {}
+        return source.shares(number, sample) if isinstance(source, SharesSource) else {}
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
         source, number = self._gpus[index]

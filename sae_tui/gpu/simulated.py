@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
-from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample, ProcessShares
 from sae_tui.gpu.faults import LOST
 from sae_tui.gpu.nvml_faults import NO_PEER
 from trainer.contract.errors import UserError
@@ -33,6 +33,7 @@ BUSY_TEMPERATURE_C = 74.0
 SLOWDOWN_C = 93
 _AT_POWER_LIMIT = 0.98
 WARM_UP_S = 45.0  # The time constant for heating and cooling.
+_BANDWIDTH_SHARE = 0.6  # The use of the memory bandwidth relative to the utilisation.
 
 Occupied = Callable[[], Mapping[str, tuple[int, int]]]
 
@@ -48,7 +49,7 @@ class _GpuModel:
 _RTX_3090 = _GpuModel("NVIDIA GeForce RTX 3090", 24 * GIB, 350.0)
 _RTX_3080 = _GpuModel("NVIDIA GeForce RTX 3080", 10 * GIB, 320.0)
 _TAKEN = _GpuModel(
-    "NVIDIA GeForce RTX 3090", 24 * GIB, 350.0, GpuProcess(31415, "mallory", "python train.py", 21 * GIB)
+    "NVIDIA GeForce RTX 3090", 24 * GIB, 350.0, GpuProcess(31415, "mallory", "python train.py", 21 * GIB, kind="C")
 )  # fmt: skip
 BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
@@ -86,10 +87,11 @@ class Simulated:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._gpus[index].details(self._clock(), sample)
 
-    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
-        """Return percentages that divide the GPU's utilisation equally between its processes."""
+    def shares(self, index: int, sample: GpuSample) -> Mapping[int, ProcessShares]:
+        """Return shares that divide the GPU's utilisation equally between its processes; none of them uses video."""
         pids = [process.pid for process in sample.processes or ()]
-        return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
+        each = (sample.utilization or 0) / max(1, len(pids))
+        return dict.fromkeys(pids, ProcessShares(round(each), round(_BANDWIDTH_SHARE * each), 0, 0))
 
     def facts(self) -> GpuFacts:
         """Return facts in which each CPU socket has four GPUs, with NVLink between the first two."""
@@ -171,7 +173,7 @@ class _SimulatedGpu:
         return GpuDetails(
             now,
             condition=replace(_condition(busy), compute_mode="shared"),
-            memory_bandwidth_percent=round(60 * busy),
+            memory_bandwidth_percent=round(100 * _BANDWIDTH_SHARE * busy),
             memory_reserved_bytes=300 * MIB,
             most_sm_clock_mhz=2100,
             memory_clock_mhz=9501 if busy else 405,
@@ -196,7 +198,7 @@ class _SimulatedGpu:
         if uuid not in (occupied := self._occupied()):
             return foreign
         pid, n_bytes = occupied[uuid]
-        return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
+        return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes, kind="C"))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
         """Return the utilisation in percent: 0 if idle, 80 to 95 for our job, or about 97 for another user's job."""

@@ -1,11 +1,12 @@
-"""A table of processes with keys for filtering, sorting, the tree, process details, and signals."""
+"""A table of processes with keys for filtering, sorting, marking, the tree, process details, and signals."""
 
 from __future__ import annotations
 
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 
 from textual import on, work
@@ -14,110 +15,56 @@ from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import Input
 
-from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percent, wrap
-from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, Surroundings, send_signal, surroundings
+from sae_tui.gpu.base import GpuSample, ProcessShares
+from sae_tui.gpu.process_history import ProcessHistory
+from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_signal, send_signals
 from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
-from sae_tui.panels.processes import ProcessTable, process_name
+from sae_tui.panels.processes import PROCESSES, ProcessTable, process_name
+from sae_tui.screens.process_page import ProcessPage
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
-from sae_tui.widgets.lines import Line
-from sae_tui.widgets.reading import TextScreen
 from sae_tui.widgets.table import KeyedTable
+from trainer.contract.wording import join_words
 
-_NAME = 13  # width of the name column, in cells
-_MOST_OF_A_PARENT = 160  # in characters; enough to identify what started a process
-_AIR: Line = ((" ", "text"),)
-
-
-def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
-    """Return the lines for a process's page in `width` cells; with `whole`, include possibly secret values."""
-    known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
-    lines = [line for name, value in known for line in _entry(name, value, width)]
-    for place, (name, value) in enumerate(around.shown(whole=whole)):
-        lines += [*([] if place else [_AIR]), *_entry("" if place else "environment", f"{name}={value}", width)]
-    return lines
-
-
-def _facts(process: ProcessDetails, around: Surroundings) -> Iterator[tuple[str, str]]:
-    runs = None if process.started is None else max(0.0, time.time() - process.started)
-    yield "command", process.command or "cannot be seen from here"
-    yield "user", process.user or ""
-    yield "GPUs", ", ".join(map(str, process.gpus))
-    yield "GPU memory", gibibytes(process.memory_used_bytes)
-    yield "SM", percent(process.sm_percent)
-    yield "CPU", percent(process.cpu_percent)
-    yield "host memory", gibibytes(process.host_memory_bytes)
-    yield "run time", "" if process.started is None else f"{duration(runs)}, since {clock_time(process.started)}"
-    yield "container", process.container
-    yield "folder", around.folder
-    yield "program", around.program
-    for place, parent in enumerate(process.ancestors):
-        words = " ".join(filter(None, [str(parent.pid), parent.user, parent.command]))[:_MOST_OF_A_PARENT]
-        yield ("its parent" if place else "started by"), words
-
-
-def _entry(name: str, value: str, width: int) -> Iterator[Line]:
-    space = max(8, width - _NAME - 2)
-    for row, part in enumerate(wrap(value, space)):
-        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, space), "text")
-
-
-_GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # the interval at which the monitor lists the GPUs' processes
+# A new process is read again after this time, since its CPU usage is unknown until then. While a process's page is
+# open, the processes are read with every sample.
+_READ_AGAIN_S = 0.4
+# The list reads so often and so many times after it opens, to show the first shares and CPU usage.
+_LOOK_S = 0.2
+_MOST_LOOKS = 6
 _SILENT_AFTER_S = 10.0
 _JOB = "job"  # the choice for stopping the rank's job, listed above the signals
-
-
-class ProcessPage(TextScreen):
-    """The full page for a process; if `may_show`, a key reveals possibly secret values."""
-
-    BINDINGS = [
-        Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
-                tooltip="Show all variables, or hide the values that may be secret"),
-    ]  # fmt: skip
-
-    def __init__(self, process: ProcessDetails, *, may_show: bool) -> None:
-        super().__init__(f"Process {process.pid}", self._lines)
-        self._process, self._around, self._may_show = process, surroundings(process), may_show
-        self.shows_all = False
-
-    def _lines(self, width: int) -> Sequence[Line]:
-        return process_lines(self._process, self._around, width, whole=self.shows_all)
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return self._may_show if action == "show_values" else super().check_action(action, parameters)
-
-    def action_show_values(self) -> None:
-        self.shows_all = not self.shows_all
-        self.draw_again()
-
-    def hide_values(self) -> None:
-        """Hide possibly secret values."""
-        if self.shows_all:
-            self.action_show_values()
 
 
 class ProcessList(Filtered):
     """Lists the processes on some GPUs, with a filter, a sort order and a tree view."""
 
     BINDINGS = [
-        Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
-                tooltip="Interrupt, terminate or halt the process under the cursor, after a confirmation"),
-        Binding("A", "adopt", "Adopt", show=False, id="processes.adopt", group=_GROUP,
+        Binding("s", "signal", "Signal", id="processes.signal", group=PROCESSES,
+                tooltip="Interrupt, terminate or halt the marked processes, or this one; asks first"),
+        Binding("m", "mark", "Mark", id="processes.mark", group=PROCESSES,
+                tooltip="Mark the process under the cursor, to send a signal to several"),
+        Binding("x", "unmark", "Unmark", show=False, id="processes.unmark", group=PROCESSES,
+                tooltip="Remove all marks"),
+        Binding("A", "adopt", "Adopt", show=False, id="processes.adopt", group=PROCESSES,
                 tooltip="Turn the process under the cursor into a job, if it is yours"),
-        Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
-                tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, pid, container"),
-        Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
-                tooltip="Next sort order: " + ", ".join(ORDERS)),
-        Binding("t", "toggle_tree", "Tree", id="processes.tree", group=_GROUP,
+        Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=PROCESSES,
+                tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, type:g, pid"),
+        Binding("o", "next_order(1)", "Order", id="processes.order", group=PROCESSES,
+                tooltip="Sort by the next column: " + ", ".join(ORDERS)),
+        Binding("O", "next_order(-1)", "Order back", show=False, id="processes.order_back", group=PROCESSES,
+                tooltip="Sort by the previous column; a click on a heading sorts by that column"),
+        Binding("R", "reverse", "Reverse", show=False, id="processes.reverse", group=PROCESSES,
+                tooltip="Reverse the sort order"),
+        Binding("t", "toggle_tree", "Tree", id="processes.tree", group=PROCESSES,
                 tooltip="Show each process below its parent, or processes folded under their job"),
-        Binding("space", "fold", "Fold", show=False, id="processes.fold", group=_GROUP,
-                tooltip="Show or hide the processes of the job under the cursor"),
+        Binding("space", "fold", "Fold", show=False, id="processes.fold", group=PROCESSES,
+                tooltip="Show or hide the processes of the job under the cursor; mark a process without a job"),
     ]  # fmt: skip
-    PLACEHOLDER = "words, user:ada, gpu:1"
+    PLACEHOLDER = "words, user:ada, gpu:1, type:g"
 
     class Read(Message):
         """The processes on some GPUs were reread."""
@@ -130,15 +77,18 @@ class ProcessList(Filtered):
         super().__init__(id=id)
         self.session = session
         self.order = next(iter(ORDERS))
-        self.as_tree = False
+        self.is_reversed = self.as_tree = False
         self._opened: frozenset[str] = frozenset()
         self._processes: Sequence[ProcessDetails] | None = None
+        self._marked: Mapping[Hashable, ProcessDetails] = {}
+        self._history = ProcessHistory()
+        self._samples: Sequence[GpuSample] = ()
         self._nothing = ""
         self._reader = ProcessReader()
         self._one_reading = threading.Lock()
         self._read_at = 0.0
         self._is_due = True
-        self._has_shares = False
+        self._has_shares = self._has_new = False
         self._gpus: list[int] = []
         self._pids: list[int] = []
 
@@ -155,31 +105,40 @@ class ProcessList(Filtered):
 
     def show_samples(self, samples: Sequence[GpuSample], nothing: str) -> None:
         """Show the processes on these GPUs; `nothing` is the text for an empty list."""
-        self._nothing = nothing
-        gpus = [sample.index for sample in samples]
-        pids = [process.pid for sample in samples for process in sample.processes or ()]
-        if gpus != self._gpus:
+        self._nothing, self._samples = nothing, tuple(samples)
+        if [sample.index for sample in samples] != self._gpus:
             self._processes = None
-        # Request the SM shares again, because the previous list cancels its request when it closes.
-        self.session.monitor.want_shares(True)
-        shares = {index: self.session.monitor.sm_percents(index) for index in gpus}
-        # Read immediately if a new process appears or the first SM shares arrive.
+            self.set_interval(_LOOK_S, self._look, repeat=_MOST_LOOKS)
+        self._look()
+
+    def _look(self) -> None:
+        """Read the processes if this is due, and draw them."""
+        gpus = [sample.index for sample in self._samples]
+        pids = [process.pid for sample in self._samples for process in sample.processes or ()]
+        # Request the shares again, because the previous list cancels its request when it closes.
+        self.session.monitor.want_shares(True, every_sample=self.is_covered)
+        shares = {index: self.session.monitor.shares(index) for index in gpus}
+        # Read immediately if a new process appears or the first shares arrive.
         is_new = (gpus, pids) != (self._gpus, self._pids) or (any(shares.values()) and not self._has_shares)
         self._gpus, self._pids, self._has_shares = gpus, pids, any(shares.values())
-        self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
+        every_s = _READ_AGAIN_S if self._has_new or self.is_covered else _READ_EVERY_S
+        self._is_due |= is_new or time.monotonic() - self._read_at >= every_s
         # Reading a hung process can hang too, so never start a second read in the meantime.
-        if self._is_due and not self._one_reading.locked():
+        reads = self._is_due and not self._one_reading.locked()
+        if reads:
             self._read_at, self._is_due = time.monotonic(), False
-            self._read(tuple(samples), shares)
-        self._draw()
+            self._read(self._samples, shares)
+        # The list is drawn again after the read.
+        if not reads or self._processes is None:
+            self._draw()
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
-    def _read(self, samples: Sequence[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]) -> None:
+    def _read(self, samples: Sequence[GpuSample], shares: Mapping[int, Mapping[int, ProcessShares]]) -> None:
         # Two concurrent reads would overwrite each other's state.
         if not self._one_reading.acquire(blocking=False):
             return
         try:
-            processes = self._reader.read(samples, sm_percents)
+            processes = self._reader.read(samples, shares)
         finally:
             self._one_reading.release()
         self.post_message(self.Read([sample.index for sample in samples], processes))
@@ -188,21 +147,37 @@ class ProcessList(Filtered):
     def _take(self, event: Read) -> None:
         # Ignore processes on GPUs that are no longer shown.
         if event.gpus == self._gpus:
+            known = {one.key for one in self._processes or ()}
+            self._has_new = any(one.identity and one.key not in known for one in event.processes)
             self._processes = event.processes
+            self._marked = {one.key: one for one in event.processes if one.key in self._marked}
+            self._history.add(event.processes, time.monotonic())
             self._draw()
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the page of a process covers the list. Drawing below it would draw the entire page again."""
+        return isinstance(self.app.screen, ProcessPage)
 
     @on(Input.Changed)
     def _draw(self) -> None:
+        if self.is_covered:
+            return
         held, found = self.session.watcher.holders, self._processes
         entries = arrange(
-            found or (), held, words=self.words, order=self.order, opened=self._opened, as_tree=self.as_tree
-        )
+            found or (), held, words=self.words, order=self.order, is_reversed=self.is_reversed, opened=self._opened,
+            as_tree=self.as_tree,
+        )  # fmt: skip
+        self.table.sorted_by = self.order
+        self.table.is_falling = ORDERS[self.order].largest_first is not self.is_reversed
         nothing = "No process matches; escape in the filter shows all." if found and self.words else self._nothing
-        self.table.show_entries(entries, "reading the processes…" if found is None and not nothing else nothing)
+        reads = found is None and not nothing
+        self.table.show_entries(entries, "reading the processes…" if reads else nothing, self._marked)
         n_found = sum(not (entry.n_below or entry.is_parent) for entry in entries)
         notes = [
             f"{n_found} of {len(found or ())}" if self.words else "",
-            f"by {self.order}" if self.order != next(iter(ORDERS)) else "",
+            f"{len(self._marked)} marked" if self._marked else "",
+            "" if self.table.shows_order else f"by {self.order}",
             self._silence(),
         ]
         self.say(" · ".join(filter(None, notes)))
@@ -217,11 +192,41 @@ class ProcessList(Filtered):
     def on_descendant_blur(self) -> None:
         self._draw()
 
-    def action_next_order(self) -> None:
+    def action_next_order(self, by: int) -> None:
         names = list(ORDERS)
-        self.order = names[(names.index(self.order) + 1) % len(names)]
+        self._sort(names[(names.index(self.order) + by) % len(names)], is_reversed=False)
+
+    def action_reverse(self) -> None:
+        self._sort(self.order, is_reversed=not self.is_reversed)
+
+    @on(KeyedTable.HeadingChosen)
+    def _sort_by_heading(self, event: KeyedTable.HeadingChosen) -> None:
+        """Sort by a column or, if the rows are sorted by it, reverse the order."""
+        event.stop()
+        self._sort(event.order, is_reversed=event.order == self.order and not self.is_reversed)
+
+    def _sort(self, order: str, *, is_reversed: bool) -> None:
+        self.order, self.is_reversed = order, is_reversed
         self._draw()
         self.table.action_move(0)
+
+    def action_mark(self) -> None:
+        """Mark or unmark the process under the cursor, and go to the next row."""
+        entry = self.table.selected
+        if entry is None:
+            return
+        if entry.n_below or entry.is_parent:
+            self.notify("Only a process on a GPU can be marked; enter shows those of a job.", severity="warning")
+            return
+        one = entry.process
+        others = {key: each for key, each in self._marked.items() if key != one.key}
+        self._marked = others if one.key in self._marked else {**others, one.key: one}
+        self._draw()
+        self.table.action_move(1)
+
+    def action_unmark(self) -> None:
+        self._marked = {}
+        self._draw()
 
     def action_toggle_tree(self) -> None:
         self.as_tree = not self.as_tree
@@ -232,6 +237,8 @@ class ProcessList(Filtered):
         if entry and entry.job:
             self._opened ^= {f"job:{entry.job.id}"}
             self._draw()
+        else:
+            self.action_mark()
 
     @on(KeyedTable.Chosen)
     def _open(self, event: KeyedTable.Chosen) -> None:
@@ -241,20 +248,43 @@ class ProcessList(Filtered):
         if entry and entry.n_below:
             self.action_fold()
         elif entry:
-            process = entry.process
-            self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
+            latest, readings = partial(self._latest, entry), partial(self._history.of, entry.process)
+            page = ProcessPage(entry.process, latest, readings, may_show=not self.session.readonly)
+            self.app.push_screen(page, self._page_closed)
+            # Read at once from now on.
+            self._look()
+
+    def _page_closed(self, _: None) -> None:
+        """Draw what has changed below the page that was closed."""
+        self.call_later(self._draw)
+
+    def _latest(self, entry: ProcessRow) -> ProcessDetails | None:
+        """Return a row's process as last read, or None if it is no longer on a GPU; parents are read only once."""
+        if entry.is_parent:
+            return entry.process
+        return next((one for one in self._processes or () if one.key == entry.process.key), None)
 
     def action_signal(self) -> None:
-        """Ask for a signal and a confirmation, then send the signal to the selected process."""
-        entry = self.table.selected
-        if entry is None or self.session.actions.refused():
+        """Ask for a signal and a confirmation, then send the signal to the marked processes or the selected one."""
+        entries = self._marked_rows() or [entry for entry in [self.table.selected] if entry]
+        if not entries or self.session.actions.refused():
             return
         offered = [(number.name.removeprefix("SIG"), words) for number, words in SIGNALS.items()]
+        if len(entries) > 1:
+            question = f"Send a signal to {len(entries)} marked processes?"
+            self.app.push_screen(Find(question, offered), partial(self._confirm_all, entries))
+            return
+        (entry,) = entries
         if entry.job:
             offered.insert(0, (_JOB, f"stop job {entry.job.id}, which {asked_of(entry.job.config).stops}"))
         if entry.n_below:
             offered = offered[:1]
         self.app.push_screen(Find(f"Send a signal to {_name(entry)}?", offered), partial(self._confirm, entry))
+
+    def _marked_rows(self) -> list[ProcessRow]:
+        """Return a row for each marked process, with its job and rank."""
+        rows = arrange(self._marked.values(), self.session.watcher.holders, as_tree=True)
+        return [row for row in rows if not row.is_parent]
 
     def action_adopt(self) -> None:
         """Ask for confirmation, then turn the selected process into a job."""
@@ -276,6 +306,32 @@ class ProcessList(Filtered):
             others = " The job's other ranks will exit too." if has_others else ""
             question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{others}"
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
+
+    def _confirm_all(self, entries: Sequence[ProcessRow], name: str | None) -> None:
+        if not name:
+            return
+        number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
+        question = f"Send {name} ({SIGNALS[number]}) to {len(entries)} processes: {_whose(entries)}?{_others(entries)}"
+        processes = [entry.process for entry in entries]
+        self.session.actions.ask(question, f"Send {name}", partial(send_signals, processes, number, source))
+
+
+def _whose(entries: Sequence[ProcessRow]) -> str:
+    """Return the owners of some processes, like `2 of ada (pids 11, 12) and 1 of bob (pid 13)`."""
+    pids: dict[str, list[str]] = {}
+    for entry in entries:
+        pids.setdefault(entry.process.user or "an unknown user", []).append(str(entry.process.pid))
+    return join_words(
+        [f"{len(own)} of {user} (pid{'s' * (len(own) > 1)} {', '.join(own)})" for user, own in pids.items()]
+    )
+
+
+def _others(entries: Sequence[ProcessRow]) -> str:
+    """Return which jobs have ranks besides these, and what happens to those ranks."""
+    n_chosen = Counter(entry.job.id for entry in entries if entry.job and entry.rank is not None)
+    sizes = {entry.job.id: entry.job.world_size for entry in entries if entry.job}
+    jobs = [f"job {job_id}" for job_id, n in n_chosen.items() if n < sizes[job_id]]
+    return f" The other ranks of {join_words(jobs)} will exit too." if jobs else ""
 
 
 def _name(entry: ProcessRow) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from sae_tui.panels.processes import GpuMeters
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.process_list import ProcessList
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.wording import plural
+
+_METERS_SHARE = 6  # the meters take at most this part of the rows
 
 
 class ProcessesScreen(FramedScreen):
@@ -30,6 +33,7 @@ class ProcessesScreen(FramedScreen):
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
+        yield GpuMeters(id="meters")
         yield ProcessList(self.session, id="all-processes").add_class("panel")
         yield Footer()
 
@@ -45,9 +49,11 @@ class ProcessesScreen(FramedScreen):
         if not self.is_mounted:
             return
         samples = self.session.monitor.latest()
-        self.query_one(StatusLine).show_status(self.session.status())
         processes = self.query_one(ProcessList)
-        entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
+        if not processes.is_covered:
+            self.query_one(StatusLine).show_status(self.session.status())
+            self.query_one(GpuMeters).show_gpus(samples, self.size.height // _METERS_SHARE)
+            entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
         unlisted = [sample.index for sample in samples if sample.processes is None]
         nothing = "There are no processes on the GPUs." if samples else "This machine has no GPU; d shows why."
         if unlisted:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from textual import events
@@ -22,13 +22,18 @@ from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its title, minimum width, whether it takes spare space, and its `drop` priority (highest first)."""
+    """A column: its title, minimum width, whether it takes spare space, and its `drop` priority.
+
+    The columns with the highest `drop` are dropped first, and those with the same value together. `order` is the name
+    of the order of its values, if the rows can be sorted by the column.
+    """
 
     title: str
     width: int
     right: bool = False
     grow: bool = False
     drop: int = 0
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,17 @@ MOVES = (
 )
 
 
+_SHIFT = 20  # in characters
+
+
 class KeyedTable(LineView, can_focus=True):
-    """Rows of spans with a heading line, and a cursor that follows its row's key."""
+    """Rows of spans with a heading line, and a cursor that follows its row's key.
+
+    The heading of the column with the order `sorted_by` ends with an arrow: ▼ if `is_falling`, with the largest
+    values first, otherwise ▲. If `can_shift`, `action_shift` scrolls the growing columns sideways.
+    """
+
+    can_shift = False
 
     BINDINGS = [*MOVES]
     DEFAULT_CSS = "KeyedTable { height: 1fr; }"
@@ -76,6 +90,13 @@ class KeyedTable(LineView, can_focus=True):
         def control(self) -> KeyedTable:
             return self.table
 
+    class HeadingChosen(Message):
+        """The user clicked the heading of a column with an order."""
+
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            self.order = order
+
     def __init__(self, columns: Sequence[Column], *, empty: str | Sequence[Line] = "", id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.columns = tuple(columns)
@@ -83,6 +104,8 @@ class KeyedTable(LineView, can_focus=True):
         self.rows: tuple[Row, ...] = ()
         self.was_moved = False  # True once the user has moved the cursor
         self._awaited: str | None = None
+        self.sorted_by, self.is_falling = "", False
+        self._left = 0  # number of characters of the growing columns hidden on the left
 
     def show_rows(self, rows: Sequence[Row]) -> None:
         """Replace the rows. The cursor stays on its key, or moves to the nearest row if the key is gone."""
@@ -124,14 +147,52 @@ class KeyedTable(LineView, can_focus=True):
             event.stop()
             self.post_message(self.Chosen(self, self.cursor))
 
+    def action_shift(self, direction: int) -> None:
+        """Scroll the growing columns sideways by a step, as far as their longest text."""
+        self._left = max(0, self._left + direction * _SHIFT)
+        self._draw()
+
+    @property
+    def shows_order(self) -> bool:
+        """Whether the column that the rows are sorted by is shown."""
+        return any(one.order == self.sorted_by for one in _fit_columns(self.columns, self.size.width))
+
+    def _hidden(self, widths: Mapping[Column, int]) -> int:
+        """Return how many characters of the growing columns' longest text do not fit, or 0 if they cannot shift."""
+        growing = [(place, widths[one]) for place, one in enumerate(self.columns) if one.grow and one in widths]
+        if not self.can_shift:
+            return 0
+        return max((len(row.cells[place][0]) - width for row in self.rows for place, width in growing), default=0)
+
+    def _headings(self, hidden: int) -> list[Span]:
+        arrow = "▼" if self.is_falling else "▲"
+        before, after = "← " if self._left else "", " →" if hidden > self._left else ""
+        return [
+            (
+                f"{before if one.grow else ''}{one.title}"
+                f"{arrow if one.order and one.order == self.sorted_by else ''}{after if one.grow else ''}",
+                "label",
+            )
+            for one in self.columns
+        ]
+
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
+        if at is not None and at.y == 0:
+            self._choose_heading(at.x)
+            return
         row = -1 if at is None else at.y - 1 + round(self.scroll_y)
         if at is not None and at.y >= 1 and row < len(self.rows) and not self.rows[row].is_heading:
             again, self.was_moved = self.cursor == self.rows[row].key, True
             self.cursor = self.rows[row].key
             if again:
                 self.post_message(self.Chosen(self, self.rows[row].key))
+
+    def _choose_heading(self, x: int) -> None:
+        for column, width in _fit_columns(self.columns, self.size.width).items():
+            if 0 <= x < width + 1 and column.order:
+                self.post_message(self.HeadingChosen(column.order))
+            x -= width + 1
 
     def watch_cursor(self) -> None:
         self._draw()
@@ -152,14 +213,16 @@ class KeyedTable(LineView, can_focus=True):
         if not self.size.width:
             return
         widths = _fit_columns(self.columns, self.size.width)
-        heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
+        hidden = self._hidden(widths)
+        self._left = max(0, min(self._left, hidden))
+        heading = _line(widths, self._headings(hidden), self.columns)
         if self.rows or not self.empty:
             # Bind the current rows and the current cursor, because both may change before a line is redrawn.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
-            rows, columns = self.rows, self.columns
+            rows, columns, left = self.rows, self.columns, self._left
 
             def line(index: int) -> Line:
-                return _row_line(rows[index - 1], widths, columns, marks) if index else heading
+                return _row_line(_shifted(rows[index - 1], columns, left), widths, columns, marks) if index else heading
 
             self.show(LazyLines(1 + len(rows), line))
             return
@@ -184,9 +247,21 @@ def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
     """Return the widths of the columns that fit; drop the least important ones, and widen the growing columns."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
-        fitting.remove(max(fitting, key=lambda column: column.drop))
+        least = max(column.drop for column in fitting)
+        fitting = [column for column in fitting if column.drop != least]
     spare = max(0, width - sum(column.width + 1 for column in fitting))
     return {column: column.width + (spare if column.grow else 0) for column in fitting}
+
+
+def _shifted(row: Row, columns: Sequence[Column], left: int) -> Row:
+    """Return the row without the first `left` characters of its growing cells, which then begin with an ellipsis."""
+    if not left:
+        return row
+    cells = [
+        (f"…{text[left + 1 :]}" if column.grow and text else text, style)
+        for (text, style), column in zip(row.cells, columns, strict=True)
+    ]
+    return replace(row, cells=tuple(cells))
 
 
 def _row_line(row: Row, widths: dict[Column, int], columns: Sequence[Column], marks: Mapping[str | None, str]) -> Line:

@@ -19,10 +19,17 @@ import pytest
 
 from sae_tui.gpu import owner as owner_module
 from sae_tui.gpu import proc_files, processes
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import GpuProcess, GpuSample, ProcessShares
 from sae_tui.gpu.owner import owner
 from sae_tui.gpu.proc_files import read_file
-from sae_tui.gpu.processes import ProcessDetails, ProcessReader, container_of, send_signal, surroundings
+from sae_tui.gpu.processes import (
+    ProcessDetails,
+    ProcessReader,
+    container_of,
+    send_signal,
+    send_signals,
+    surroundings,
+)
 from trainer.contract.errors import UserError
 
 GIB = 1 << 30
@@ -34,7 +41,7 @@ from sae_tui.gpu.nvml import Nvml
 nvml = Nvml()
 nvml.open()
 sample = nvml.sample(0, processes=True)
-print(json.dumps([asdict(sample)["processes"], nvml.sm_percents(0, sample)]))
+print(json.dumps([asdict(sample)["processes"], nvml.shares(0, sample)]))
 """
 DIGITS = "3f2a91bc04de" + "0" * 52
 
@@ -70,8 +77,18 @@ def test_a_driver_reports_the_gpu_share_of_each_process(on_nvml) -> None:
     (process,), shares = on_nvml(READ, GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
     assert (process["pid"], process["memory_used_bytes"]) == (os.getpid(), GIB)
     assert [*shares] == [str(os.getpid())]
-    assert 0 <= shares[str(os.getpid())] <= 100
+    sm, bandwidth, encoder, decoder = shares[str(os.getpid())]
+    assert 0 <= bandwidth <= sm <= 100
+    assert encoder == decoder == 0
     assert on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS="0:no_procutil")[1] == {}
+    video = on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS="0:enc=30,0:dec=200")[1]
+    assert video[str(os.getpid())][2:] == [30, None]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("plain", "C"), ("both_lists", "C+G"), ("graphics", "G")])
+def test_the_kind_of_a_process_follows_from_the_drivers_two_lists(on_nvml, fault, kind) -> None:
+    ((process,), _) = on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS=f"0:{fault}")
+    assert process["kind"] == kind
 
 
 def test_process_details_combine_data_from_the_machine_and_the_driver(spinning, until) -> None:
@@ -80,10 +97,13 @@ def test_process_details_combine_data_from_the_machine_and_the_driver(spinning, 
         on_gpu(GpuProcess(spinning.pid, me, None, GIB)),
         on_gpu(GpuProcess(spinning.pid, me, None, 2 * GIB), index=1),
     ]
-    shares = {0: {spinning.pid: 40}, 1: {spinning.pid: 60}}
+    shares = {0: {spinning.pid: ProcessShares(40, 20, 0)}, 1: {spinning.pid: ProcessShares(60, 10)}}
+    assert reader.read(samples, shares)[0].cpu_percent is None
     until(lambda: (reader.read(samples, shares)[0].cpu_percent or 0) > 5)
     (one,) = reader.read(samples, shares)
     assert (one.gpus, one.memory_used_bytes, one.sm_percent) == ((0, 1), 3 * GIB, 60)
+    assert (one.bandwidth_percent, one.encoder_percent, one.decoder_percent) == (20, 0, None)
+    assert 0 < (one.host_memory_percent or 0) < 100
     assert one.command.startswith("python")
     assert "while True: pass" in one.command
     assert (one.host_memory_bytes or 0) > 1 << 20
@@ -128,6 +148,23 @@ def test_a_signal_reaches_only_the_displayed_process(spinning) -> None:
     assert spinning.wait(10) == -signal.SIGTERM
     with pytest.raises(UserError, match="has already exited"):
         send_signal(one, signal.SIGTERM, "simulated")
+
+
+def test_a_signal_to_several_processes_reaches_those_that_still_exist_and_the_message_says_why_not_all(
+    spinning,
+) -> None:
+    one = read(GpuProcess(spinning.pid, None, None, GIB))
+    other = replace(one, identity=replace_start(one))
+    unseen = read(GpuProcess(UNSEEN, None, None, GIB))
+    with pytest.raises(
+        UserError, match=r"SIGTERM was sent to none of 7 processes; .* exited; .*; 2 more did not get it"
+    ):
+        send_signals([other] * 7, signal.SIGTERM, "simulated")
+    assert spinning.poll() is None
+    message = send_signals([one, other, unseen], signal.SIGTERM, "simulated")
+    assert message.startswith(f"SIGTERM was sent to 1 of 3 processes; process {spinning.pid} has already exited; ")
+    assert f"process {UNSEEN} cannot be seen from here" in message
+    assert spinning.wait(10) == -signal.SIGTERM
 
 
 def test_only_the_owner_or_root_may_send_a_signal(spinning, monkeypatch) -> None:

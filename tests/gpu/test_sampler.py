@@ -412,11 +412,29 @@ def test_the_gpu_shares_of_processes_are_read_only_while_they_are_requested(unti
     sampler = Sampler(Simulated(4), 0.05)
     sampler.start()
     until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
-    assert sampler.sm_percents(3) == {}
+    assert sampler.shares(3) == {}
     sampler.want_shares(True)
-    assert 90 <= until(lambda: sampler.sm_percents(3))[31415] <= 100
+    assert 90 <= until(lambda: sampler.shares(3))[31415].sm <= 100
     sampler.want_shares(False)
-    assert sampler.sm_percents(3) == {}
+    assert sampler.shares(3) == {}
+    assert sampler.stop()
+
+
+def test_the_gpu_shares_of_processes_are_read_with_every_sample_on_request(until) -> None:
+    n_read = 0
+
+    class Counted(Simulated):
+        def shares(self, index, sample):
+            nonlocal n_read
+            n_read += 1
+            return super().shares(index, sample)
+
+    sampler = Sampler(Counted(4), 0.05)
+    sampler.start()
+    until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
+    sampler.want_shares(True, every_sample=True)
+    # With the process list, the GPU with a process would be read four times within the limit.
+    until(lambda: n_read >= 100)
     assert sampler.stop()
 
 

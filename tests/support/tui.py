@@ -13,7 +13,7 @@ from support.stores import put_store
 from textual.pilot import Pilot
 from textual.widget import Widget
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import GpuSample, ProcessShares
 from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.past import RecentHistory, past
 from sae_tui.gpu.ring import Ring
@@ -71,11 +71,11 @@ class StillMonitor:
     def readings_s(self) -> dict[int, float]:
         return {index: 0.001 for index in range(len(self._rings))}
 
-    def want_shares(self, wanted: bool) -> None:
+    def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
         self.shares_wanted = wanted
 
-    def sm_percents(self, index: int) -> Mapping[int, int]:
-        return self.source.sm_percents(index, self._latest[index])
+    def shares(self, index: int) -> Mapping[int, ProcessShares]:
+        return self.source.shares(index, self._latest[index])
 
     def look_at(self, index: int | None) -> None:
         self.looked_at = index

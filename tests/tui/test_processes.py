@@ -19,7 +19,7 @@ from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.jobs import edits
 from sae_tui.jobs.user import user_name
-from sae_tui.panels.processes import ProcessTable
+from sae_tui.panels.processes import GpuMeters, ProcessTable
 from sae_tui.screens import process_list
 from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.widgets.confirm import Confirm
@@ -72,8 +72,9 @@ def rank_of(data, processes) -> int:
     # The test process, the parent of both processes, must not be the supervisor: its children belong to the job.
     supervisor = ProcessRef.of(processes[0].pid)
     job_id = record_job(
-        data, "minilm", JobState.RUNNING, supervisor=supervisor, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids
-    )
+        data, "minilm", JobState.RUNNING, supervisor=supervisor, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids,
+        world_size=n_gpus,
+    )  # fmt: skip
     control = Control(data.control_db)
     attempt = control.job(job_id).attempt
     for rank, process in enumerate(processes):
@@ -86,7 +87,7 @@ def rank_of(data, processes) -> int:
 
 async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_gpus, two) -> None:
     app = make_app(monitor=on_gpus)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with app.run_test(size=(160, 40)) as pilot:
         await opened(pilot, "mallory", "python train.py", str(two[0].pid))
         assert f"{two[1].pid} {user_name()}" in text(app)
         assert "time.sleep(600) --tok" in text(app)
@@ -175,6 +176,123 @@ async def test_a_signal_is_sent_to_the_process_under_the_cursor_after_confirmati
         await pilot.press("y")
         await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
         assert two[0].poll() is None
+
+
+async def test_marked_processes_get_one_signal_after_one_question_that_names_them(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, *(str(one.pid) for one in two))
+        table = app.screen.query_one(ProcessTable)
+        for process in two:
+            table.cursor = f"pid:{process.pid}"
+            await pilot.press("m")
+        await wait_until(pilot, lambda: all(f"●{process.pid}" in text(app) for process in two))
+        assert "2 marked" in app.screen.query_one("#found", LineView).plain
+        two[0].kill()
+        two[0].wait()
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press(*"term", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#question"))
+        question = app.screen.question
+        assert question.startswith(f"Send TERM (ask it to exit) to 2 processes: 2 of {user_name()} (pids ")
+        assert all(str(process.pid) in question for process in two)
+        await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
+        told = f"SIGTERM was sent to 1 of 2 processes; process {two[0].pid} has already exited."
+        await wait_until(pilot, lambda: told in [note.message for note in app._notifications])
+        await pilot.press("x")
+        await wait_until(pilot, lambda: "●" not in text(app))
+
+
+async def test_a_signal_to_a_marked_rank_warns_about_the_other_ranks(make_app, data, on_gpus, two) -> None:
+    job_id = rank_of(data, two)
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, f"▸ job {job_id}, 2 ranks: minilm")
+        await pilot.press("m")
+        table = app.screen.query_one(ProcessTable)
+        table.cursor = f"job:{job_id}"
+        await pilot.press("m", "enter")
+        assert any("Only a process on a GPU can be marked" in note.message for note in app._notifications)
+        await wait_until(pilot, lambda: "rank 1" in text(app))
+        table.cursor = f"pid:{two[1].pid}"
+        await pilot.press("m", "s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press(*"kill", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert "1 of mallory (pid 31415)" in app.screen.question
+        assert app.screen.question.endswith(f"The other ranks of job {job_id} will exit too.")
+    assert [process.poll() for process in two] == [None, None]
+
+
+async def test_the_order_is_chosen_and_reversed_by_keys_and_by_clicks_on_headings(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, *(str(one.pid) for one in two))
+        table = app.screen.query_one(ProcessTable)
+        assert "MEMORY▼" in text(app)
+        await pilot.press("o")
+        await wait_until(pilot, lambda: "SM▼" in text(app) and "MEMORY▼" not in text(app))
+        await pilot.press("O", "O")
+        await wait_until(pilot, lambda: "TYPE▲" in text(app))
+        await pilot.click(ProcessTable, offset=(6, 0))
+        await wait_until(pilot, lambda: "PID▲" in text(app))
+        ascending = list(table.entries)
+        assert [table.entries[key].process.pid for key in ascending] == sorted([31415, *(one.pid for one in two)])
+        await pilot.click(ProcessTable, offset=(6, 0))
+        await wait_until(pilot, lambda: "PID▼" in text(app) and list(table.entries) == ascending[::-1])
+        await pilot.press("R")
+        await wait_until(pilot, lambda: list(table.entries) == ascending)
+        await pilot.resize_terminal(80, 24)
+        await pilot.press("O", "O", "O")
+        await wait_until(pilot, lambda: "by host memory" in app.screen.query_one("#found", LineView).plain)
+
+
+async def test_the_process_page_shows_graphs_that_grow_while_it_is_open(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        listed = app.screen.query_one(process_list.ProcessList)
+        app.screen.query_one(ProcessTable).cursor = f"pid:{two[0].pid}"
+        await wait_until(pilot, lambda: listed.table.selected.process.cpu_percent is not None)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, TextScreen) and app.screen.query(Page))
+        page, process = app.screen.query_one(Page), listed.table.selected.process
+        await wait_until(pilot, lambda: "last 2 min" in page.plain)
+        for title in (" SM ", " GPU memory 1.0 GiB", " CPU 0%", " Host memory "):
+            assert title in page.plain
+        n_read = len(listed._history.of(process))
+        await wait_until(pilot, lambda: app.redraw.show_gpus() or len(listed._history.of(process)) > n_read)
+        two[0].kill()
+        two[0].wait()
+        on_gpus.source = Simulated(4, clock=lambda: 1001.0)
+        on_gpus.step()
+        await wait_until(pilot, lambda: app.redraw.show_gpus() or "It has exited" in page.plain)
+        assert "last 2 min" in page.plain
+
+
+async def test_cpu_use_and_shares_are_shown_soon_after_the_list_opens(make_app, on_gpus, two, monkeypatch) -> None:
+    monkeypatch.setattr(process_list, "_READ_EVERY_S", 600.0)
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        table = app.screen.query_one(ProcessTable)
+        shown = lambda: table.entries[f"pid:{two[0].pid}"].process  # noqa: E731
+        await wait_until(pilot, lambda: shown().cpu_percent is not None and shown().sm_percent is not None)
+
+
+async def test_meters_of_all_gpus_stand_above_the_processes(make_app, on_gpus, two) -> None:
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        meters = app.screen.query_one(GpuMeters)
+        assert [line.split()[:2] for line in meters.plain.splitlines()] == [["GPU", str(index)] for index in range(4)]
+        assert "1.9/24.0Gi" in meters.plain
+        meters.show_gpus(app.session.monitor.latest(), 1)
+        assert meters.plain.split()[:2] == ["GPU", "0"]
+        assert "and 3 GPUs more" in meters.plain
 
 
 async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on_gpus, two) -> None:

@@ -99,6 +99,71 @@ async def test_columns_are_dropped_in_order_and_nothing_wraps() -> None:
             assert set(table.plain.splitlines()[0].split()) == titles
 
 
+class ShiftedTable(KeyedTable):
+    BINDINGS = [("right", "shift(1)"), ("left", "shift(-1)")]
+    can_shift = True
+
+
+class ShiftedApp(App[None]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        columns = Column("ID", 4, order="id"), Column("NAME", 10, grow=True, order="name"), Column("X", 4)
+        yield ShiftedTable(columns)
+
+    def on_keyed_table_heading_chosen(self, event: KeyedTable.HeadingChosen) -> None:
+        self.orders.append(event.order)
+
+
+async def test_long_cells_scroll_sideways_up_to_their_end_with_marks_where_text_is_hidden() -> None:
+    app = ShiftedApp()
+    async with app.run_test(size=(40, 10)) as pilot:
+        table = app.query_one(KeyedTable)
+        table.focus()
+        alphabet = "".join(map(chr, range(ord("A"), ord("Z") + 1))) * 3
+        table.show_rows([Row(key, ((key, "text"), (name, "text"), ("x", "text"))) for key, name in
+                         (("1", alphabet), ("2", "short"))])  # fmt: skip
+        await pilot.pause()
+        assert "NAME →" in table.plain
+        assert "← " not in table.plain
+        await pilot.press("right")
+        heading, long, short = table.plain.splitlines()
+        assert "← NAME →" in heading
+        assert "…VWXYZABC" in long
+        assert "short" not in short
+        await pilot.press("right", "right", "right", "right")
+        heading, long, _ = table.plain.splitlines()
+        assert "← NAME " in heading
+        assert "→" not in heading
+        assert long.rstrip().endswith("XYZ x")
+        await pilot.press("left", "left", "left", "left", "left")
+        assert "NAME →" in table.plain
+        table.show_rows([])
+        assert "→" not in table.plain
+
+
+async def test_a_click_on_a_heading_names_the_order_of_its_column_which_has_an_arrow() -> None:
+    app = ShiftedApp()
+    async with app.run_test(size=(40, 10)) as pilot:
+        table = app.query_one(KeyedTable)
+        table.sorted_by, table.is_falling = "name", True
+        table.show_rows([Row("1", (("1", "text"), ("a", "text"), ("x", "text")))])
+        await pilot.pause()
+        assert table.plain.splitlines()[0].split() == ["ID", "NAME▼", "X"]
+        assert table.shows_order
+        for x in (1, 12, 37):
+            await pilot.click(KeyedTable, offset=(x, 0))
+        await pilot.pause()
+        assert app.orders == ["id", "name"]
+
+
+async def test_columns_with_the_same_priority_are_dropped_together() -> None:
+    columns = [Column("A", 8), Column("B", 4, drop=2), Column("C", 4, drop=2), Column("D", 4, drop=1)]
+    assert [column.title for column in table._fit_columns(columns, 23)] == ["A", "D"]
+
+
 def test_a_long_cell_extends_only_into_the_empty_cells_after_it() -> None:
     columns = [Column("A", 3), Column("B", 4), Column("C", 4, right=True), Column("D", 4)]
     widths = {column: column.width for column in columns}

@@ -41,6 +41,7 @@ _PROCESS = typed(
         "name": "Name of the process; null if unknown.",
         "memory_used_bytes": "GPU memory that the process holds, in bytes; null if unknown.",
         "ancestors": "Process ids of its parent, its grandparent and so on; empty if unknown.",
+        "kind": "C for a compute process, G for a graphics process, C+G for both; null if unknown.",
     },
 )
 _CARD: dict[str, tuple[object, str]] = {

@@ -31,16 +31,29 @@ class ProcessRow:
     is_parent: bool = False
 
 
-# The sort keys for processes, by name. The largest values and the earliest starts come first.
-ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
-    "memory": lambda one: -(one.memory_used_bytes or 0),
-    "SM": lambda one: -(one.sm_percent or 0),
-    "CPU": lambda one: -(one.cpu_percent or 0),
-    "host memory": lambda one: -(one.host_memory_bytes or 0),
-    "run time": lambda one: one.started or float("inf"),
-    "GPU": lambda one: one.gpus,
-    "user": lambda one: one.user or "~",
-    "pid": lambda one: one.pid,
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A sort order: the value to sort by, and whether the largest value comes first."""
+
+    value: Callable[[ProcessDetails], Any]
+    largest_first: bool = True
+
+
+# The sort orders by name: those of the columns from left to right, starting with the default.
+ORDERS: Mapping[str, Order] = {
+    "memory": Order(lambda one: one.memory_used_bytes),
+    "SM": Order(lambda one: one.sm_percent),
+    "memory bandwidth": Order(lambda one: one.bandwidth_percent),
+    "encoder": Order(lambda one: one.encoder_percent),
+    "decoder": Order(lambda one: one.decoder_percent),
+    "CPU": Order(lambda one: one.cpu_percent),
+    "host memory": Order(lambda one: one.host_memory_bytes),
+    "run time": Order(lambda one: None if one.started is None else -one.started),
+    "command": Order(lambda one: one.command and one.command.casefold(), largest_first=False),
+    "pid": Order(lambda one: one.pid, largest_first=False),
+    "user": Order(lambda one: one.user, largest_first=False),
+    "GPU": Order(lambda one: one.gpus, largest_first=False),
+    "type": Order(lambda one: one.kind, largest_first=False),
 }
 
 
@@ -50,17 +63,33 @@ def arrange(
     *,
     words: str = "",
     order: str = "memory",
+    is_reversed: bool = False,
     opened: frozenset[str] = frozenset(),
     as_tree: bool = False,
 ) -> list[ProcessRow]:
     """Return the process list rows; `opened` contains the keys of the jobs whose ranks are shown."""
     found = [one for one in processes if _matches(one, held, words.casefold().split())]
-    found.sort(key=lambda one: (ORDERS[order](one), one.pid))
-    return _tree(found, held) if as_tree else _folded(found, held, order, opened)
+    if as_tree:
+        groups = _in_order([[ProcessRow(f"pid:{one.pid}", one)] for one in found], order, is_reversed)
+        return _tree([head.process for (head,) in groups], held)
+    groups = _in_order(_folded(found, held, opened), order, is_reversed)
+    return [entry for group in groups for entry in group]
+
+
+def _in_order(groups: Iterable[list[ProcessRow]], order: str, is_reversed: bool) -> list[list[ProcessRow]]:
+    """Sort groups of rows by their first rows; unknown values come last, also if the order is reversed."""
+    chosen, by_key = ORDERS[order], sorted(groups, key=lambda group: group[0].key)
+    known = [group for group in by_key if chosen.value(group[0].process) is not None]
+    unknown = [group for group in by_key if chosen.value(group[0].process) is None]
+    known.sort(key=lambda group: chosen.value(group[0].process), reverse=chosen.largest_first is not is_reversed)
+    return known + unknown
 
 
 def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
-    """Return whether all words match a process; a word like `gpu:1`, `user:ada` or `job:12` matches only that field."""
+    """Return whether all words match a process.
+
+    A word like `gpu:1`, `user:ada`, `job:12` or `type:g` matches only that field.
+    """
     job = _job_of(process, held)
     fields = {
         "gpu": [str(index) for index in process.gpus],
@@ -68,6 +97,8 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
         "job": [str(job.id), job.name] if job else [],
     }
     named = [text for texts in fields.values() for text in texts]
+    # Without a colon, a letter is no type: it would match nearly every command.
+    fields["type"] = process.kind.split("+") if process.kind else []
     text = " ".join([str(process.pid), process.command or "", process.container, *named]).casefold()
 
     def matches(word: str) -> bool:
@@ -77,25 +108,23 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
     return all(map(matches, words))
 
 
-def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[ProcessRow]:
-    """Return one row per job with several processes, and one row per remaining process.
+def _folded(found: Sequence[ProcessDetails], held: Holders, opened: frozenset[str]) -> list[list[ProcessRow]]:
+    """Return one group per job with several processes, and one per remaining process.
 
-    Jobs are sorted by their totals over all processes. If a job is expanded, its processes follow its row.
+    A job's group starts with its totals over all processes. If the job is expanded, its processes follow.
     """
     of_jobs: dict[int, list[ProcessRow]] = {}
-    groups: list[tuple[Any, list[ProcessRow]]] = []
+    groups: list[list[ProcessRow]] = []
     for one in found:
         job = _job_of(one, held)
         entry = ProcessRow(f"pid:{one.pid}", one, job=job, rank=_rank_of(one.pid, held))
         if job:
             of_jobs.setdefault(job.id, []).append(entry)
         else:
-            groups.append((ORDERS[order](one), [entry]))
+            groups.append([entry])
     for members in of_jobs.values():
-        entries = members if len(members) == 1 else _job_rows(members, opened)
-        groups.append((ORDERS[order](entries[0].process), entries))
-    groups.sort(key=lambda group: (group[0], group[1][0].key))
-    return [entry for _, entries in groups for entry in entries]
+        groups.append(members if len(members) == 1 else _job_rows(members, opened))
+    return groups
 
 
 def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[ProcessRow]:
@@ -117,18 +146,28 @@ def _job_rows(members: Sequence[ProcessRow], opened: frozenset[str]) -> list[Pro
 
 def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
     """Return the totals over the processes, with the mean of their GPU utilisation."""
-    shares = [one.sm_percent for one in parts if one.sm_percent is not None]
+    kinds = {one.kind for one in parts}
     return ProcessDetails(
         0,
         parts[0].user,
         None,
         tuple(sorted({index for one in parts for index in one.gpus})),
         _total([one.memory_used_bytes for one in parts]),
-        round(sum(shares) / len(shares)) if shares else None,
+        _mean([one.sm_percent for one in parts]),
         _total([one.cpu_percent for one in parts]),
         _total([one.host_memory_bytes for one in parts]),
         min((one.started for one in parts if one.started is not None), default=None),
+        kind=parts[0].kind if len(kinds) == 1 else None,
+        bandwidth_percent=_mean([one.bandwidth_percent for one in parts]),
+        encoder_percent=_mean([one.encoder_percent for one in parts]),
+        decoder_percent=_mean([one.decoder_percent for one in parts]),
+        host_memory_percent=_total([one.host_memory_percent for one in parts]),
     )
+
+
+def _mean(shares: Iterable[int | None]) -> int | None:
+    known = [share for share in shares if share is not None]
+    return round(sum(known) / len(known)) if known else None
 
 
 def _total(values: Sequence[Any]) -> Any:

@@ -34,7 +34,8 @@
  *       dropped (lost, and afterwards until nvmlInit is called again, as after a reset)
  *       gone (lost, and from the next nvmlInit on not counted, nor are those after it)
  *       xid=N (an error with this number is reported once, when it begins)
- *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
+ *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  graphics (each process among those only)
+ *       enc=N dec=N (share of the encoder and the decoder that each process uses)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
  *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as where no card is in persistence mode
  *   FAKE_NVML_MODULE=FILE        version of the kernel module; unless it is this library's, everything is a MISMATCH
@@ -437,7 +438,8 @@ typedef struct { u32 pid; u64 used; } P1;
 typedef struct { u32 pid; u64 used; u32 gi, ci; } P2;
 static int procs_of(D d, int want_g, P2 *out, int cap) {
   int n = 0; double v;
-  if (want_g && !fault(d->i, "both_lists", 0)) return 0;
+  int graphics = fault(d->i, "graphics", 0);
+  if (want_g ? !graphics && !fault(d->i, "both_lists", 0) : graphics) return 0;
   if (fault(d->i, "bad_pids", 0)) { out[n++] = (P2){0, 0, ~0u, ~0u}; out[n++] = (P2){~0u, 0, ~0u, ~0u}; }
   if (fault(d->i, "dead_pids", 0)) { for (int k = 0; k < 2 && n < cap; k++, n++) out[n] = (P2){3999990 + k + 10 * d->i, pid_mib << 20, ~0u, ~0u}; return n; }
   if (fault(d->i, "many_procs", &v)) { for (int k = 0; k < (int)v && n < cap && npid; k++, n++) out[n] = (P2){pids[k % npid], pid_mib << 20, ~0u, ~0u}; }
@@ -470,11 +472,13 @@ X int nvmlDeviceGetProcessUtilization(D d, Sample *s, u32 *c, u64 since) {
   (void)since;
   ENTER("nvmlDeviceGetProcessUtilization", "procutil");
   P2 tmp[512];
-  int n = procs_of(d, 0, tmp, 512);
+  double enc = 0, dec = 0;
+  int n = procs_of(d, fault(d->i, "graphics", 0), tmp, 512);
+  fault(d->i, "enc", &enc); fault(d->i, "dec", &dec);
   if (!n) { *c = 0; return NOTFOUND; }
   if (!s || *c < (u32)n) { *c = n < 100 ? 100 : n; return INSUFF; }
   *c = n;
-  for (int k = 0; k < n; k++) s[k] = (Sample){tmp[k].pid, (u64)(wall() * 1e6), util(d->i) / (n ? n : 1), util(d->i) / 2, 0, 0};
+  for (int k = 0; k < n; k++) s[k] = (Sample){tmp[k].pid, (u64)(wall() * 1e6), util(d->i) / n, util(d->i) / n / 2, (u32)enc, (u32)dec};
   return OK;
 }
 X int nvmlDeviceGetPcieThroughput(D d, u32 k, u32 *v) { ENTER("nvmlDeviceGetPcieThroughput", "pcie"); *v = (u32)((k ? 900000 : 250000) * wave(d->i, 30, k)); return OK; }

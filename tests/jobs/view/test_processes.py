@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -93,6 +95,41 @@ def test_process_rows_can_be_sorted(order, first, last) -> None:
 def test_processes_with_unknown_values_can_be_sorted_in_every_order(order) -> None:
     unknown = (ProcessDetails(1, None, None), ProcessDetails(2, None, None))
     assert len(arrange((*unknown, *ALL), HELD, order=order)) == 5
+
+
+@pytest.mark.parametrize(
+    ("order", "found"),
+    [
+        ("memory", ["pid:20", "job:7", "pid:21"]),
+        ("run time", ["job:7", "pid:20", "pid:21"]),
+        ("user", ["pid:21", "pid:20", "job:7"]),
+    ],
+)
+def test_in_a_reversed_order_unknown_values_still_come_last(order, found) -> None:
+    assert keys(arrange(ALL, HELD, order=order, is_reversed=True)) == found
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("type:g", ["pid:1", "pid:2"]),
+        ("type:C", ["pid:2", "pid:3"]),
+        ("type:c+g", []),
+        ("g", []),
+    ],
+)
+def test_a_filter_finds_processes_by_type(words, found) -> None:
+    kinds = {1: "G", 2: "C+G", 3: "C", 4: None}
+    processes = [ProcessDetails(pid, "ann", "x", (0,), kind=kind) for pid, kind in kinds.items()]
+    assert keys(arrange(processes, Holders(), words=words)) == found
+
+
+def test_a_job_row_has_mean_shares_of_the_gpus_and_the_sum_of_the_host_memory() -> None:
+    shares = dict(kind="C", bandwidth_percent=10, encoder_percent=None, decoder_percent=4, host_memory_percent=1.5)
+    (head,) = arrange([replace(one, **shares) for one in RANKS], HELD)
+    whole = head.process
+    assert (whole.kind, whole.bandwidth_percent, whole.encoder_percent, whole.decoder_percent) == ("C", 10, None, 4)
+    assert whole.host_memory_percent == 3.0
 
 
 @pytest.mark.parametrize(
