@@ -66,7 +66,8 @@ def test_waiting_ends_after_its_timeout_and_leaves_the_job_running() -> None:
     job = sae_tui.run(["sleep", "1000"], gpus=0)
     with pytest.raises(TimeoutError, match=r"job 1 is still \w+ after 0.1 s"):
         job.wait(0.1)
-    assert job.result is None
+    while job.state != "running":
+        assert job.result is None
     assert "job 1 " in job.stop()
     result = job.wait(60)
     assert (result.state, result.exit_code, result.signal) == ("stopped", None, "SIGTERM")

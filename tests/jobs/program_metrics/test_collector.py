@@ -122,8 +122,8 @@ def test_a_pattern_chooses_what_is_a_metric(box, tmp_path, capsys) -> None:
     job = launch(box, tmp_path / "work", "print('at 3 nll <0.5> loss: 9')", "--metrics", "at {step} nll <{loss}>")
     assert (job.step, job.loss) == (3, 0.5)
     run = ["--data-dir", str(box.data.root), "--gpu-source", "none", "run", "--gpus", "0", "--metrics", "loss", "true"]
-    assert main(run) == 1
-    assert 'command.metrics: "loss" has no name in braces, like {loss}' in capsys.readouterr().err
+    assert main(run) == 2
+    assert '--metrics: "loss" has no name in braces, like {loss}' in capsys.readouterr().err
 
 
 # Tests with one thread that reads, and this process as the program.
