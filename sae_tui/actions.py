@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import msgspec
 from textual.app import App
 from textual.notifications import SeverityLevel
 from textual.screen import Screen
@@ -36,7 +37,7 @@ from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.postmortem import remedy_of
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import Watcher
-from sae_tui.settings import Settings
+from sae_tui.settings import Settings, change_settings
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir
@@ -213,6 +214,18 @@ class Actions:
             self._app.notify(ONLY_SHOWN, severity="warning")
         return self._state.readonly
 
+    def keep(self, what: str, **changes: object) -> None:
+        """Change settings immediately and, unless in read-only mode, save them in the settings file."""
+        state = self._state
+        state.settings = msgspec.structs.replace(state.settings, **changes)
+        if state.readonly:
+            self._app.notify(f"{what}: applies until you quit; settings are read-only here.", markup=False)
+            return
+        try:
+            change_settings(state.data.settings_file, changes)
+        except (UserError, OSError) as error:
+            self._app.notify(sentence(error), title=f"{what}: not saved", severity="error", markup=False)
+
     # launching
 
     def adopt(self, pid: int, name: str) -> None:
@@ -353,16 +366,16 @@ class Actions:
         living = [job for job in array.jobs if not job.state.is_final]
         asked = [job for job in living if not (job.state is JobState.STOPPING or job.stop_requested)]
         if living and not asked:
-            question = f"All active jobs of array {array.id} are stopping. Kill them now? Unsaved progress is lost."
+            question = f"All active jobs of {array.title} are stopping. Kill them now? Unsaved progress is lost."
             self._change_array(array, living, question, "Kill them", bulk.unless_ended(edits.kill), "killed")
             return
-        question = f"Stop array {array.id}? {_what_becomes(asked, 'stop', 'leave the queue')}."
+        question = f"Stop {array.title}? {_what_becomes(asked, 'stop', 'leave the queue')}."
         self._change_array(array, asked, question, "Stop all", bulk.unless_ended(edits.stop), "asked to stop")
 
     def pause_array(self, array: ArrayView) -> None:
         """Ask once, then pause the running jobs of an array and hold the queued ones."""
         living = [job for job in array.jobs if not job.state.is_final]
-        question = f"Pause array {array.id}? {_what_becomes(living, 'pause', 'be held')}."
+        question = f"Pause {array.title}? {_what_becomes(living, 'pause', 'be held')}."
         self._change_array(array, living, question, "Pause all", bulk.unless_ended(edits.pause), "paused")
 
     def hold_array(self, array: ArrayView) -> None:
@@ -371,20 +384,20 @@ class Actions:
         if not free:
             self.release_array(array)
             return
-        question = f"Hold {plural(len(free), 'queued job')} of array {array.id}?"
+        question = f"Hold {plural(len(free), 'queued job')} of {array.title}?"
         self._change_array(array, free, question, "Hold all", edits.hold, "held")
 
     def release_array(self, array: ArrayView) -> None:
         """Ask once, then release the held jobs of an array."""
         held = [job for job in array.jobs if job.state is JobState.QUEUED and job.held]
-        question = f"Release {plural(len(held), 'held job')} of array {array.id}?"
+        question = f"Release {plural(len(held), 'held job')} of {array.title}?"
         self._change_array(array, held, question, "Release all", edits.release, "released")
 
     def _change_array(
         self, array: ArrayView, jobs: Sequence[JobView], question: str, yes: str, change: Edit, done: str
     ) -> None:
         if not jobs:
-            self._app.notify(f"No job of array {array.id} can be {done}.", severity="warning")
+            self._app.notify(f"No job of {array.title} can be {done}.", severity="warning")
             return
         self.ask(question, yes, functools.partial(self._change_all, [job.id for job in jobs], change, done))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -21,6 +21,15 @@ from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.toml import Judged, parse_toml
 
+# The columns that the list of jobs can show.
+JobColumnName = Literal[
+    "k", "d_sae", "state", "progress", "percent", "step", "tokens", "loss", "fvu", "l0", "dead_fraction",
+    "tokens_per_s", "eta", "took", "gpus", "memory", "arch", "started", "user", "host", "note",
+]  # fmt: skip
+_JOB_COLUMNS: tuple[JobColumnName, ...] = (
+    "k", "d_sae", "state", "progress", "percent", "step", "loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "eta",
+    "gpus", "tokens", "arch", "memory", "started", "note",
+)  # fmt: skip
 # Headings in the settings form.
 _LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
@@ -38,6 +47,18 @@ class Settings(msgspec.Struct, frozen=True):
     monitor_view_default: Annotated[
         Literal["aggregated", "per_gpu", "map"], about("View of the dashboard at start.", group=_LOOK)
     ] = "aggregated"
+    job_columns: Annotated[
+        list[JobColumnName],
+        about(
+            "Columns of the list of jobs after the name, in this order; narrow windows show fewer.",
+            group=_LOOK,
+            wanted=f"a list of {', '.join(get_args(JobColumnName))}",
+            commas=True,
+        ),
+    ] = msgspec.field(default_factory=lambda: list(_JOB_COLUMNS))
+    fold_clones: Annotated[
+        bool, about("Whether a job and its clones, if at least three in all, are one row.", group=_LOOK)
+    ] = False
     default_gpu_selection: Annotated[
         Literal["available", "all", "manual"],
         about("GPUs that the launch screen selects at first: all free ones, all, or none.", group=_LAUNCH),

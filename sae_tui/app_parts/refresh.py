@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import msgspec
 from textual.app import App
 from textual.css.query import NoMatches
 from textual.message import Message
@@ -16,9 +15,9 @@ from sae_tui.gpu import faults
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.session import Session
-from sae_tui.settings import Settings, change_settings, load_settings
+from sae_tui.settings import Settings, load_settings
 from sae_tui.theme import OWN_THEMES, ThemeName, shown_theme
-from trainer.contract.errors import Problem, UserError, sentence
+from trainer.contract.errors import Problem
 
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
@@ -103,16 +102,8 @@ class Refresh:
 
     def choose_theme(self, name: ThemeName) -> None:
         """Change the theme immediately and, unless in read-only mode, save it in the settings file."""
-        session = self._session
-        session.settings = msgspec.structs.replace(session.settings, theme=name)
+        self._session.actions.keep("Theme", theme=name)
         self._show_theme()
-        if session.readonly:
-            self._app.notify("The theme applies until you quit; settings are read-only here.", markup=False)
-            return
-        try:
-            change_settings(session.data.settings_file, {"theme": name})
-        except (UserError, OSError) as error:
-            self._app.notify(sentence(error), title="Theme not saved", severity="error", markup=False)
 
     def _show_theme(self) -> None:
         chosen = self._session.settings.theme

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from sae_tui.cli_commands.context import CommandContext, overrides_of
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
@@ -29,7 +31,7 @@ from sae_tui.cli_commands.values import Selector, selector, selector_in
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.asking import stored_with
 from sae_tui.jobs.bulk import Change, NothingToDo, attempt, unless_ended
-from sae_tui.jobs.launch.clone import clone_settings
+from sae_tui.jobs.launch.clone import clone_settings, free_name
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.upkeep import trash
@@ -40,6 +42,7 @@ from trainer.contract.output import has_done, show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.progress import Progress, track
 from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.consent import sets
 from trainer.contract.settings.typed import cut
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes
@@ -123,6 +126,9 @@ def clone(context: CommandContext, flags: argparse.Namespace) -> int:
     job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
         return _print_job_file(context, job)
+    if not sets(flags.overrides, "name"):
+        with store_access.existing(context.data, flags.id) as control:
+            job = msgspec.structs.replace(job, name=free_name(job.name, (one.name for one in control.jobs())))
     return launch_all(context, flags, [job], parent=flags.id)
 
 

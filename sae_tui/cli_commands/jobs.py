@@ -129,7 +129,7 @@ def _matches(context: CommandContext, reader: JobsReader, flags: argparse.Namesp
     if reader.problem:
         raise UserError(reader.problem)
     limit = None if _folds(context, flags) else flags.limit
-    return find(reader.jobs, " ".join(flags.filter), flags.sort, limit)
+    return find(reader.jobs, " ".join(flags.filter), flags.sort, limit, reverse=flags.reverse)
 
 
 def _folds(context: CommandContext, flags: argparse.Namespace) -> bool:

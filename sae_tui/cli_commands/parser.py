@@ -523,6 +523,7 @@ def _add_finding(add: Add) -> None:
     words = "list only jobs that match all of these: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
+    find.add_argument("--reverse", action="store_true", help="sort in the opposite direction")
     find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
     each = "list every job of an array; by default, an array is one line unless a filter is given"

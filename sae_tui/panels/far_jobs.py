@@ -9,7 +9,8 @@ from dataclasses import replace
 from sae_tui.hosts.view import ConnectionStage, HostView
 from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.panels.jobs import COLUMNS, job_row
+from sae_tui.panels.job_columns import columns_of
+from sae_tui.panels.jobs import job_row
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Row
 from trainer.contract.wording import plural
@@ -32,28 +33,32 @@ class FarRows:
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[JobView, Row]] = {}
+        self._columns: Sequence[str] = ()
 
-    def rows(self, views: Sequence[HostView], words: str, order: str) -> list[Row]:
-        """Return, for each host, a heading and its matching jobs in the given order."""
+    def rows(self, views: Sequence[HostView], words: str, sort: tuple[str, bool], columns: Sequence[str]) -> list[Row]:
+        """Return, for each host, a heading and its matching jobs; `sort` is an order and whether it is reversed."""
+        order, reverse = sort
+        if columns != self._columns:
+            self._made, self._columns = {}, columns
         made: dict[str, tuple[JobView, Row]] = {}
         rows: list[Row] = []
         for view in views:
-            matches = find(view.jobs, words, order)
-            rows.append(heading(view.name, _note(view, len(matches), filtered=bool(words))))
+            matches = find(view.jobs, words, order, reverse=reverse)
+            rows.append(heading(view.name, columns, _note(view, len(matches), filtered=bool(words))))
             for job in matches:
                 key = key_of(view.name, job.id)
                 old = self._made.get(key)
-                made[key] = old if old and old[0] == job else (job, replace(job_row(job), key=key))
+                made[key] = old if old and old[0] == job else (job, replace(job_row(job, columns), key=key))
                 rows.append(made[key][1])
         self._made = made
         return rows
 
 
-def heading(name: str, note: str) -> Row:
+def heading(name: str, columns: Sequence[str], note: str) -> Row:
     """Return a heading with a host name and a note; the cursor skips this row."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
-    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=(0,), is_heading=True)
+    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(columns_of(columns)) - 1)), spill=(0,), is_heading=True)
 
 
 def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from textual import on
@@ -13,35 +13,42 @@ from textual.widgets import Input
 
 from sae_tui.jobs.view.find import find, orders
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.job_columns import SHOWN
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.table import Row
+from trainer.contract.settings.series import key_metrics
 
 if TYPE_CHECKING:
     from sae_tui.hosts.view import HostView
     from sae_tui.panels.far_jobs import FarRows
 
-_FIND = Binding.Group("Find")
+FIND = Binding.Group("Find")
+_NEWEST = "newest"
 
 
 class JobsFinder(Filtered):
     """The jobs table, below a line showing the filter, the order and the number of marks, if any."""
 
     BINDINGS = [
-        Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
+        Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=FIND,
                 tooltip="Show jobs that match all words: name, #tag, state, architecture, user, note, id"),
-        Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=_FIND, tooltip="Show all jobs again"),
-        Binding("o", "next_order", "Order", show=False, id="jobs.order", group=_FIND,
-                tooltip="Next sort order: " + ", ".join(orders())),
-        Binding("space", "mark", "Mark", id="jobs.mark", group=_FIND,
+        Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=FIND, tooltip="Show all jobs again"),
+        Binding("o", "next_order", "Order", show=False, id="jobs.order", group=FIND,
+                tooltip="Next sort order; C sorts by any column"),
+        Binding("O", "reverse", "Reverse", show=False, id="jobs.reverse", group=FIND,
+                tooltip="Sort in the opposite direction"),
+        Binding("space", "mark", "Mark", id="jobs.mark", group=FIND,
                 tooltip="Mark the job, to compare or tag several"),
-        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Remove all marks"),
+        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=FIND, tooltip="Remove all marks"),
     ]  # fmt: skip
     PLACEHOLDER = "words, #tag, state:failed"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes="-unfiltered")
-        self.order = next(iter(orders()))
+        self.order, self.reverse = _NEWEST, False
+        self.columns: Sequence[str] = SHOWN
+        self.families = False
         self._jobs: Sequence[JobView] = ()
         self._problem = ""
         self._far: Sequence[HostView] = ()
@@ -85,10 +92,27 @@ class JobsFinder(Filtered):
         self._draw()
 
     def action_next_order(self) -> None:
-        names = list(orders())
-        self.order = names[(names.index(self.order) + 1) % len(names)]
+        """Sort by the next of the usual orders; `C` and the headings offer the others."""
+        names = [name for name in orders() if name in _cycled() or name == self.order]
+        self.sort_by(names[(names.index(self.order) + 1) % len(names)])
+
+    def action_reverse(self) -> None:
+        self.sort_by(self.order, reverse=not self.reverse)
+
+    def sort_by(self, order: str, *, reverse: bool = False) -> None:
+        self.order, self.reverse = order, reverse
         self._draw()
         self.table.action_move(0)
+
+    @on(JobsPanel.Sorted)
+    def _sort_by_heading(self, event: JobsPanel.Sorted) -> None:
+        self.sort_by(event.order, reverse=event.order == self.order and not self.reverse)
+
+    @property
+    def _arrow(self) -> str:
+        """The arrow in the heading of the sorted column, or "" for the usual order."""
+        is_usual = self.order == _NEWEST and not self.reverse
+        return "" if is_usual else "▼" if orders()[self.order].descends != self.reverse else "▲"
 
     def action_mark(self) -> None:
         """Mark or unmark the job or array under the cursor and move to the next row."""
@@ -111,7 +135,8 @@ class JobsFinder(Filtered):
         from sae_tui.panels.far_jobs import heading, local_note
 
         note = f"{n_matching} of {len(self._jobs)}" if words else local_note(len(self._jobs))
-        return [heading(socket.gethostname(), note)], self._far_rows.rows(self._far, words, self.order)
+        columns, sort = self.table.chosen, (self.order, self.reverse)
+        return [heading(socket.gethostname(), columns, note)], self._far_rows.rows(self._far, words, sort, columns)
 
     def on_descendant_blur(self) -> None:
         self._draw()
@@ -120,18 +145,28 @@ class JobsFinder(Filtered):
     @on(JobsPanel.Folded)
     def _draw(self) -> None:
         text = self.words
-        matches = find(self._jobs, text, self.order)
+        matches = find(self._jobs, text, self.order, reverse=self.reverse)
+        self.table.choose(self.columns, self.order, self._arrow)
         hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
         self.table.show_jobs(
-            matches, self._problem or nothing, *self._of_hosts(len(matches), text), folds=not self.filtering
+            matches,
+            self._problem or nothing,
+            *self._of_hosts(len(matches), text),
+            folds=not self.filtering,
+            families=self.families,
         )
         marked = len(self.table.marked)
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",
-            f"by {self.order}" if self.order != next(iter(orders())) else "",
+            f"by {self.order}{', reversed' * self.reverse}" if self._arrow else "",
             f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
         if self.filtering and marked:
             notes[-1] = f"{marked} {MARK}"
         self.say(" · ".join(filter(None, notes)))
+
+
+def _cycled() -> Collection[str]:
+    """Return the sort orders that the key for the next order goes through."""
+    return {_NEWEST, "name", "state", "loss", "queue", *key_metrics()}

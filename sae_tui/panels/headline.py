@@ -17,7 +17,7 @@ from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import judged, members_of
 from sae_tui.panels.detail import DetailPanel
-from sae_tui.panels.jobs import devices
+from sae_tui.panels.job_columns import devices
 from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract import wording
 from trainer.contract.settings.series import (

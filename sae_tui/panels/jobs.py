@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from textual import events
 from textual.binding import Binding
 from textual.message import Message
 
-from sae_tui.format import bar, count, duration, measure, number
+from sae_tui.format import bar, duration, number
 from sae_tui.jobs.output import kind_of
-from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView, is_loading, judged_value
+from sae_tui.jobs.view.reader import JobView, is_loading
+from sae_tui.jobs.view.sweeps import axes_words
+from sae_tui.panels.job_columns import (
+    COLUMNS,
+    EMPTY,
+    LEADING,
+    NOT_OF_IMPORTED,
+    SHOWN,
+    VALUES,
+    columns_of,
+    orders_of,
+)
 from sae_tui.widgets.lines import Line, Span
-from sae_tui.widgets.table import Column, KeyedTable, Row
-from trainer.contract import wording
+from sae_tui.widgets.table import KeyedTable, Row, fit_columns
 from trainer.contract.runs.report_card import PART_TITLES
-from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 JOBS = Binding.Group("Jobs")
@@ -26,25 +36,7 @@ MARK = "●"
 # The suffixes of the keys of an evaluation's row and of an array's row, after the job's id and the array's id.
 _EVALUATION, _ARRAY = " evaluation", " array"
 _STEP_WIDTH = 9
-_EMPTY: Span = ("", "text")
 _NAME = 1  # index of the column with the name; a command's name extends over the columns for SAEs
-COLUMNS = (
-    Column("JOB", 5, right=True),
-    Column("NAME", 18, grow=True),
-    Column("K", 6, right=True, drop=1),
-    Column("D_SAE", 8, right=True, drop=5),
-    Column("STATE", 10),
-    Column("PROGRESS", 10),
-    Column("", 4, right=True),
-    Column("STEP", 7, right=True, drop=8),
-    Column("LOSS", 8, right=True, drop=9),
-    Column("FVU", 8, right=True),
-    Column("L0", 6, right=True, drop=2),
-    Column("DEAD", 6, right=True, drop=6),
-    Column("TOK/S", 7, right=True, drop=4),
-    Column("ETA", 8, right=True),
-    Column("GPUS", 8, drop=3),
-)
 
 
 class JobsPanel(KeyedTable):
@@ -63,14 +55,41 @@ class JobsPanel(KeyedTable):
     class Folded(Message):
         """The user has folded or unfolded an array, so the rows must be shown again."""
 
+    class Sorted(Message):
+        """The user clicked the heading of a column with this sort order."""
+
+        def __init__(self, order: str) -> None:
+            super().__init__()
+            self.order = order
+
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(COLUMNS, id=id)
+        self.chosen: tuple[str, ...] = SHOWN
+        super().__init__(columns_of(SHOWN), id=id)
         self.steps: tuple[Line, ...] = ()
         self.marked: frozenset[int] = frozenset()
         self.arrays: dict[int, ArrayView] = {}
         self._opened: frozenset[int] = frozenset()
         # Each job's row, with the values it was made from.
         self._made: dict[int, tuple[tuple[JobView, bool, bool, str], Row]] = {}
+
+    def choose(self, names: Sequence[str], order: str = "", arrow: str = "") -> None:
+        """Show the columns with these names, and an arrow in the heading of the column that the jobs are sorted by."""
+        if self.chosen != (chosen := tuple(dict.fromkeys(names))):
+            self.chosen = chosen
+            self._made.clear()
+        self.columns = columns_of(self.chosen, order, arrow)
+
+    def on_click(self, event: events.Click) -> None:
+        at = event.get_content_offset(self)
+        if at is None or at.y:
+            super().on_click(event)
+            return
+        ends = itertools.accumulate(width + 1 for width in fit_columns(self.columns, self.size.width).values())
+        shown = [*fit_columns(self.columns, self.size.width)]
+        place = next((place for place, end in enumerate(ends) if at.x < end), None)
+        orders = dict(zip(self.columns, orders_of(self.chosen), strict=True))
+        if place is not None and (order := orders[shown[place]]):
+            self.post_message(self.Sorted(order))
 
     def show_jobs(
         self,
@@ -80,14 +99,15 @@ class JobsPanel(KeyedTable):
         below: Sequence[Row] = (),
         *,
         folds: bool = True,
+        families: bool = False,
     ) -> None:
         """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
         `above` is this host's heading and `below` contains the rows for other hosts, if any. Unless `folds`, show the
-        jobs of arrays on their own, as a filter does.
+        jobs of arrays on their own, as a filter does. With `families`, also fold jobs and their clones.
         """
         self.empty = nothing or self.steps
-        entries = fold(jobs) if folds else list(jobs)
+        entries = fold(jobs, families=families) if folds else list(jobs)
         self.arrays = {entry.id: entry for entry in entries if isinstance(entry, ArrayView)}
         self._go_to_arrays()
         rows = [row for entry in entries for row in self._rows(entry)]
@@ -107,11 +127,13 @@ class JobsPanel(KeyedTable):
 
     def _rows(self, entry: JobView | ArrayView) -> list[Row]:
         if isinstance(entry, JobView):
-            return [self._row(entry), *evaluation_rows(entry)]
+            return [self._row(entry), *evaluation_rows(entry, self.chosen)]
         is_open = self.is_open(entry)
         marked = self.marked.issuperset(job.id for job in entry.jobs)
-        head = array_row(entry, is_open=is_open, marked=marked)
-        members = [row for job in entry.jobs for row in (self._row(job, below=True), *evaluation_rows(job))]
+        head = array_row(entry, self.chosen, is_open=is_open, marked=marked)
+        members = [
+            row for job in entry.jobs for row in (self._row(job, below=True), *evaluation_rows(job, self.chosen))
+        ]
         return [head, *(members if is_open else [])]
 
     def _row(self, job: JobView, *, below: bool = False) -> Row:
@@ -119,7 +141,7 @@ class JobsPanel(KeyedTable):
         of = job, job.id in self.marked, below, run_time(job)
         made = self._made.get(job.id)
         if made is None or made[0] != of:
-            made = self._made[job.id] = (of, job_row(job, marked=of[1], below=below))
+            made = self._made[job.id] = (of, job_row(job, self.chosen, marked=of[1], below=below))
         return made[1]
 
     def action_unfold(self) -> None:
@@ -210,50 +232,49 @@ def _step(name: str, *keys_and_words: str) -> Line:
     return ((name.ljust(_STEP_WIDTH), "title"), *((text, styles[at % 2]) for at, text in enumerate(keys_and_words)))
 
 
-def array_row(array: ArrayView, *, is_open: bool, marked: bool = False) -> Row:
+def array_row(array: ArrayView, names: Sequence[str], *, is_open: bool, marked: bool = False) -> Row:
     """Return an array's row: its jobs by state, and the share of them that have finished."""
     sign = "▾" if is_open else "▸"
     words: Span = (f"{sign} {array.words} · {array.name}", "title")
     number: Span = (f"{MARK if marked else ''}{array.id}", "accent" if marked else "label")
     # The bar takes the column of the remaining time, so that the words have space in narrow windows.
-    cells = (number, words, *[_EMPTY] * (len(COLUMNS) - 4), (bar(array.progress, 8), "bar rail"), _EMPTY)
+    progress: Span = (bar(array.progress, 8), "bar rail")
+    cells = (number, words, *(progress if name == "eta" else EMPTY for name in names))
     return Row(f"{array.id}{_ARRAY}", cells, spill=(1,))
 
 
-def job_row(job: JobView, *, marked: bool = False, below: bool = False) -> Row:
-    """Return a job's row; it is indented if it is `below` its array's row."""
-    word, sign, style = describe_state(job)
-    indent = "  " if below else ""
-    head: tuple[Span, ...] = (
+def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = False, below: bool = False) -> Row:
+    """Return a job's row with the columns `names`; it is indented if it is `below` its array's row."""
+    names = SHOWN if names is None else names
+    words, empty = _instead_of_values(job)
+    cells: list[Span] = [
         (f"{MARK if marked else ''}{job.id}", "accent" if marked else "label"),
-        (indent + " ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),
-        (job.k, "text"),
-        (job.d_sae, "text"),
-        (f"{sign} {word}", style),
-    )
+        (f"{'  ' * below}{_name(job)}", "title"),
+        *(EMPTY if name in empty else COLUMNS[name].span(job) for name in names),
+    ]
+    spill = [_NAME] if kind_of(job.config).is_program else []
+    if words:
+        place = next((at for at, name in enumerate(names, len(LEADING)) if name in empty), len(cells) - 1)
+        cells[place] = words
+        spill.append(place)
+    return Row(str(job.id), tuple(cells), spill=tuple(spill))
+
+
+def _name(job: JobView) -> str:
+    """Return a job's name with what differs between the SAEs of a sweep, and with its tags."""
+    name = f"{job.name} · {axes}" if (axes := axes_words(job.config)) else job.name
+    return " ".join([name, *(f"#{tag}" for tag in job.tags)])
+
+
+def _instead_of_values(job: JobView) -> tuple[Span | None, Collection[str]]:
+    """Return a sentence to show in place of a job's values, if any, and the columns that are empty."""
     if job.silent or job.state == JobState.QUEUED:
-        return _spread(job, head, (waits(job), "warn" if job.silent else "dim"))
+        return (waits(job), "warn" if job.silent else "dim"), VALUES
     if is_loading(job):
-        return _spread(job, head, (job.phase, "dim"))
+        return (job.phase, "dim"), VALUES
     if (words := run_time(job)) or (kind_of(job.config).is_program and job.state.is_final):
-        return _spread(job, head, _outcome(job, words))
-    if job.state is JobState.IMPORTED:
-        figures = (judged_span(job, "fvu"), judged_span(job, "l0"), *[_EMPTY] * 3)
-        return Row(str(job.id), (*head, *[_EMPTY] * 4, *figures, (devices(job), "label")))
-    return Row(
-        key=str(job.id),
-        cells=(
-            *head,
-            *_progress(job),
-            (count(job.step), "text"),
-            (number(job.loss), "text"),
-            *_judged(job),
-            (count(job.tokens_per_s), "text"),
-            (duration(job.eta_s) if not job.state.is_final else "", "text"),
-            (devices(job), "label"),
-        ),
-        spill=(_NAME,) if kind_of(job.config).is_program else (),
-    )
+        return _outcome(job, words), VALUES
+    return None, NOT_OF_IMPORTED if job.state is JobState.IMPORTED else ()
 
 
 def run_time(job: JobView) -> str:
@@ -273,50 +294,15 @@ def _outcome(job: JobView, ran: str) -> Span:
     return " · ".join(filter(None, [took, why, loss])), "bad" if failed else "text" if ran else "dim"
 
 
-def _judged(job: JobView) -> Sequence[Span]:
-    """Return an SAE's FVU, L0 and share of dead latents; a command has none of them."""
-    if kind_of(job.config).is_program:
-        return [_EMPTY] * 3
-    return [judged_span(job, name) for name in ("fvu", "l0", "dead_fraction")]
-
-
-def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return a job's row showing `words` instead of values."""
-    cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
-    return Row(str(job.id), cells, spill=(_NAME, len(head)) if kind_of(job.config).is_program else (len(head),))
-
-
-def _progress(job: JobView) -> tuple[Span, Span]:
-    """Return the progress bar and percentage; for a finished job, the duration, if known, replaces the bar."""
-    whole: Span = (wording.done(job.progress), "text")
-    # For a resumed job, `started` is when it was last started.
-    if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
-        return (bar(job.progress, 10), "bar rail"), whole
-    return (duration(max(0.0, job.ended - job.started)), "dim"), whole
-
-
-def judged_span(job: JobView, name: str) -> Span:
-    """Return a job's held-out metric or, before the first evaluation, its batch value, dim and marked."""
-    value, is_of_batch = judged_value(job, name)
-    text = measure(value, series_named(name))
-    return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
-
-
-def evaluation_rows(job: JobView) -> list[Row]:
+def evaluation_rows(job: JobView, names: Sequence[str]) -> list[Row]:
     """Return the row for a job's running evaluation, or [] if none is running."""
     if (now := job.evaluation) is None:
         return []
-    words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")
+    words: Span = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")
     what = ", ".join(PART_TITLES[part] for part in now.parts if part in PART_TITLES)
-    head = (_EMPTY, (f"  └ {what}", "dim"), _EMPTY, _EMPTY, (words, style))
-    cells = (*head, *[_EMPTY] * (len(COLUMNS) - len(head) - 1), (now.where.removeprefix("the "), "label"))
-    return [Row(f"{job.id}{_EVALUATION}", cells, spill=(len(head) - 1,))]
-
-
-def devices(job: JobView) -> str:
-    """Return the devices as text: `0,1`, `any 2` for a queued job, or `cpu` with the number of processes."""
-    if job.any_gpus and not job.gpu_ids:
-        return f"any {job.gpus_wanted}"
-    if job.gpu_ids:
-        return ",".join(map(str, job.gpu_ids))
-    return "cpu" if job.world_size == 1 else f"cpu:{job.world_size}"
+    where: Span = (now.where.removeprefix("the "), "label")
+    place = names.index("state") if "state" in names else 0
+    cells = [EMPTY, (f"  └ {what}", "dim"), *(where if name == "gpus" else EMPTY for name in names)]
+    if names:
+        cells[len(LEADING) + place] = words
+    return [Row(f"{job.id}{_EVALUATION}", tuple(cells), spill=(len(LEADING) + place,))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from textual.binding import Binding
 
@@ -10,7 +10,7 @@ from sae_tui.jobs import edits
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.panels.finder import JobsFinder
+from sae_tui.panels.finder import FIND, JobsFinder
 from sae_tui.panels.jobs import JOBS
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
@@ -35,6 +35,10 @@ class JobEdits(JobsFinder):
                 tooltip="Add or remove tags on the marked jobs, or on this job"),
         Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Rename the job"),
         Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note on the job"),
+        Binding("C", "choose_columns", "Columns", show=False, id="jobs.columns", group=FIND,
+                tooltip="Choose and order the columns, and sort by any of them"),
+        Binding("F", "fold_clones", "Families", show=False, id="jobs.families", group=FIND,
+                tooltip="Show a job and its clones as one row, or each on its own"),
         Binding("plus", "prioritise(1)", "Sooner", key_display="+", id="jobs.sooner", group=QUEUE,
                 tooltip="Raise the priority of the queued job"),
         Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later", group=QUEUE,
@@ -48,6 +52,11 @@ class JobEdits(JobsFinder):
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.session = session
+
+    def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
+        settings = self.session.settings
+        self.columns, self.families = settings.job_columns, settings.fold_clones
+        super().show_jobs(jobs, problem)
 
     @property
     def selected(self) -> JobView | None:
@@ -78,6 +87,25 @@ class JobEdits(JobsFinder):
             self.session.go.switch_to(CompareScreen(self.session, ids))
         else:
             self.notify("Mark two or more jobs with space, then press c.", severity="warning")
+
+    def action_choose_columns(self) -> None:
+        from sae_tui.panels.job_columns import ColumnsDialog
+
+        def take(names: tuple[str, ...] | None) -> None:
+            if names is not None and names != self.table.chosen:
+                self.session.actions.keep("Columns", job_columns=list(names))
+                self.show_jobs(self.session.jobs, self.session.watcher.problem)
+
+        def sort(order: str, reverse: bool) -> None:
+            self.sort_by(order, reverse=reverse)
+
+        self.app.push_screen(ColumnsDialog(self.table.chosen, sort, (self.order, self.reverse)), take)
+
+    def action_fold_clones(self) -> None:
+        folds = not self.session.settings.fold_clones
+        self.session.actions.keep("Families", fold_clones=folds)
+        self.show_jobs(self.session.jobs, self.session.watcher.problem)
+        self.notify("A job and its clones are one row, if there are three." if folds else "Each clone is a row.")
 
     def action_tag(self) -> None:
         ids = self.targets

@@ -25,7 +25,8 @@ class Column:
     """A column: its title, minimum width, whether it takes spare space, and its `drop` priority.
 
     The columns with the highest `drop` are dropped first, and those with the same value together. `order` is the name
-    of the order of its values, if the rows can be sorted by the column.
+    of the order of its values, if the rows can be sorted by the column. A growing column is at most `most` cells wide,
+    if given; the growing columns after it take the rest.
     """
 
     title: str
@@ -34,6 +35,7 @@ class Column:
     grow: bool = False
     drop: int = 0
     order: str = ""
+    most: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,7 @@ class KeyedTable(LineView, can_focus=True):
     @property
     def shows_order(self) -> bool:
         """Whether the column that the rows are sorted by is shown."""
-        return any(one.order == self.sorted_by for one in _fit_columns(self.columns, self.size.width))
+        return any(one.order == self.sorted_by for one in fit_columns(self.columns, self.size.width))
 
     def _hidden(self, widths: Mapping[Column, int]) -> int:
         """Return how many characters of the growing columns' longest text do not fit, or 0 if they cannot shift."""
@@ -189,7 +191,7 @@ class KeyedTable(LineView, can_focus=True):
                 self.post_message(self.Chosen(self, self.rows[row].key))
 
     def _choose_heading(self, x: int) -> None:
-        for column, width in _fit_columns(self.columns, self.size.width).items():
+        for column, width in fit_columns(self.columns, self.size.width).items():
             if 0 <= x < width + 1 and column.order:
                 self.post_message(self.HeadingChosen(column.order))
             x -= width + 1
@@ -212,7 +214,7 @@ class KeyedTable(LineView, can_focus=True):
     def _draw(self) -> None:
         if not self.size.width:
             return
-        widths = _fit_columns(self.columns, self.size.width)
+        widths = fit_columns(self.columns, self.size.width)
         hidden = self._hidden(widths)
         self._left = max(0, min(self._left, hidden))
         heading = _line(widths, self._headings(hidden), self.columns)
@@ -243,14 +245,20 @@ def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
     return found
 
 
-def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
+def fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
     """Return the widths of the columns that fit; drop the least important ones, and widen the growing columns."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
         least = max(column.drop for column in fitting)
         fitting = [column for column in fitting if column.drop != least]
     spare = max(0, width - sum(column.width + 1 for column in fitting))
-    return {column: column.width + (spare if column.grow else 0) for column in fitting}
+    widths = {column: column.width for column in fitting}
+    for column in fitting:
+        if column.grow:
+            more = min(spare, column.most - column.width) if column.most else spare
+            widths[column] += more
+            spare -= more
+    return widths
 
 
 def _shifted(row: Row, columns: Sequence[Column], left: int) -> Row:

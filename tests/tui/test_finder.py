@@ -9,6 +9,7 @@ from support.tui import record_job, wait_until
 
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.jobs import JobsPanel
+from sae_tui.settings import load_settings
 from sae_tui.widgets.filter import Filter
 from sae_tui.widgets.lines import LineView
 from trainer.contract.process import ProcessRef
@@ -240,3 +241,54 @@ async def test_a_deleted_job_can_be_restored_until_the_app_exits(make_app, data,
     app.session.actions.empty_trash()
     # The job's id remains reserved even though its files are deleted.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []
+
+
+async def test_columns_are_chosen_ordered_and_saved_in_the_settings(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        assert [column.title for column in table(app).columns][:4] == ["JOB", "NAME", "K", "D_SAE"]
+        await pilot.press("C", "space", "down", "K", "enter")
+        await wait_until(pilot, lambda: app.screen.id == "dashboard")
+        assert [column.title for column in table(app).columns][:4] == ["JOB", "NAME", "D_SAE", "STATE"]
+        stored_columns = load_settings(data.settings_file)[0].job_columns
+        assert stored_columns == list(table(app).chosen)
+        assert "k" not in stored_columns
+
+
+async def test_any_column_sorts_in_both_directions_with_an_arrow_in_its_heading(make_app, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        heading = table(app).plain.splitlines()[0]
+        await pilot.click(JobsPanel, offset=(heading.index("NAME"), 0))
+        assert "NAME ▲" in table(app).plain
+        assert shown(app) == ["alpha", "beta", "gamma"]
+        await pilot.press("O")
+        assert "NAME ▼" in table(app).plain
+        assert (said(app), shown(app)) == ("by name, reversed", ["gamma", "beta", "alpha"])
+        await pilot.press("C", *["down"] * [*table(app).chosen].index("fvu"), "o", "escape")
+        assert "FVU ▲" in table(app).plain
+        assert shown(app) == ["beta", "alpha", "gamma"]
+        await pilot.press("O")
+        # In both directions, an unfinished job comes after finished jobs.
+        assert "FVU ▼" in table(app).plain
+        assert shown(app) == ["beta", "alpha", "gamma"]
+
+
+async def test_a_job_and_its_clones_fold_into_one_row_with_a_key(make_app, data) -> None:
+    first = record_job(data, "quick", JobState.FINISHED)
+    second = record_job(data, "quick-2", JobState.FINISHED, parent=first)
+    record_job(data, "quick-3", JobState.FAILED, parent=second)
+    record_job(data, "other", JobState.FINISHED)
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(table(app).rows) == 4)
+        await pilot.press("F")
+        await wait_until(pilot, lambda: len(table(app).rows) == 2)
+        assert "▸ family 1 · 3 jobs · 1 failed · 2 finished" in table(app).plain
+        assert load_settings(data.settings_file)[0].fold_clones
+        await pilot.press("down", "right")
+        await wait_until(pilot, lambda: len(table(app).rows) == 5)
+        await pilot.press("F")
+        await wait_until(pilot, lambda: len(table(app).rows) == 4)

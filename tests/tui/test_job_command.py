@@ -21,7 +21,8 @@ from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvesPanel
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
-from sae_tui.panels.jobs import COLUMNS, JobsPanel, job_row
+from sae_tui.panels.job_columns import SHOWN, columns_of
+from sae_tui.panels.jobs import JobsPanel, job_row
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.metric_grid import MetricPlot
 from sae_tui.panels.preview import PreviewPanel
@@ -32,7 +33,7 @@ from sae_tui.screens.job import JobScreen
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
-from sae_tui.widgets.table import _fit_columns, _row_line
+from sae_tui.widgets.table import _row_line, fit_columns
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
@@ -250,7 +251,7 @@ def test_a_commands_row_shows_its_run_time_loss_and_exit_code_instead_of_values_
 
     def line(width: int = 80, **fields: object) -> str:
         row = job_row(JobView(**(usual | fields)))
-        return "".join(text for text, _ in _row_line(row, _fit_columns(COLUMNS, width), COLUMNS, {}))
+        return "".join(text for text, _ in _row_line(row, fit_columns(columns_of(SHOWN), width), columns_of(SHOWN), {}))
 
     running = line(state=JobState.RUNNING)
     assert running.split()[-2:] == ["5", "min"]

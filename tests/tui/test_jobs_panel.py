@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
+from sae_tui.jobs.view.find import orders
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.shape import d_sae_words, dead_after_words, k_words
-from sae_tui.panels.jobs import COLUMNS, job_row
-from sae_tui.widgets.table import _fit_columns
+from sae_tui.panels.job_columns import COLUMNS, HELP, SHOWN, columns_of
+from sae_tui.panels.jobs import job_row
+from sae_tui.settings import JobColumnName
+from sae_tui.widgets.table import fit_columns
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.states import JobState
 
@@ -18,7 +23,7 @@ def job(state: JobState = JobState.RUNNING, **fields: object) -> JobView:
 
 
 def cells(view: JobView) -> dict[str, tuple[str, str]]:
-    return {column.title: cell for column, cell in zip(COLUMNS, job_row(view).cells, strict=True)}
+    return {column.title: cell for column, cell in zip(columns_of(SHOWN), job_row(view).cells, strict=True)}
 
 
 def config(**sae: object) -> str:
@@ -42,17 +47,20 @@ def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
     assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
 
 
+_WIDE = {"TOKENS", "ARCH", "MEMORY", "STARTED", "NOTE"}
+
+
 @pytest.mark.parametrize(
     ("width", "dropped", "name"),
     [
-        (80, {"STEP", "LOSS", "DEAD", "D_SAE", "TOK/S", "GPUS", "L0"}, range(18, 24)),
-        (118, {"STEP", "LOSS"}, range(18, 26)),
-        (196, set(), range(18, 100)),
+        (80, _WIDE | {"STEP", "LOSS", "DEAD", "D_SAE", "TOK/S", "GPUS", "L0"}, range(18, 24)),
+        (118, _WIDE | {"STEP", "LOSS"}, range(18, 26)),
+        (196, set(), range(18, 31)),
     ],
 )
 def test_columns_are_dropped_by_width_and_the_name_is_no_wider_than_needed(width, dropped, name) -> None:
-    widths = {column.title: size for column, size in _fit_columns(COLUMNS, width).items()}
-    assert {column.title for column in COLUMNS} - widths.keys() == dropped
+    widths = {column.title: size for column, size in fit_columns(columns_of(SHOWN), width).items()}
+    assert {column.title for column in columns_of(SHOWN)} - widths.keys() == dropped
     assert widths["NAME"] in name
     assert sum(size + 1 for size in widths.values()) <= width
 
@@ -70,3 +78,23 @@ def test_the_fraction_of_dead_latents_is_explained_once_the_token_count_is_known
     assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "in 20,000 tokens"
     assert dead_after_words(job(config=config(), **steps)) == "in 20,480 tokens"
     assert dead_after_words(job(config=config())) == ""
+
+
+def test_every_column_of_the_setting_exists_and_sorts_by_a_known_order() -> None:
+    assert list(COLUMNS) == list(get_args(JobColumnName))
+    assert {one.order for one in COLUMNS.values()} - {""} <= orders().keys()
+    assert COLUMNS.keys() == HELP.keys()
+
+
+def test_a_sweep_shows_its_values_in_its_name() -> None:
+    assert job_row(job(name="quick", config=config(k=[8, 16, 32]))).cells[1][0] == "quick · k=8,16,32"
+    both = config(k=[8, 16], d_sae=[512, 1024])
+    assert job_row(job(config=both, tags=("good",))).cells[1][0] == "run · k=8,16 d_sae=512,1024 #good"
+    assert job_row(job(config=config(k=8))).cells[1][0] == "run"
+
+
+def test_a_sentence_takes_the_place_of_the_values_in_any_order_of_columns() -> None:
+    names = ("gpus", "fvu", "k", "state", "eta")
+    row = job_row(job(JobState.QUEUED, waits_for="GPU 0 is in use", config=config(k=8)), names)
+    assert [text for text, _ in row.cells[2:]] == ["cpu", "GPU 0 is in use", "", "◌ queued", ""]
+    assert row.spill == (3,)

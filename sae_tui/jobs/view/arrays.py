@@ -1,9 +1,10 @@
-"""Groups the jobs of an array, so that a list shows them as one entry."""
+"""Groups the jobs of an array, or a job and its clones, so that a list shows them as one entry."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -17,20 +18,30 @@ _ORDER = (
     "starting", "running", "cooling", "stalled", "stopping", "queued", HELD.word, PAUSED.word, "failed", "lost",
     "stopped", "finished",
 )  # fmt: skip
+_LEAST_FAMILY = 3
 
 
 class ArrayView(msgspec.Struct, frozen=True):
-    """An array in a list of jobs: its id, which is the id of its first job, and its listed jobs."""
+    """An array in a list of jobs: its id, which is the id of its first job, and its listed jobs.
+
+    A "family", which is a job with its clones, is shown in the same way; its id is the lowest id of its listed jobs.
+    """
 
     id: int
     jobs: tuple[JobView, ...]
+    kind: Literal["array", "family"] = "array"
+
+    @property
+    def title(self) -> str:
+        """What the user calls it, like `array 12`."""
+        return f"{self.kind} {self.id}"
 
     @property
     def words(self) -> str:
         """The number of jobs in each state, like `array 12 · 32 jobs · 4 running · 20 queued · 8 finished`."""
         counts = Counter(describe_state(job).word for job in self.jobs)
         states = sorted(counts, key=lambda word: _ORDER.index(word) if word in _ORDER else len(_ORDER))
-        return " · ".join([f"array {self.id}", plural(len(self.jobs), "job"), *(f"{counts[w]} {w}" for w in states)])
+        return " · ".join([self.title, plural(len(self.jobs), "job"), *(f"{counts[w]} {w}" for w in states)])
 
     @property
     def progress(self) -> float:
@@ -55,18 +66,35 @@ class ArrayView(msgspec.Struct, frozen=True):
         return (active or self.jobs)[0]
 
 
-def fold(jobs: Sequence[JobView]) -> list[JobView | ArrayView]:
-    """Return the jobs in their order, with an array in place of its first listed job; a single job is not folded."""
-    members: dict[int, list[JobView]] = {}
+def fold(jobs: Sequence[JobView], *, families: bool = False) -> list[JobView | ArrayView]:
+    """Return the jobs in their order, with an array in place of its first listed job; a single job is not folded.
+
+    With `families`, also fold a job and its clones, if at least three of them are listed.
+    """
+    groups: dict[tuple[str, int], list[JobView]] = {}
+    parents = {job.id: job.parent for job in jobs} if families else {}
+    keys = {job.id: _group(job, parents) for job in jobs}
     for job in jobs:
-        if job.array is not None:
-            members.setdefault(job.array, []).append(job)
+        groups.setdefault(keys[job.id], []).append(job)
     entries: list[JobView | ArrayView] = []
     for job in jobs:
-        group = members.get(job.array, []) if job.array is not None else []
-        if len(group) < 2:
+        kind, group_id = keys[job.id]
+        group = groups[kind, group_id]
+        if len(group) < (_LEAST_FAMILY if kind == "family" else 2):
             entries.append(job)
+        elif group[0] is job and kind == "family":
+            entries.append(ArrayView(min(one.id for one in group), tuple(group), "family"))
         elif group[0] is job:
-            assert job.array is not None
-            entries.append(ArrayView(job.array, tuple(group)))
+            entries.append(ArrayView(group_id, tuple(group)))
     return entries
+
+
+def _group(job: JobView, parents: Mapping[int, int | None]) -> tuple[str, int]:
+    """Return the group that a job belongs to: its array, or the job from which it was cloned, directly or not."""
+    if job.array is not None:
+        return "array", job.array
+    origin, seen = job.id, {job.id}
+    while (parent := parents.get(origin)) is not None and parent not in seen:
+        origin = parent
+        seen.add(origin)
+    return "family", origin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,9 +15,10 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, describe_state, is_ranked
 from sae_tui.jobs.view.reader import judged_value
+from sae_tui.jobs.view.shape import largest_d_sae, largest_k
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
-from trainer.contract.settings.series import CRITERION, LOSS, key_metrics
+from trainer.contract.settings.series import CRITERION, LOSS, key_metrics, result_metrics
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -27,6 +29,7 @@ _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
     JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
 )  # fmt: skip
+_QUEUE = "queue"
 _ARCHITECTURE = re.compile(r"^\s*architecture\s*=\s*(\[[^\]]*\]|.+)$", re.MULTILINE)
 
 
@@ -53,17 +56,36 @@ def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
-def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
+class Order(msgspec.Struct, frozen=True):
+    """A sort order: the value to sort by, or None if a job has no value, and its usual direction.
+
+    The direction only applies within a group: jobs in the group False come first, those without a value last.
+    """
+
+    key: Callable[[Any], Any]
+    descends: bool = False
+    group: Callable[[Any], bool] = lambda _: False
+
+    def sort(self, jobs: Sequence[J], *, reverse: bool = False) -> list[J]:
+        known = {job.id: self.key(job) for job in jobs}
+        with_value = [job for job in jobs if known[job.id] is not None]
+        ordered = sorted(with_value, key=lambda job: known[job.id], reverse=self.descends != reverse)
+        return [*sorted(ordered, key=self.group), *(job for job in jobs if known[job.id] is None)]
+
+
+def sort_jobs(jobs: Iterable[J], by: str, *, reverse: bool = False) -> list[J]:
     """Sort the jobs by one of `orders`; tied jobs are sorted newest first, and jobs without a value come last."""
     newest = sorted(jobs, key=lambda job: -job.id)
-    return orders()[by](newest)
+    return _queue_first(newest, reverse=reverse) if by == _QUEUE else orders()[by].sort(newest, reverse=reverse)
 
 
-def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None) -> list[J]:
+def find(
+    jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None, *, reverse: bool = False
+) -> list[J]:
     """Return the first `limit` matching jobs in the order `by`; raise `UserError` if this order does not exist."""
     if by not in (names := orders()):
         raise UserError(f'jobs can be sorted by {", ".join(names)}, not by "{by}"')
-    return sort_jobs(filter_jobs(jobs, text), by)[:limit]
+    return sort_jobs(filter_jobs(jobs, text), by, reverse=reverse)[:limit]
 
 
 def architectures(job: Job) -> str:
@@ -132,42 +154,55 @@ FIELDS: dict[str, Callable[[Job, str], bool]] = {
 }
 
 
-def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
-    return lambda jobs: sorted(jobs, key=key)
-
-
 def _by_number(name: str) -> list[str | int]:
     """Return a sort key that compares numbers in a name by value, so `k=8` comes before `k=16`."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
-def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
-    sign = -1 if series.better == "higher" else 1
-    is_quality = series.better is not None
+def _by_value(name: str, series: Series) -> Order:
+    """Return the order of a metric, best first; unfinished jobs come after all finished jobs."""
 
-    def key(job: Job) -> tuple[bool, bool, float]:
+    def key(job: Job) -> float | None:
         value, is_of_batch = judged_value(job, name)
         # Ignore values measured on training batches, which are lower than values on held-out rows.
-        known = None if is_of_batch else value
-        # Sort unfinished jobs after all finished jobs.
-        return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
+        return None if is_of_batch else value
 
-    return _by(key)
-
-
-def _queue_first(jobs: Sequence[J]) -> list[J]:
-    line = in_order(job for job in jobs if job.state == JobState.QUEUED)
-    return [*line, *(job for job in jobs if job.state != JobState.QUEUED)]  # type: ignore[list-item]
+    is_quality = series.better is not None
+    return Order(key, series.better == "higher", lambda job: is_quality and not is_ranked(job))
 
 
-def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
-    """Return a dict mapping the name of each sort order to its sort function; metrics are sorted best first."""
-    metrics = key_metrics()
+def _queue_first(newest: Sequence[J], *, reverse: bool) -> list[J]:
+    line = in_order(job for job in newest if job.state == JobState.QUEUED)
+    rest = [job for job in newest if job.state != JobState.QUEUED]
+    return [*(reversed(line) if reverse else line), *rest]
+
+
+def run_seconds(job: Job) -> float | None:
+    """Return how long a job has run or, once it has ended, how long it ran; None before its start."""
+    end = job.ended if job.state.is_final else time.time()
+    return None if job.started is None or end is None else max(0.0, end - job.started)
+
+
+def orders() -> dict[str, Order]:
+    """Return a dict mapping the name of each sort order to the order; metrics are sorted best first."""
+    metrics = key_metrics() | result_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {
-        "newest": list,
-        "name": _by(lambda job: _by_number(job.name)),
-        "state": _by(lambda job: (_STATES.index(job.state), job.held)),
+        "newest": Order(lambda job: job.id, descends=True),
+        "name": Order(lambda job: _by_number(job.name)),
+        "state": Order(lambda job: (_STATES.index(job.state), job.held)),
         **{name: _by_value(name, series) for name, series in by_value.items()},
-        "queue": _queue_first,
+        "k": Order(lambda job: largest_k(job.config)),
+        "d_sae": Order(lambda job: largest_d_sae(job.config, job.d_in)),
+        "progress": Order(lambda job: job.step / job.total_steps if job.total_steps else None, descends=True),
+        "step": Order(lambda job: job.step or None, descends=True),
+        "tokens": Order(lambda job: job.tokens or None, descends=True),
+        "tokens_per_s": Order(lambda job: job.tokens_per_s, descends=True),
+        "eta": Order(lambda job: getattr(job, "eta_s", None)),
+        "took": Order(run_seconds, descends=True),
+        "started": Order(lambda job: job.started, descends=True),
+        "memory": Order(lambda job: job.peak_memory_bytes, descends=True),
+        "gpus": Order(lambda job: job.gpu_ids or None),
+        "arch": Order(lambda job: architectures(job) or None),
+        _QUEUE: Order(lambda job: job.id),
     }

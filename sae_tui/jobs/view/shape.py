@@ -21,15 +21,31 @@ def k_words(config: str) -> str:
     return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
 
 
+def largest_k(config: str) -> float | None:
+    """Return the k of a job's SAE, or the largest k of a sweep, or None if the SAE has no k."""
+    return max(_numbers(_settings(config).get("k")), default=None)
+
+
+def largest_d_sae(config: str, d_in: int | None) -> float | None:
+    """Return the width of a job's SAE, or the largest width of a sweep, or None if it is unknown."""
+    return max(_widths(config, d_in), default=None)
+
+
+def _widths(config: str, d_in: int | None) -> list[Any]:
+    """Return the widths of a job's SAEs, or [] if they depend on `d_in` and `d_in` is unknown."""
+    settings = _settings(config)
+    widths = _numbers(settings.get("d_sae"))
+    if any(widths):
+        return widths
+    return [round(factor * d_in) for factor in _numbers(settings.get("expansion_factor"))] if d_in else []
+
+
 def d_sae_words(config: str, d_in: int | None) -> str:
     """Return the SAE width as text, like `1,536`, or like `768…3072` for a sweep.
 
     Return "" if the width depends on `d_in` and `d_in` is unknown.
     """
-    settings = _settings(config)
-    widths = _numbers(settings.get("d_sae"))
-    if not any(widths):
-        widths = [round(factor * d_in) for factor in _numbers(settings.get("expansion_factor"))] if d_in else []
+    widths = _widths(config, d_in)
     return f"{widths[0]:,}" if len(set(widths)) == 1 else _span([count(width) for width in sorted(widths)])
 
 

@@ -27,6 +27,16 @@ def labels(config: str) -> tuple[str, ...]:
     return tuple(members(job)) if job and job.sweep else ()
 
 
+@functools.lru_cache(maxsize=1024)
+def axes_words(config: str) -> str:
+    """Return what differs between a sweep's SAEs, like `k=8,16,32`, or "" for a single SAE."""
+    values: dict[str, dict[str, None]] = {}
+    for part in (part for label in labels(config) for part in label.split(",")):
+        axis, _, value = part.partition("=")
+        values.setdefault(axis, {})[value] = None
+    return " ".join(f"{axis}={','.join(each)}" for axis, each in values.items() if len(each) > 1)
+
+
 def in_order(names: Iterable[str], config: str) -> list[str]:
     """Sort labels in the order of the job file; unknown labels come last, with their numbers sorted by value."""
     order = labels(config)
