@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 
 from textual.app import ComposeResult
@@ -29,8 +28,7 @@ from trainer.contract.settings.series import (
 )
 from trainer.contract.store.metrics_store import Point
 
-_LEAST_WIDTH = 32  # minimum width of a curve with its frame, in cells
-_MOST_IF_NARROW = 4
+_LEAST_WIDTH, _LEAST_HEIGHT = 32, 5  # minimum size of a curve with its frame, in cells
 
 
 class CurvePlot(Plot):
@@ -48,7 +46,7 @@ class CurvePlot(Plot):
         )
         self.series_name, self.series, self.is_held_out = series_name, series, is_held_out
 
-    def show_detail(self, detail: JobDetail) -> None:
+    def show_detail(self, detail: JobDetail, span: tuple[float, float] | None = None) -> None:
         """Draw the held-out curve of the job, or of a sweep's selected SAE, with the training curve behind it."""
         if self.series_name == SPEED:
             kind = kind_of(detail.view.config)
@@ -57,21 +55,25 @@ class CurvePlot(Plot):
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         if not self.is_held_out:
             note = dead_after_words(detail.view) if self.series_name == "dead_fraction" and of_training else ""
-            self.show_points(of_training, note, nothing)
+            self.show_points(of_training, note, nothing, span=span)
             return
         # Show three digits, so that both values fit into a narrow frame.
         newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""
         note = f"batch {newest}" if measured else f"{OF_BATCH}{newest} (batch)"
-        self.show_points(measured, note if newest else "", nothing, behind=of_training)
+        self.show_points(measured, note if newest else "", nothing, behind=of_training, span=span)
 
 
 class CurvesPanel(Grid):
-    """The curves of a training job, in two rows, or the single curve of an extraction job, each in a frame.
+    """The curves of a training job: a large one, and smaller ones beside it; an extraction job has one curve.
 
     Hidden for a command, whose metrics have any names.
     """
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._arranged: tuple[int, int, int] | None = None
 
     def compose(self) -> ComposeResult:
         for name, series in curves().items():
@@ -82,16 +84,34 @@ class CurvesPanel(Grid):
         self.display = not kind.is_program
         if kind.is_program:
             return
-        trains = kind.trains
-        shown = list(curves(architectures(detail.view).split())) if trains else [SPEED]
-        if self.size.width < _LEAST_WIDTH * math.ceil(len(shown) / 2):
-            shown = shown[:_MOST_IF_NARROW]
-        self.styles.grid_size_rows = n_rows = min(2, len(shown))
-        self.styles.grid_size_columns = math.ceil(len(shown) / n_rows)
+        names = list(curves(architectures(detail.view).split())) if kind.trains else [SPEED]
+        shown = names[: self._arrange(len(names))]
+        span = _steps(detail, shown)
         for plot in self.query(CurvePlot):
             plot.display = plot.series_name in shown
             if plot.display:
-                plot.show_detail(detail)
+                plot.show_detail(detail, span)
+
+    def _arrange(self, n_curves: int) -> int:
+        """Lay out the grid, and return how many curves it shows: the first is as tall as all the curves beside it."""
+        width, height = self.size
+        n_columns = max(0, min(2 if n_curves > 4 else 1, width // _LEAST_WIDTH - 1, n_curves - 1))
+        n_rows = max(1, min(-(-(n_curves - 1) // (n_columns or 1)), height // _LEAST_HEIGHT))
+        if (shape := (n_columns, n_rows, n_curves)) != self._arranged:
+            self._arranged = shape
+            self.styles.grid_size_columns, self.styles.grid_size_rows = 1 + n_columns, n_rows
+            self.styles.grid_columns = ("1fr", "3fr 2fr", "2fr 1fr 1fr")[n_columns]
+            self.query(CurvePlot).first().styles.row_span = n_rows if n_columns else 1
+        return 1 + n_columns * n_rows if n_columns else n_rows
+
+
+def _steps(detail: JobDetail, names: Sequence[str]) -> tuple[float, float] | None:
+    """Return the steps from 0 to the last one of these series, so that all curves have the same axis."""
+    wanted = {each for name in names for each in with_held_out(name)}
+    last = [
+        points[-1].step for (name, _), points in detail.series.items() if points and name.partition("@")[0] in wanted
+    ]
+    return (0, max(last)) if last else None
 
 
 def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from textual.containers import Grid
 
-from sae_tui.format import measure
+from sae_tui.format import count, duration, measure
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import CurveAxis
@@ -65,7 +65,10 @@ class MetricPlot(Plot):
 
     def show_metric(self, metric: MetricSeries, span: tuple[float, float] | None, cursor: float | None) -> None:
         """Draw a metric, or only its values between two steps."""
-        if metric.name in USAGE:
+        is_usage = metric.name in USAGE
+        self.x_name = "" if is_usage else "step"
+        self.x_word = duration if is_usage else count
+        if is_usage:
             span = cursor = None  # Its "steps" are seconds.
         series = series_named(metric.name.partition("@")[0])
         axis = series.curve or CurveAxis(from_zero=False)

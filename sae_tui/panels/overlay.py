@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 from textual.events import Resize
 
-from sae_tui.compare.lines import CurveView, Trace, traces
+from sae_tui.compare.lines import CurveView, Trace, log_ticks, traces
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import word_of
 from sae_tui.format import count, duration, fit
-from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.plot import braille, place, y_range
-from trainer.contract.settings.series import title_of
+from sae_tui.widgets.plot import braille, place, round_axis, x_axis, y_range
+from trainer.contract.settings.catalog import CurveAxis
+from trainer.contract.settings.series import series_named, title_of
 
 MOST_CURVES = 16
 _BETWEEN = 16  # distance between two glyphs on a curve, in cells
@@ -69,10 +70,9 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
     if not shown:
         text = "  no values above 0" if view.log else "  no values yet"
         return [((fit(text, width), "dim"),), *[((" " * width, "text"),)] * height]
-    xs = [x for trace in shown for x, _ in trace.points]
-    span = min(xs), max(xs)
+    span = 0.0, max(x for trace in shown for x, _ in trace.points)
     scaled = [[(x, math.log10(y) if view.log else y) for x, y in trace.points] for trace in shown]
-    low, high = y_range([y for points in scaled for _, y in points], from_zero=False)
+    low, high, labels = _y_axis([y for points in scaled for _, y in points], view, height)
     canvas = Canvas(columns, height)
     for trace, points in zip(shown, scaled, strict=True):
         canvas.draw(braille(points, columns, height, low, high, span), glyph(trace.sae)[1])
@@ -80,9 +80,27 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
         places = [place(point, columns, height, span, (low, high)) for point in points]
         for x, y in _glyph_places(places, trace.sae):
             canvas.put(x, y, glyph(trace.sae))
-    ends = [word_of(view.metric)(10**value if view.log else value) for value in (low, high)]
-    left, right = (duration(x) if view.axis == "time" else count(x) for x in span)
-    return [*frame(canvas.rows(), *ends), x_axis(left, right, view.axis, width)]
+    word = duration if view.axis == "time" else count
+    foot = " " * AXIS + x_axis(span, view.axis, columns, word)
+    return [*frame(canvas.rows(), labels), ((fit(foot, width), "dim"),)]
+
+
+def _y_axis(values: Sequence[float], view: CurveView, height: int) -> tuple[float, float, dict[int, str]]:
+    """Return the range of the y axis and its labels by row; `values` are logarithms on a logarithmic scale.
+
+    On a linear scale, the axis is the same as that of the metric's curve on other screens.
+    """
+    word = word_of(view.metric)
+    if not view.log:
+        axis = series_named(view.metric).curve or CurveAxis(from_zero=False)
+        low, high, ticks = round_axis(*y_range(values, from_zero=axis.from_zero, least_top=axis.least_top), rows=height)
+        return low, high, {row: word(tick) for row, tick in ticks.items()}
+    low, high = y_range(values, from_zero=False)
+    rows = {
+        place((0, math.log10(tick)), 1, height, (0, 1), (low, high))[1]: tick for tick in log_ticks(10**low, 10**high)
+    }
+    # Labels in neighbouring rows cannot be told apart.
+    return low, high, {row: word(tick) for row, tick in rows.items() if row + 1 not in rows}
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:

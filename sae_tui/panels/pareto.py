@@ -11,9 +11,9 @@ from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import BEST, UNFINISHED, value_of
 from sae_tui.format import fit, number
 from sae_tui.jobs.states import is_ranked
-from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend
 from sae_tui.widgets.lines import Line, Span
-from sae_tui.widgets.plot import braille, place
+from sae_tui.widgets.plot import braille, place, round_axis, round_span, x_axis
 
 Point = tuple[float, float]
 # Axis titles if no SAE was evaluated.
@@ -57,7 +57,7 @@ class ParetoPanel(Chart):
 
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
         sae = self._comparison.saes[at]
-        values = f" {number(point[0])}, {number(point[1])}" if point else " no values"
+        values = f" · L0 {number(point[0])} · FVU {number(point[1])}" if point else " no values"
         unfinished = f" {UNFINISHED}" if point and not is_ranked(sae.job) else ""
         mark: Span = (f" {BEST}", "good") if best else (unfinished, "dim")
         return glyph(at), (f" {sae.label} {sae.job.name}", "text"), (values, "accent"), mark
@@ -86,7 +86,10 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
         return []
     if not points:
         return [((fit("  no values yet", width), "dim"),), *[((" " * width, "text"),)] * height]
-    xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
+    around_x, around_y = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
+    xs = round_span(*around_x, columns)
+    bottom, top, ticks = round_axis(*around_y, rows=height)
+    ys = bottom, top
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
     # Points on the front are placed first, in their exact cells. If a cell is taken, the nearest free one is used.
@@ -95,7 +98,8 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
         taken.add(cell)
         canvas.put(*cell, glyph(at))
-    return [*frame(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
+    foot = " " * AXIS + x_axis(xs, title, columns, number)
+    return [*frame(canvas.rows(), {row: number(tick) for row, tick in ticks.items()}), ((fit(foot, width), "dim"),)]
 
 
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:

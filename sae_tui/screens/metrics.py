@@ -118,7 +118,9 @@ class MetricsScreen(FramedScreen):
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
         steps = f"steps {count(self._span[0])} to {count(self._span[1])}" if self._span else ""
         nothing = "" if found else "no such metric" if detail.series else self._why_empty(detail.view)
-        listed.say(problem or " · ".join(filter(None, [nothing, place if len(shown) < len(found) else "", steps])))
+        is_part = len(shown) < len(found)
+        more = "↓ ↑ more" if is_part and not self._alone else ""
+        listed.say(problem or " · ".join(filter(None, [nothing, place if is_part else "", more, steps])))
 
     @staticmethod
     def _why_empty(job: JobView) -> str:
@@ -137,11 +139,11 @@ class MetricsScreen(FramedScreen):
             return metrics_of(detail, ""), f"not a regular expression yet: {error}"
 
     def _all_steps(self) -> tuple[float, float] | None:
-        """Return the first and last step over all metrics."""
+        """Return the steps from 0 to the last one of any metric."""
         detail = self.session.detail
         of_steps = [points for (name, _), points in detail.series.items() if name not in USAGE] if detail else []
         series = [points for points in of_steps if points]
-        return (min(one[0].step for one in series), max(one[-1].step for one in series)) if series else None
+        return (0, max(one[-1].step for one in series)) if series else None
 
     def action_filter(self) -> None:
         self.query_one(MetricsList).action_filter()

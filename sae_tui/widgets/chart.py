@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
@@ -61,17 +61,12 @@ class Canvas:
         ]
 
 
-def frame(rows: Sequence[Line], low: str, high: str) -> list[Line]:
-    """Return the rows with a y axis on the left, labelled at both ends."""
-    labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
-    return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]
-
-
-def x_axis(first: str, last: str, title: str, width: int) -> Line:
-    """Return the line below a plot: both ends of the axis, with its title between them."""
-    space = max(0, width - AXIS - len(first))
-    middle = title.center(space - len(last)) if len(title) < space - len(last) - 2 else " " * max(0, space - len(last))
-    return cut(((" " * AXIS + first + middle + last, "dim"),), width)
+def frame(rows: Sequence[Line], labels: Mapping[int, str]) -> list[Line]:
+    """Return the rows with a y axis on the left; `labels` maps row numbers to their labels."""
+    return [
+        ((fit(labels.get(at, ""), AXIS - 1, right=True) + ("┤" if at in labels else "│"), "dim"), *row)
+        for at, row in enumerate(rows)
+    ]
 
 
 def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:

@@ -14,7 +14,8 @@ from sae_tui.widgets.lines import Line, LineView
 # The braille character bit for a dot at (column, row) in its 2 x 4 cell.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # width of the numbers to the left of the plot, in cells
-_MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
+_MOST_STEPS, _ROUND = 4, (1.0, 2.0, 5.0)
+_LABEL = 9  # least distance between two labels below a plot, in cells
 _NEAR = 1e-9  # allowed relative rounding error between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots
 
@@ -22,8 +23,11 @@ _BLANK = chr(0x2800)  # a braille character without dots
 class Plot(LineView):
     """A series over steps, as (x, y) points; with `from_zero`, the y axis starts at 0, to show absolute size.
 
-    The axis reaches at least `least_top`, so that small values look small; `word` formats a value.
+    The axis reaches at least `least_top`, so that small values look small; `word` formats a value. `x_name` is what the
+    x axis counts, and `x_word` formats it.
     """
+
+    x_name = "step"
 
     DEFAULT_CSS = "Plot { height: 1fr; width: 1fr; min-height: 3; }"
 
@@ -41,6 +45,7 @@ class Plot(LineView):
         self.from_zero = from_zero
         self.least_top = least_top
         self.word = word
+        self.x_word: Callable[[float], str] = count
         self._points: tuple[tuple[float, float], ...] = ()
         self._behind: tuple[tuple[float, float], ...] = ()
         self._span: tuple[float, float] | None = None
@@ -78,7 +83,7 @@ class Plot(LineView):
             self.show_titled(self._heading(), self._plotted(width, height))
 
     def _plotted(self, width: int, height: int) -> list[Line]:
-        """Return the curve with its y axis in `width` x `height` cells, and the first and last step below it."""
+        """Return the curve with its y axis in `width` x `height` cells, and the x axis below it."""
         values = [y for _, y in (*self._points, *self._behind)]
         low, high = y_range(values, from_zero=self.from_zero, least_top=self.least_top)
         low, high, ticks = round_axis(low, high, height)
@@ -91,7 +96,8 @@ class Plot(LineView):
             ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), *self._row(*rows))
             for label, rows in zip(labels, zip(front, back, strict=True), strict=True)
         ]
-        return [*body, self._foot(width)]
+        foot = " " * (_AXIS + 1) + x_axis(self._steps, self.x_name, width, self.x_word)
+        return [*body, ((fit(foot, self.size.width), "dim"),)]
 
     @property
     def _steps(self) -> tuple[float, float]:
@@ -116,16 +122,12 @@ class Plot(LineView):
         if self._cursor is None:
             return self.word(self._points[-1][1])
         x, y = next(point for point in reversed(self._points) if point[0] <= self._cursor)
-        return f"{self.word(y)} at {count(x)}"
+        return f"{self.word(y)} at {self.x_word(x)}"
 
     def _heading(self) -> Line:
         newest = f" {self._value()}" if self._points else ""
         note = f" · {self._note}" if self._note else ""
         return (self.plot_title, "title"), (newest, "accent"), (note, "dim")
-
-    def _foot(self, width: int) -> Line:
-        first, last = map(count, self._steps)
-        return ((fit(" " * _AXIS + first + last.rjust(width + 1 - len(first)), self.size.width), "dim"),)
 
 
 def _finite(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, float], ...]:
@@ -146,14 +148,48 @@ def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[i
     most = max(2, min(_MOST_STEPS, (rows - 1) // 2))
     if rows < 3 or not math.isfinite(high - low) or high - low < _NEAR * max(abs(high), abs(low)):
         return low, high, {rows - 1: low, 0: high}
+    step = _round_step(low, high, most)
+    first, last = math.floor(low / step + _NEAR), math.ceil(high / step - _NEAR)
+    n_steps = max(1, last - first)
+    return first * step, last * step, {round(n * (rows - 1) / n_steps): (last - n) * step for n in range(n_steps + 1)}
+
+
+def _round_step(low: float, high: float, most: int) -> float:
+    """Return a round distance with at most `most` multiples between `low` and `high`, both widened to multiples."""
     exponent = math.floor(math.log10((high - low) / most))
     steps = (factor * 10.0**power for power in range(exponent, exponent + 3) for factor in _ROUND)
     for step in steps:
-        first, last = math.floor(low / step + _NEAR), math.ceil(high / step - _NEAR)
-        if last - first <= most:
+        if math.ceil(high / step - _NEAR) - math.floor(low / step + _NEAR) <= most:
             break
-    n_steps = max(1, last - first)
-    return first * step, last * step, {round(n * (rows - 1) / n_steps): (last - n) * step for n in range(n_steps + 1)}
+    return step
+
+
+def round_span(low: float, high: float, width: int) -> tuple[float, float]:
+    """Return the range of an x axis of `width` cells, widened to round numbers."""
+    if not high > low:
+        return low, high
+    step = _round_step(low, high, max(2, width // _LABEL))
+    return math.floor(low / step + _NEAR) * step, math.ceil(high / step - _NEAR) * step
+
+
+def x_axis(span: tuple[float, float], name: str, width: int, word: Callable[[float], str] = count) -> str:
+    """Return the line below a plot of `width` cells: round numbers below their columns, and the name at the end."""
+    first, last = span
+    line = [" "] * width
+    if not (math.isfinite(last - first) and last > first):
+        return fit(f"{word(last)} {name}", width, right=True)
+    step = _round_step(first, last, max(2, width // _LABEL))
+    step = max(1.0, step) if word is count else step
+    end = width - len(name) - 1
+    for n in range(math.ceil(first / step - _NEAR), math.floor(last / step + _NEAR) + 1):
+        text = word(n * step)
+        column = round((n * step - first) / (last - first) * (width - 1))
+        start = max(0, min(column - len(text) // 2, width - len(text)))
+        # The last number may have to give way to the name of the axis.
+        if start + len(text) <= end and not "".join(line[max(0, start - 1) : start + len(text) + 1]).strip():
+            line[start : start + len(text)] = text
+    line[max(0, end + 1) :] = name[:width]
+    return "".join(line)
 
 
 def braille(

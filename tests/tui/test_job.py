@@ -473,7 +473,7 @@ async def test_the_first_curve_is_the_held_out_fvu_in_front_of_a_dimmed_batch_fv
         async def styles_after(rows: list[MetricRow], step: int) -> set[str]:
             with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
                 writer.write(rows, Heartbeat("training", step, 400, 100 * step, 0.0))
-            await wait_until(pilot, lambda: str(step) in plot.plain.splitlines()[-1].split())
+            await wait_until(pilot, lambda: screen.session.detail.view.step == step and plot._steps[1] == step)
             spans = [span for line in plot._lines for span in line]
             return {style for text, style in spans if any(0x2800 < ord(char) < 0x2900 for char in text)}
 

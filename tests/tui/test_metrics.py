@@ -102,8 +102,8 @@ async def test_all_plots_have_the_same_steps_and_readable_names(make_app, traine
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
-        # Held-out values start at step 50, and all other values start at step 10.
-        assert {tuple(plot.plain.splitlines()[-1].split()) for plot in plots(app)} == {("10", "200")}
+        # Held-out values start at step 50, other values at step 10, and every axis at step 0.
+        assert {tuple(plot.plain.splitlines()[-1].split()) for plot in plots(app)} == {("0", "100", "step")}
         assert not [title for title in titles(app) if "_" in title]
 
 
