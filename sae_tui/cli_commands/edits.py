@@ -41,8 +41,8 @@ from trainer.contract.exits import Exit
 from trainer.contract.output import has_done, show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.progress import Progress, track
-from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.consent import sets
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.typed import cut
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes

@@ -52,6 +52,8 @@ class ExportDialog(Dialog[None]):
             yield Menu([(form, form) for form in WRITTEN_FORMATS], value="saelens", allow_blank=False, compact=True)
             yield Label("into the folder", markup=False)
             yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
+            yield Label("and upload it to the Hugging Face hub as (empty: do not)", markup=False)
+            yield Input(placeholder="OWNER/NAME, a private repository", compact=True, id="push")
             yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
             yield Tick("replace the SAE that is already in the folder", id="force")
             yield Label("", markup=False, id="answer")
@@ -88,7 +90,10 @@ class ExportDialog(Dialog[None]):
         self._is_going = True
         self._show("Exporting …")
         ticked = [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
-        self._export(out, ["--format", str(self.query_one(Menu).value), *ticked])
+        name = self.query_one("#push", Input).value.strip()
+        # The trainer asks in a terminal; here, the typed name is the consent.
+        push = [f"--push={name}", "--yes"] if name else []
+        self._export(out, ["--format", str(self.query_one(Menu).value), *ticked, *push])
 
     @work(thread=True, group="export", exit_on_error=False)
     def _export(self, folder: Path, arguments: list[str]) -> None:
@@ -111,7 +116,8 @@ class ExportDialog(Dialog[None]):
     @staticmethod
     def _words(done: Exported) -> str:
         notes = "".join(f"\nNote: {note}." for note in done.notes)
-        return f"The SAE of step {done.step} is in {done.output_path}{notes}"
+        pushed = f", and in {done.pushed['url']}" if "url" in done.pushed else ""
+        return f"The SAE of step {done.step} is in {done.output_path}{pushed}{notes}"
 
     def _end(self, app: App[object], answer: str) -> None:
         self._is_going = False

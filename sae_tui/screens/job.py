@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +15,9 @@ from textual.widget import Widget
 
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.features import has_features
-from sae_tui.jobs.output import command_of, kind_of
+from sae_tui.jobs.launch.clone import launch_line
+from sae_tui.jobs.launch.exporting import loading_snippets
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
 from sae_tui.jobs.view.program_use import ProgramReader, ProgramUse
 from sae_tui.panels.curves import members_of
@@ -30,6 +33,7 @@ from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
+from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
@@ -48,12 +52,15 @@ _KEYS = [
         "evaluate",
         "export",
         "log",
-        "copy",
         "metrics",
+        "all_metrics",
+        "clone",
+        "load",
+        "copy",
     )
-] + ["job.all_metrics", "job.clone"]
+]
 _USE_EVERY_S = 3.0
-_OF_SAES = frozenset(("evaluate", "open_card", "open_features", "export", "next_rank"))
+_OF_SAES = frozenset(("evaluate", "open_card", "open_features", "export", "copy_snippet", "next_rank"))
 _BESIDE_FROM = 120  # minimum width to show the settings next to the other panels
 
 
@@ -86,7 +93,9 @@ class JobScreen(Evaluates, FramedScreen):
                 tooltip="All metrics at once: find, zoom, read values"),
         Binding("c", "compare", "Curve", id="job.metrics",
                 tooltip="Choose the metric, the axis (steps, tokens, time), the smoothing and the scale"),
-        Binding("Y", "copy_command", "Copy", id="job.copy", tooltip="Copy the command line to the clipboard"),
+        Binding("Y", "copy_command", "Copy", id="job.copy", tooltip="Copy the command that launches the same job"),
+        Binding("L", "copy_snippet", "Load", id="job.load",
+                tooltip="Copy Python that loads its SAE: SAELens or sparsify, then safetensors"),
         Binding("x", "export", "Export", id="job.export", tooltip="Write its SAE for other tools"),
     ]  # fmt: skip
     DEFAULT_CSS = """
@@ -113,6 +122,7 @@ class JobScreen(Evaluates, FramedScreen):
         # None until the user chooses a rank. Until then, the log of rank 0 or of the failed rank is shown.
         self._rank: int | None = None
         self.member = ""
+        self._n_copied = 0  # how many snippets have been copied
         self._program = ProgramReader(session.data, job_id)
         self._one_reading = threading.Lock()
         self._use: ProgramUse | None = None
@@ -228,13 +238,12 @@ class JobScreen(Evaluates, FramedScreen):
         job, data = detail.view, self.session.data
         has_sae = kind_of(job.config).trains and data.exported_folder(job.id) is not None
         # A report card exists only for a finished SAE.
-        hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export"}
+        hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export", "job.load"}
         hidden |= {"job.evaluate"} if job.evaluation else set()
         hidden |= set() if has_features(data, self.job_id) else {"job.features"}
         hidden |= set() if n_logs_of(job) > 1 else {"job.rank"}
         is_program = kind_of(job.config).is_program
         hidden |= {"job.metrics", "job.all_metrics"} if is_program and not detail.series else set()
-        hidden |= set() if is_program else {"job.copy"}
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
@@ -272,11 +281,39 @@ class JobScreen(Evaluates, FramedScreen):
             self.app.push_screen(ExportDialog(self.session, detail.view))
 
     def action_copy_command(self) -> None:
+        """Copy the command that launches the same job."""
         detail = self.session.detail
-        command = command_of(detail.view.config) if detail and detail.view.id == self.job_id else None
-        if command:
-            self.app.copy_to_clipboard(command.words)
-            self.notify("The command line was sent to the terminal's clipboard.")
+        if detail is None or detail.view.id != self.job_id:
+            return
+        try:
+            line = launch_line(detail.view.config)
+        except UserError as error:
+            self.notify(str(error), severity="warning", markup=False)
+            return
+        self.app.copy_to_clipboard(line)
+        self.notify("The command that launches this job was sent to the terminal's clipboard.")
+
+    def action_copy_snippet(self) -> None:
+        """Copy Python that loads the SAE; another press copies the next way to load it."""
+        snippets = loading_snippets(self._sae_folder)
+        if not snippets:
+            self.notify(f"Job {self.job_id} has no SAE to load yet.", severity="warning")
+            return
+        snippet = snippets[self._n_copied % len(snippets)]
+        self._n_copied += 1
+        other = snippets[self._n_copied % len(snippets)].library
+        self.app.copy_to_clipboard(snippet.code)
+        self.notify(
+            f"Python that loads the SAE with {snippet.library} was sent to the terminal's clipboard; L again:"
+            f" with {other}.\n\n{snippet.code}",
+            markup=False,
+        )
+
+    @property
+    def _sae_folder(self) -> Path:
+        """The folder of the SAE or, in a sweep, of the SAE that is shown."""
+        folder = self.session.data.sae(self.job_id)
+        return folder / self.member if self.member else folder
 
     def action_open_card(self) -> None:
         self.app.push_screen(CardScreen(self.session, self.job_id, self.member))

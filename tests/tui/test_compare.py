@@ -132,7 +132,7 @@ async def test_each_curve_has_a_glyph_and_its_newest_value(make_app, jobs) -> No
         assert drawn.splitlines()[-2].split() == ["0", "100", "200", "300", "step"]
         # The axis of the FVU starts at 0, as on the job's screen.
         labels = [line.split("┤")[0].strip() for line in drawn.splitlines()[1:-2] if "┤" in line]
-        assert labels == ["0.4", "0.2", "0"]
+        assert labels == ["0.4", "0.3", "0.2", "0.1", "0"]
 
 
 async def test_keys_change_metric_axis_smoothing_and_scale(make_app, jobs) -> None:

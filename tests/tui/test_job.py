@@ -620,3 +620,53 @@ async def test_a_key_shows_all_of_a_jobs_metrics_and_escape_returns(make_app, da
         writer.write([MetricRow("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
         writer.close()
         await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)
+
+
+async def test_keys_copy_the_command_that_launches_the_job_and_python_that_loads_its_sae(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.FINISHED)
+    folder = data.sae(job_id)
+    folder.mkdir(parents=True)
+    for name in ("cfg.json", "sae_weights.safetensors"):
+        (folder / name).write_text("{}")
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("Y")
+        assert app.clipboard == "sae-tui launch /dev/null --set name=minilm --set data.path=data/sample"
+        await pilot.press("L")
+        assert app.clipboard == f"from sae_lens import SAE\n\nsae = SAE.load_from_disk('{folder}')\n"
+        await pilot.press("L")
+        assert "load_file('" in app.clipboard
+
+
+async def test_a_job_without_an_sae_has_nothing_to_load(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("L")
+        assert app.clipboard == ""
+        assert any("has no SAE to load yet" in note.message for note in app._notifications)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        ((80, 24), ["fvu", "dead_fraction", "tokens_per_s"]),
+        ((120, 40), ["fvu", "dead_fraction", "tokens_per_s", "lr"]),
+        ((200, 60), ["fvu", "dead_fraction", "tokens_per_s", "lr"]),
+        ((50, 24), ["fvu", "dead_fraction"]),
+    ],
+)
+async def test_the_held_out_fvu_is_the_largest_curve_and_all_curves_have_the_same_steps(
+    make_app, data, size, shown
+) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, config=job_file(architecture="topk"))
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: [plot.series_name for plot in shown_plots(screen)] == shown)
+        largest, *others = shown_plots(screen)
+        assert all(largest.size.area > plot.size.area for plot in others) or size[0] < 80
+        assert {plot._steps for plot in (largest, *others)} == {(0, 200)}

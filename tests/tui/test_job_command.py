@@ -178,13 +178,13 @@ async def test_the_settings_show_the_command_but_no_secret_and_not_the_stored_en
         assert "NOT_SHOWN" not in whole
 
 
-async def test_a_key_copies_the_command_line(make_app, data) -> None:
+async def test_a_key_copies_the_command_that_runs_the_program_again(make_app, data) -> None:
     job_id = record(data, JobState.RUNNING, "sh", "-c", "echo 'a b' --token=hf_kept")
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
         await pilot.press("Y")
-        assert app.clipboard == """sh -c 'echo '"'"'a b'"'"' --token=hf_kept'"""
+        assert app.clipboard == """sae-tui run --name probe -- sh -c 'echo '"'"'a b'"'"' --token=hf_kept'"""
 
 
 async def test_stopping_a_command_says_which_signal_its_program_gets(make_app, data) -> None:

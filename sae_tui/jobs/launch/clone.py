@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import re
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,9 +17,11 @@ from sae_tui.jobs.launch.launching import refuse_options_of_others
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.catalog import TRAINING
 from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job import AnyJob
-from trainer.contract.settings.job_file import any_job_of, load_any, to_table
+from trainer.contract.settings.job_file import any_job_of, load_any, parse_any, to_table
+from trainer.contract.settings.sections import job_class, section_settings, words_of
 from trainer.contract.settings.toml import Judged, table_of
 from trainer.contract.trust import distrust_of_file
 
@@ -49,6 +53,34 @@ def free_name(name: str, taken: Iterable[str]) -> str:
     endings = (f"-{number}" for number in itertools.count(2))
     free = (stem[: LONGEST_NAME - len(ending)] + ending for ending in endings)
     return next(one for one in free if one not in names)
+
+
+def launch_line(config: str) -> str:
+    """Return the shell command that launches a job with the same settings, like `sae-tui launch /dev/null --set …`.
+
+    The empty job file makes the command independent of this machine's files, except the data. Raise `UserError` if this
+    version cannot read the settings.
+    """
+    job, _ = parse_any(table_of(config))
+    if job is None:
+        raise UserError("the job's settings are from another version, so they cannot be written as a command")
+    table = to_table(job)
+    program = table.get("command", {}).pop("argv", None)
+    start = ["sae-tui", "launch", "/dev/null"] if program is None else ["sae-tui", "run", "--name", job.name]
+    named = [] if program is not None else [f"name={job.name}"]
+    kind = [] if job.kind == TRAINING or program is not None else [f"kind={job.kind}"]
+    flags = [word for one in (*kind, *named, *_changed(table, job.kind)) for word in ("--set", one)]
+    return shlex.join([*start, *flags, *(["--", *program] if program else [])])
+
+
+def _changed(table: dict[str, Any], kind: str) -> Iterator[str]:
+    """Yield each setting that is not at its default, like `sae.k=32`; the values of a sweep are a list."""
+    for section in job_class(kind).sections:
+        for setting in section_settings(section, words_of(section, table[section])):
+            value = table[section].get(setting.name)
+            if value is not None and value != setting.default:
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                yield f"{section}.{setting.name}={text}"
 
 
 def _present_name(data: DataDir, job_id: int) -> str:

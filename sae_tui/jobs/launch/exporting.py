@@ -1,9 +1,10 @@
-"""Exports a job's SAE for other tools. The export runs in a trainer process because it needs torch."""
+"""Exports a job's SAE for other tools, in a trainer process because it needs torch; writes how Python loads it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,10 +15,35 @@ from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.paths import DataDir, working_folder
 
 
+class Snippet(NamedTuple):
+    """Python that loads an SAE, and the library that it uses."""
+
+    library: str
+    code: str
+
+
+def loading_snippets(folder: Path) -> list[Snippet]:
+    """Return the ways to load the SAE in a job's output folder, the most convenient first; [] if it has none."""
+    snippets = []
+    if (folder / "sae_weights.safetensors").is_file():
+        code = f"from sae_lens import SAE\n\nsae = SAE.load_from_disk({str(folder)!r})\n"
+        snippets = [Snippet("SAELens", code), _plain(folder / "sae_weights.safetensors")]
+    elif (folder / "sae.safetensors").is_file():
+        code = f"from sparsify import SparseCoder\n\nsae = SparseCoder.load_from_disk({str(folder)!r})\n"
+        snippets = [Snippet("sparsify", code), _plain(folder / "sae.safetensors")]
+    return snippets
+
+
+def _plain(file: Path) -> Snippet:
+    code = f"from safetensors.torch import load_file\n\nweights = load_file({str(file)!r})\n"
+    return Snippet("safetensors", code)
+
+
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trainer's report on an export: the checkpoint, and the folder for the SAE or for each SAE in a sweep.
 
     If the format does not support some SAEs in a sweep, `left_out` maps their labels to the reasons.
+    `pushed` has the `url` of an upload.
     """
 
     checkpoint: str
@@ -26,6 +52,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     saes: dict[str, str] = {}
     left_out: dict[str, str] = {}
     notes: tuple[str, ...] = ()
+    pushed: dict[str, Any] = {}
 
 
 def export_sae(

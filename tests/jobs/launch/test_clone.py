@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from sae_tui.cli_commands.parser import make_parser
 from sae_tui.jobs import edits
 from sae_tui.jobs.edits import LONGEST_NAME
-from sae_tui.jobs.launch.clone import clone_settings, free_name, grid, name_by_axes
+from sae_tui.jobs.launch.clone import clone_settings, free_name, grid, launch_line, name_by_axes
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.training import TrainingProposal
 from trainer.contract.planning.workload import Layout
-from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.job_file import dump_job, load_any, parse_any
 
 
 def test_a_clone_has_the_old_jobs_settings_with_the_given_changes(box):
@@ -91,3 +95,43 @@ def test_halving_the_micro_batch_keeps_the_tokens_per_step(box, train, overrides
         half = clone_settings(box.data, 1, overrides)
         assert Layout(half, 2).tokens_per_step == Layout(job, 2).tokens_per_step
         assert Layout(half, 1).micro_batch <= Layout(job, 1).micro_batch
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {
+            "name": "it's quick",
+            "data": {"path": "/data/sample"},
+            "sae": {"k": 8, "d_sae": 512},
+            "launch": {"gpus": "cpu"},
+        },
+        {
+            "name": "a sweep",
+            "data": {"path": ["/a b", "/c"]},
+            "sae": {"k": [8, 16]},
+            "train": {"lr": 1e-3, "n_steps": 70},
+        },
+        {
+            "kind": "extract",
+            "name": "rows",
+            "model": {"path": "org/model", "hooks": ["h.3"]},
+            "text": {"path": "/t.txt"},
+            "extract": {"output": "/rows"},
+        },
+    ],
+)
+def test_the_command_that_launches_a_job_gives_the_same_job(raw) -> None:
+    job = parse_any(raw)[0]
+    start, *words = shlex.split(launch_line(dump_job(job)).removeprefix("sae-tui launch "))
+    assert start == "/dev/null"
+    assert words[0::2] == ["--set"] * (len(words) // 2)
+    assert load_any(Path(start), words[1::2]) == job
+
+
+def test_the_command_of_a_program_ends_with_its_own_command() -> None:
+    program = {"argv": ["python", "-c", "print('a b')"], "folder": "/tmp", "env": ["A=1"]}
+    job = parse_any({"kind": "command", "name": "probe", "command": program, "launch": {"gpus": "cpu"}})[0]
+    flags = make_parser(lambda *_: 0).parse_args(shlex.split(launch_line(dump_job(job)))[1:])
+    assert (flags.name, flags.argv[-3:]) == ("probe", program["argv"])
+    assert flags.overrides == ["command.folder=/tmp", 'command.env=["A=1"]', "launch.gpus=cpu"]
