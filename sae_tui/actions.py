@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ from trainer.contract.wording import plural
 # A supervisor needs up to 1 s (3 s on a busy machine) to read the GPUs and to decide whether a new job can start.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
+_STARTS_WITH_PATH = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)+: ")
 
 
 def describe_launch(
@@ -537,7 +539,8 @@ class Actions:
         self._app.notify(f"Your last action has not started yet: {why}. Restart the app.", severity="error")
 
     def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:
-        text = outcome[:1].upper() + outcome[1:]
+        # A message about a setting begins with the setting's path, which stays as it is written.
+        text = outcome if _STARTS_WITH_PATH.match(outcome) else outcome[:1].upper() + outcome[1:]
         text += "" if text.endswith((".", "!", "?")) else "."
         self._app.notify(text, severity=severity, markup=False)
         self._state.watcher.poke()

@@ -8,6 +8,9 @@ from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 
+# The next step for a failure that is not known.
+_CORRECT = "y opens its settings in a new form, to correct them; g tries again with the same settings"
+
 
 class CausePanel(DetailPanel, can_focus=True):
     """Shows why a job failed; hidden if it did not fail. The last lines from the failed rank are in the log panel."""
@@ -37,7 +40,8 @@ class CausePanel(DetailPanel, can_focus=True):
 def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     """Return the error and the remedy in full, and as much of the traceback as fits into `most` lines."""
     lines = _beside_sign("✗", postmortem.error, width, "bad")
-    for advice in filter(None, (postmortem.remedy, postmortem.resumes and f"g {postmortem.resumes}")):
+    advices = [*filter(None, (postmortem.remedy, postmortem.resumes and f"g {postmortem.resumes}"))]
+    for advice in advices or [_CORRECT]:
         lines += _beside_sign("→", advice, width, "accent")
     for other in postmortem.others[:3]:
         lines += _beside_sign(" ", other, width, "dim")

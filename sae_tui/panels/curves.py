@@ -69,7 +69,7 @@ class CurvesPanel(Grid):
     Hidden for a command, whose metrics have any names.
     """
 
-    DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
+    DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; } CurvesPanel.-none { display: none; }"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -81,7 +81,8 @@ class CurvesPanel(Grid):
 
     def show_detail(self, detail: JobDetail) -> None:
         kind = kind_of(detail.view.config)
-        self.display = not kind.is_program
+        # A class instead of `display`, so that the screen can also hide the panel.
+        self.set_class(kind.is_program, "-none")
         if kind.is_program:
             return
         names = list(curves(architectures(detail.view).split())) if kind.trains else [SPEED]
