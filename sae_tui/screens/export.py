@@ -1,10 +1,11 @@
-"""Writes a job's SAE for other tools: asks for format and folder, and shows progress and result."""
+"""Exports a job's SAE for other tools, and imports theirs: asks for the folders, and shows progress and result."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from textual import on, work
@@ -13,7 +14,10 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label
 
+from sae_tui.jobs.gpus.occupancy import name_elsewhere
 from sae_tui.jobs.launch.exporting import Exported, export_sae
+from sae_tui.jobs.launch.importing import import_sae
+from sae_tui.jobs.launch.trainer_command import OnReached
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
 from sae_tui.widgets.dialog import Dialog
@@ -22,96 +26,144 @@ from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import working_folder
 from trainer.contract.progress import Reached
-from trainer.contract.settings.catalog import WRITTEN_FORMATS
+from trainer.contract.settings.catalog import READ_FORMATS, WRITTEN_FORMATS
 
 
-class ExportDialog(Dialog[None]):
-    """Asks for format and folder, and shows the result. Escape closes the dialog, but a running export continues."""
+class _SaeDialog(Dialog[None]):
+    """A form whose work the trainer does. Escape closes the dialog, but the work continues."""
 
-    BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
     DEFAULT_CSS = """
-    ExportDialog { align: center middle; }
-    ExportDialog > Vertical { width: 76; max-width: 95%; height: auto; padding: 1 2; }
-    ExportDialog > Vertical { border: round $primary; background: $surface; }
-    ExportDialog Label { width: 1fr; height: auto; }
-    ExportDialog Input { background: $panel; }
-    ExportDialog Menu { height: auto; width: 1fr; }
-    ExportDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
-    ExportDialog Button { margin-left: 2; min-width: 10; }
+    _SaeDialog { align: center middle; }
+    _SaeDialog > Vertical { width: 76; max-width: 95%; height: auto; max-height: 100%; padding: 1 2; }
+    _SaeDialog > Vertical { border: round $primary; background: $surface; }
+    _SaeDialog Label { width: 1fr; height: auto; }
+    _SaeDialog Input { background: $panel; }
+    _SaeDialog Menu { height: auto; width: 1fr; }
+    _SaeDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
+    _SaeDialog Button { margin-left: 2; min-width: 10; }
     """
+    verb, doing = "", ""
 
-    def __init__(self, session: Session, job: JobView) -> None:
+    def __init__(self, session: Session) -> None:
         super().__init__()
-        self._session, self._job = session, job
+        self._session = session
         self._is_going = False
 
     def compose(self) -> ComposeResult:
-        name = re.sub(r"[^\w.-]+", "-", self._job.name).strip("-.") or "sae"
         with Vertical():
-            yield Label(f"Export the SAE of job {self._job.id} as", markup=False)
-            yield Menu([(form, form) for form in WRITTEN_FORMATS], value="saelens", allow_blank=False, compact=True)
-            yield Label("into the folder", markup=False)
-            yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
-            yield Label("and upload it to the Hugging Face hub as (empty: do not)", markup=False)
-            yield Input(placeholder="OWNER/NAME, a private repository", compact=True, id="push")
-            yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
-            yield Tick("replace the SAE that is already in the folder", id="force")
+            yield from self.fields()
             yield Label("", markup=False, id="answer")
             with Horizontal():
                 yield Button("Close (esc)", id="close", compact=True)
-                yield Button("Export (enter)", id="export", variant="primary", compact=True)
+                yield Button(f"{self.verb} (enter)", id="start", variant="primary", compact=True)
+
+    def fields(self) -> ComposeResult:
+        """Yield the fields of the form."""
+        raise NotImplementedError
+
+    def asked(self) -> Callable[[OnReached], str] | None:
+        """Return the work to do, which returns a sentence; if a field is wrong, say so and return None."""
+        raise NotImplementedError
 
     def on_mount(self) -> None:
         self.query_one("#folder").focus()
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        if event.button.id == "export":
+        if event.button.id == "start":
             self._start()
         else:
             self.dismiss(None)
 
     @on(Input.Submitted)
     def _start(self) -> None:
-        folder = self.query_one("#folder", Input).value.strip()
         if self._is_going or self._session.actions.refused():
             return
-        if not folder:
-            self._show("Enter the folder to write the SAE to.")
-            return
-        out, force = working_folder() / os.path.expanduser(folder), self.query_one("#force", Tick).value
-        try:
-            is_used = not force and out.is_dir() and any(out.iterdir())
-        except OSError as error:
-            self._show(f"{out} cannot be used: {sentence(error)}")
-            return
-        if is_used:
-            self._show(f"{out} is not empty. Enter another folder, or tick the box above.")
-            return
-        self._is_going = True
-        self._show("Exporting …")
-        ticked = [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
-        name = self.query_one("#push", Input).value.strip()
-        # The trainer asks in a terminal; here, the typed name is the consent.
-        push = [f"--push={name}", "--yes"] if name else []
-        self._export(out, ["--format", str(self.query_one(Menu).value), *ticked, *push])
+        if act := self.asked():
+            self._is_going = True
+            self.say(f"{self.doing} …")
+            self._act(act)
 
     @work(thread=True, group="export", exit_on_error=False)
-    def _export(self, folder: Path, arguments: list[str]) -> None:
+    def _act(self, act: Callable[[OnReached], str]) -> None:
         app = self.app
 
         def show(reached: Reached) -> None:
             # The app may have exited.
             with contextlib.suppress(RuntimeError):
-                app.call_from_thread(self._show, f"Exporting: {reached.words}" if reached.words else "Exporting …")
+                app.call_from_thread(self.say, f"{self.doing}: {reached.words}" if reached.words else f"{self.doing} …")
 
         try:
-            answer = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
+            answer = act(show)
         except (UserError, OSError) as error:
             answer = sentence(error)
         except Exception as error:
-            answer = f"the export failed because of a bug in sae-tui: {error!r}"
+            answer = f"the {self.verb.lower()} failed because of a bug in sae-tui: {error!r}"
         with contextlib.suppress(RuntimeError):
             app.call_from_thread(self._end, app, answer)
+
+    def _end(self, app: App[object], answer: str) -> None:
+        self._is_going = False
+        words = answer[:1].upper() + answer[1:]
+        if self.is_attached:
+            self.say(words)
+        else:
+            app.notify(words, markup=False)
+
+    def say(self, words: str) -> None:
+        """Show the result, unless the dialog was closed."""
+        if self.is_attached:
+            self.query_one("#answer", Label).update(words)
+
+    def text(self, field: str) -> str:
+        """Return the text of a field, without blanks around it."""
+        return self.query_one(f"#{field}", Input).value.strip()
+
+    @property
+    def ticked(self) -> list[str]:
+        """The ticked options, as flags of the trainer."""
+        return [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
+
+
+class ExportDialog(_SaeDialog):
+    """Asks for format and folder, and shows the result."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
+    verb, doing = "Export", "Exporting"
+
+    def __init__(self, session: Session, job: JobView) -> None:
+        super().__init__(session)
+        self._job = job
+
+    def fields(self) -> ComposeResult:
+        name = re.sub(r"[^\w.-]+", "-", self._job.name).strip("-.") or "sae"
+        yield Label(f"Export the SAE of job {self._job.id} as", markup=False)
+        yield Menu([(form, form) for form in WRITTEN_FORMATS], value="saelens", allow_blank=False, compact=True)
+        yield Label("into the folder", markup=False)
+        yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
+        yield Label("and upload it to the Hugging Face hub as (empty: do not)", markup=False)
+        yield Input(placeholder="OWNER/NAME, a private repository", compact=True, id="push")
+        yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
+        yield Tick("replace the SAE that is already in the folder", id="force")
+
+    def asked(self) -> Callable[[OnReached], str] | None:
+        folder = self.text("folder")
+        if not folder:
+            self.say("Enter the folder to write the SAE to.")
+            return None
+        out, force = working_folder() / os.path.expanduser(folder), self.query_one("#force", Tick).value
+        try:
+            is_used = not force and out.is_dir() and any(out.iterdir())
+        except OSError as error:
+            self.say(f"{out} cannot be used: {sentence(error)}")
+            return None
+        if is_used:
+            self.say(f"{out} is not empty. Enter another folder, or tick the box above.")
+            return None
+        # The trainer asks before an upload in a terminal; here, the entered name is the consent.
+        push = [f"--push={name}", "--yes"] if (name := self.text("push")) else []
+        arguments = ["--format", str(self.query_one(Menu).value), *self.ticked, *push]
+        data, job_id = self._session.data, self._job.id
+        return lambda show: self._words(export_sae(data, job_id, out, arguments, on_reached=show))
 
     @staticmethod
     def _words(done: Exported) -> str:
@@ -119,15 +171,44 @@ class ExportDialog(Dialog[None]):
         pushed = f", and in {done.pushed['url']}" if "url" in done.pushed else ""
         return f"The SAE of step {done.step} is in {done.output_path}{pushed}{notes}"
 
-    def _end(self, app: App[object], answer: str) -> None:
-        self._is_going = False
-        words = answer[:1].upper() + answer[1:]
-        if self.is_attached:
-            self._show(words)
-        else:
-            app.notify(words, markup=False)
 
-    def _show(self, words: str) -> None:
-        """Show the result, unless the dialog was closed."""
-        if self.is_attached:
-            self.query_one("#answer", Label).update(words)
+class ImportDialog(_SaeDialog):
+    """Asks for another tool's SAE and for activations, and creates a job from them."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="import.close", tooltip="Back to the jobs")]
+    verb, doing = "Import", "Importing"
+
+    def fields(self) -> ComposeResult:
+        detected = ("detected from the files", "")
+        yield Label("Import the SAE in a folder, or from the Hugging Face hub", markup=False)
+        yield Input(placeholder="their-sae, or OWNER/NAME/FOLDER", compact=True, id="folder")
+        yield Label("with stored activations, to evaluate it and train it further", markup=False)
+        yield Input(placeholder="activations/resid_post.12", compact=True, id="data")
+        yield Label("in the format", markup=False)
+        yield Menu([detected, *((form, form) for form in READ_FORMATS)], value="", allow_blank=False, compact=True)
+        yield Tick("it is a transcoder, and its files do not say so", id="transcoder")
+
+    def asked(self) -> Callable[[OnReached], str] | None:
+        folder, rows = self.text("folder"), self.text("data")
+        if not (folder and rows):
+            self.say("Enter the SAE and the folder of activations.")
+            return None
+        form = str(self.query_one(Menu).value)
+        arguments = [*(["--format", form] if form else []), *self.ticked]
+        return lambda show: self._import(_path(folder), _path(rows), arguments, show)
+
+    def _import(self, folder: Path, rows: Path, arguments: list[str], show: OnReached) -> str:
+        session = self._session
+        source = name_elsewhere(session.monitor.source_name, len(session.monitor.latest()))
+        job_id, imported = import_sae(
+            session.data, folder, rows, arguments, gpu_source=source, tags=(), python=session.settings.python,
+            on_reached=show, in_terminal=False,
+        )  # fmt: skip
+        doubts = "".join(f"\nWarning: {doubt}." for doubt in imported.warnings)
+        return f"job {job_id}: {imported.architecture} SAE, read as {imported.form}; {imported.check}{doubts}"
+
+
+def _path(text: str) -> Path:
+    """Return a path in the working folder, or the unchanged name of a repository on the hub."""
+    path = Path(os.path.expanduser(text))
+    return working_folder() / path if os.path.lexists(working_folder() / path) else path

@@ -35,6 +35,8 @@ class JobEdits(JobsFinder):
                 tooltip="Add or remove tags on the marked jobs, or on this job"),
         Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Rename the job"),
         Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note on the job"),
+        Binding("I", "import_sae", "Import", show=False, id="jobs.import", group=JOBS,
+                tooltip="Make a job from another tool's SAE: evaluate, compare, train it"),
         Binding("C", "choose_columns", "Columns", show=False, id="jobs.columns", group=FIND,
                 tooltip="Choose and order the columns, and sort by any of them"),
         Binding("F", "fold_clones", "Families", show=False, id="jobs.families", group=FIND,
@@ -87,6 +89,12 @@ class JobEdits(JobsFinder):
             self.session.go.switch_to(CompareScreen(self.session, ids))
         else:
             self.notify("Mark two or more jobs with space, then press c.", severity="warning")
+
+    def action_import_sae(self) -> None:
+        from sae_tui.screens.export import ImportDialog
+
+        if not self.session.actions.refused():
+            self.app.push_screen(ImportDialog(self.session))
 
     def action_choose_columns(self) -> None:
         from sae_tui.panels.job_columns import ColumnsDialog

@@ -169,6 +169,9 @@ def test_a_job_can_be_cloned_into_a_new_job_or_a_job_file(shell):
     assert (job["name"], job["after"], job["held"]) == ("twin", [first], True)
     output = shell.run("clone", first, "--hold").stdout
     assert output == "job 3 is held; `sae-tui release 3` lets it start\n"
+    name = row(shell, first)["name"]
+    assert row(shell, 3)["name"] == f"{name}-2"
+    assert row(shell, shell.json("clone", 3, "--hold")["id"])["name"] == f"{name}-3"
     (line,) = shell.errors("clone", first, "--set", "sae.width=3", code=1)
     assert line.startswith("sae-tui: error: sae.width: is not a known setting")
 

@@ -27,7 +27,7 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens import export as export_screen
 from sae_tui.screens.evaluate import EvaluateDialog
-from sae_tui.screens.export import ExportDialog
+from sae_tui.screens.export import ExportDialog, ImportDialog
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.filter import Found
 from sae_tui.widgets.footer import Footer
@@ -204,3 +204,49 @@ async def test_an_export_whose_dialog_was_closed_continues_and_is_reported(
         is_closed.set()
         await wait_until(pilot, lambda: any(one.message == "The SAE of step 7 is in there" for one in app.notices))
         assert handed_on
+
+
+async def test_an_upload_is_part_of_the_export_only_if_a_repository_is_entered(
+    make_app: MakeApp, data: DataDir, job_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+
+    def export(_data: DataDir, _id: int, _out: Path, arguments: list[str], **_: object) -> Exported:
+        given.append(arguments)
+        return Exported(checkpoint="c", step=7, output_path="there", pushed={"url": "https://hub/ada/sae"})
+
+    monkeypatch.setattr(export_screen, "export_sae", export)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await open_job(pilot, app, job_id)
+        await pilot.press("x")
+        await wait_until(pilot, lambda: isinstance(app.screen, ExportDialog))
+        app.screen.query_one("#folder", Input).value = str(tmp_path / "out")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(given) == 1 and not app.screen._is_going)
+        app.screen.query_one("#push", Input).value = "ada/sae"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: len(given) == 2)
+        assert given == [["--format", "saelens"], ["--format", "saelens", "--push=ada/sae", "--yes"]]
+        answer = app.screen.query_one("#answer", Label)
+        await wait_until(pilot, lambda: "and in https://hub/ada/sae" in str(answer.content))
+
+
+async def test_an_import_asks_for_the_sae_and_its_activations_and_shows_the_reason_if_it_fails(
+    make_app: MakeApp, job_id: int, tmp_path: Path
+) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("I")
+        await wait_until(pilot, lambda: isinstance(app.screen, ImportDialog))
+        answer = app.screen.query_one("#answer", Label)
+        await pilot.press("enter")
+        assert str(answer.content) == "Enter the SAE and the folder of activations."
+        (tmp_path / "theirs").mkdir()
+        app.screen.query_one("#folder", Input).value = str(tmp_path / "theirs")
+        app.screen.query_one("#data", Input).value = str(tmp_path)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: not app.screen._is_going, seconds=60)
+        assert str(tmp_path) in str(answer.content)
+        assert len(app.session.jobs) == 1

@@ -54,6 +54,7 @@ def import_sae(
     tags: Iterable[str],
     python: str = "",
     on_reached: OnReached | None = None,
+    in_terminal: bool = True,
 ) -> tuple[int, ImportAnswer]:
     """Create a job from the SAE in a folder; return the job's id and the trainer's report.
 
@@ -69,8 +70,8 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # The import runs in a separate process because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
-        # Show a download's standard error, which contains the progress for each file.
-        from_hub = not os.path.lexists(folder)
+        # In a terminal, show a download's standard error, which contains the progress for each file.
+        from_hub = in_terminal and not os.path.lexists(folder)
         imported = answer_of("import", words, ImportAnswer, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
             job = _row(
