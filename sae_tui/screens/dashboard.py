@@ -383,6 +383,8 @@ class Dashboard(FramedScreen):
             from sae_tui.screens.gpu import GpuScreen
 
             self.app.push_screen(GpuScreen(self.session, index))
+        else:
+            self.notify(f"There is no GPU {index}.", severity="warning")
 
     def action_open_processes(self) -> None:
         from sae_tui.screens.processes import ProcessesScreen
@@ -427,6 +429,8 @@ class Dashboard(FramedScreen):
         job_id = self.query_one(JobsPanel).selected
         if job_id is not None:
             act(job_id)
+        elif self.query_one(JobsPanel).cursor is None:
+            self.notify("There is no job yet; n launches one.", severity="warning")
 
     @on(KeyedTable.Chosen)
     def _open(self) -> None:

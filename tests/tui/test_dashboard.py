@@ -503,3 +503,12 @@ async def test_the_preview_follows_no_job_while_another_screen_is_shown(make_app
         dashboard._follow_selected()
         await pilot.pause(0.5)
         assert app.session.detail.view.id == shown
+
+
+async def test_a_key_for_a_gpu_or_a_job_that_does_not_exist_says_so(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        for key, words in (("9", "There is no GPU 9."), ("y", "There is no job yet; n launches one.")):
+            await pilot.press(key)
+            await wait_until(pilot, lambda words=words: any(words in one.message for one in app.notices))
