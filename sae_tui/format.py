@@ -129,7 +129,8 @@ def tall_sparkline(
 ) -> list[str]:
     """Return a sparkline of `height` rows, top row first, with the same axis and columns as `sparkline`.
 
-    `others` contains the values of another quantity. A column with a value only in `others` shows a rail.
+    `others` contains the values of another quantity. A column without a value shows a rail if an earlier column has a
+    value, or if `others` has one in the same column.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))
@@ -144,8 +145,13 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the negative indices of columns with a value only in `others`, or none if all `values` are None."""
-    if all(value is None for value in values):
+    """Return the negative indices of columns without a value from the first value in `values` or `others` on.
+
+    Return none if all `values` are None.
+    """
+    known = [value is not None for value in values]
+    if not any(known):
         return set()
-    pairs = zip(reversed(values), reversed(others), strict=False)
-    return {~place for place, (value, other) in enumerate(pairs) if value is None is not other}
+    also = [other is not None for other in others][-len(known) :]
+    first = min(known.index(True), also.index(True) + len(known) - len(also) if any(also) else len(known))
+    return {place - len(known) for place in range(first, len(known)) if not known[place]}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+from msgspec import Meta, field
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
@@ -33,6 +34,9 @@ _JOB_COLUMNS: tuple[JobColumnName, ...] = (
 # Headings in the settings form.
 _LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
+_PAIR = "a list of two numbers like {}"
+_TWO: dict[str, Any] = {"min_length": 2, "max_length": 2}
+Percent = Annotated[float, Meta(ge=0, le=1000)]
 # Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds to parse a larger file.
@@ -195,6 +199,33 @@ class Settings(msgspec.Struct, frozen=True):
         Literal["auto", "full", "plain"],
         about("Characters of the app; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
     ] = "auto"
+
+    colour_utilization_percent: Annotated[
+        list[Percent],
+        about("Utilisation shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[50, 90]"), **_TWO),
+    ] = field(default_factory=lambda: [50.0, 90.0])
+    colour_memory_percent: Annotated[
+        list[Percent],
+        about("Share of GPU memory shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[60, 90]"), **_TWO),
+    ] = field(default_factory=lambda: [60.0, 90.0])
+    colour_power_percent: Annotated[
+        list[Percent],
+        about(
+            "Share of the power limit shown in yellow, and in red.",
+            group=_LOOK,
+            wanted=_PAIR.format("[70, 98]"),
+            **_TWO,
+        ),
+    ] = field(default_factory=lambda: [70.0, 98.0])
+    colour_heat_c: Annotated[
+        list[Percent],
+        about(
+            "How many °C below throttling a temperature is shown in yellow, and in red.",
+            group=_LOOK,
+            wanted=_PAIR.format("[20, 6]"),
+            **_TWO,
+        ),
+    ] = field(default_factory=lambda: [20.0, 6.0])
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:

@@ -99,7 +99,7 @@ def test_only_complete_progress_is_100_percent() -> None:
 
 def test_a_gap_in_a_sparkline_is_marked_if_another_quantity_is_known_at_that_time():
     others = [None, 0.5, 0.5, 0.5, None, 0.5]
-    assert say.tall_sparkline([None, 1, None, None, None, 1], 6, 2, 1.0, others) == [" █   █", " █── █"]
+    assert say.tall_sparkline([None, 1, None, None, None, 1], 6, 2, 1.0, others) == [" █   █", " █───█"]
     assert say.tall_sparkline([None] * 6, 6, 1, 1.0, others) == [" " * 6]
     assert say.tall_sparkline([None, 1], 4, 1, 1.0, [1, 1]) == ["  ─█"]
     assert say.tall_sparkline([None, 1], 4, 1, None, [1, 1]) == ["    "]

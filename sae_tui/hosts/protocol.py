@@ -30,6 +30,8 @@ MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so t
 _MOST_AFTER, _MOST_TAGS = 100, 20
 
 Use = Literal["dim", "good", "warn"]
+# Older versions know no plain style for a GPU in use.
+_SENT = {"text": "warn"}
 Reading = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Share = Annotated[int, Meta(ge=0, le=100)]
 Speed = Annotated[float, Meta(ge=0, le=1e12)]
@@ -171,7 +173,7 @@ def remote_gpu(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
     processes = tuple(FarProcess(one.pid, one.user, one.name, one.memory_used_bytes) for one in largest)
     sensors = {name: value for name in sorted(OTHERS) if (value := sample.value(name)) is not None}
     fields |= {"utilization": busy and min(100, busy), "sensors": sensors}
-    return RemoteGpu(**fields, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
+    return RemoteGpu(**fields, holder=holder, use=_SENT.get(use, use), processes=processes)  # type: ignore[arg-type]
 
 
 def far_job(job: JobView) -> FarJob:

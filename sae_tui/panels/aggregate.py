@@ -12,7 +12,9 @@ from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, sparkline, watts
 from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import RecentHistory
-from sae_tui.widgets.area import area, beside, columns_of
+from sae_tui.panels.load import heat_style, share_of, share_style
+from sae_tui.settings import Settings
+from sae_tui.widgets.area import area, beside, columns_of, with_marks
 from sae_tui.widgets.lines import Line, LineView
 
 _GAP = 2  # cells between two plots
@@ -30,6 +32,7 @@ class Total:
     share: float | None
     history: Sequence[float | None]
     style: str
+    load: str = "text"  # the style by load
     # The upper end of the axis, in the same unit as the text.
     ceiling: float | None = None
 
@@ -48,11 +51,17 @@ class AggregatePanel(LineView):
     """Shows four quantities, either as one line each or as plots in a two-by-two grid."""
 
     _plot = 0
+    _span_s = _step_s = 0.0
     _totals: tuple[Total, ...] = ()
 
-    def show_totals(self, totals: Sequence[Total], *, plot: int = 0) -> None:
-        """Draw the quantities as plots of `plot` rows each, or as one line each if `plot` is 0."""
-        self._totals, self._plot = tuple(totals), plot
+    def show_totals(
+        self, totals: Sequence[Total], *, plot: int = 0, span_s: float | None = None, step_s: float = 0.0
+    ) -> None:
+        """Draw the quantities as plots of `plot` rows each, or as one line each if `plot` is 0.
+
+        The time marks of the plots assume that a plot covers `span_s` or, if that is None, `step_s` per column.
+        """
+        self._totals, self._plot, self._span_s, self._step_s = tuple(totals), plot, span_s or 0.0, step_s
         self._draw()
 
     @property
@@ -71,7 +80,7 @@ class AggregatePanel(LineView):
         if not width:
             return
         if self._plot:
-            self.show(plots(self._totals, width, self._plot))
+            self.show(plots(self._totals, width, self._plot, self._span_s or self._step_s * self.n_columns))
             return
         words = [total.words(short=width < 100) for total in self._totals]
         text_width = max([24 if width >= 60 else 16, *(cell_len(text) + 1 for text in words)])
@@ -83,36 +92,42 @@ def _line(total: Total, text: str, width: int) -> Line:
     spark_width = max(0, width - 7 - cell_len(text) - bar_width - 2)
     return (
         (fit(f" {total.label}", 7), "label"),
-        (text, "title"),
-        (bar(total.share, bar_width), f"{total.style} rail"),
+        (text, f"title {total.load}"),
+        (bar(total.share, bar_width), f"{total.load} rail"),
         (" ", "text"),
         (sparkline(total.history, spark_width, 1.0), total.style),
     )
 
 
-def plots(totals: Sequence[Total], width: int, height: int) -> list[Line]:
-    """Return the quantities as plots of `height` rows, each with a heading, in two columns."""
+def plots(totals: Sequence[Total], width: int, height: int, span_s: float) -> list[Line]:
+    """Return the quantities as plots of `height` rows, each with a heading, in two columns.
+
+    The plots cover `span_s` seconds.
+    """
     left = (width - _GAP) // 2
     busy = next((one.history for one in totals if one.label == "Util"), ())
     areas = [
-        _area(one, left if place % 2 == 0 else width - _GAP - left, height, busy) for place, one in enumerate(totals)
+        _area(one, left if place % 2 == 0 else width - _GAP - left, height, busy, span_s)
+        for place, one in enumerate(totals)
     ]
     return [line for pair in zip(areas[::2], areas[1::2], strict=True) for line in beside(*pair, _GAP)]
 
 
-def _area(total: Total, width: int, height: int, others: Sequence[float | None]) -> list[Line]:
+def _area(total: Total, width: int, height: int, others: Sequence[float | None], span_s: float) -> list[Line]:
     text = total.words(short=width < 50)
-    heading: Line = (
-        (f" {total.title} ", "label"),
-        (fit(text, max(0, width - cell_len(total.title) - 2)), "title"),
-    )
+    space = max(0, width - cell_len(total.title) - 2)
+    text = text if cell_len(text) <= space else fit(text, space)
+    heading = with_marks(((f" {total.title} ", "label"), (text, f"title {total.load}")), width, span_s)
     return area(
         heading, total.history, style=total.style, ceiling=total.ceiling, width=width, height=height, others=others
     )
 
 
-def totals(samples: Sequence[GpuSample], past: RecentHistory) -> list[Total]:
-    """Return memory, utilisation, power and temperature of the GPUs reporting them, each with its history."""
+def totals(samples: Sequence[GpuSample], past: RecentHistory, settings: Settings) -> list[Total]:
+    """Return memory, utilisation, power and temperature of the GPUs reporting them, each with its history.
+
+    `settings` contains the thresholds of their colours.
+    """
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
     memory = f"{(used or 0) / 2**30:.1f} / {total / 2**30:.1f} GiB" if total else UNKNOWN
@@ -123,15 +138,16 @@ def totals(samples: Sequence[GpuSample], past: RecentHistory) -> list[Total]:
     drawn = f"{watts(power)} / {watts(limit)}"
     counted = now.counted
     most_gib = total / 2**30 if total else None
+    shares_of = share_of(used, total), share_of(busy, 100), share_of(power, limit)
+    thresholds = settings.colour_memory_percent, settings.colour_utilization_percent, settings.colour_power_percent
+    memory_load, busy_load, power_load = (share_style(*each) for each in zip(shares_of, thresholds, strict=True))
+    hot_load = heat_style(now.hottest, settings) if now.hottest else "text"
     return [
-        Total("VRAM", "Memory", memory, counted.memory, of, _share(used, total), before.memory, "memory", most_gib),
-        Total("Util", "Utilisation", f"{percent(busy)} average", counted.utilization, of, _share(busy, 100),
-              before.utilization, "spark", 100),
-        Total("Power", "Power", drawn, counted.power, of, _share(power, limit), before.power, "bar", limit),
-        Total("Temp", "Hottest", hot, counted.temperature, of, _share(heat, HOTTEST_C), before.temperature, "heat",
-              HOTTEST_C),
+        Total("VRAM", "Memory", memory, counted.memory, of, shares_of[0],
+              before.memory, "memory", memory_load, most_gib),
+        Total("Util", "Utilisation", f"{percent(busy)} average", counted.utilization, of, shares_of[1],
+              before.utilization, "spark", busy_load, 100),
+        Total("Power", "Power", drawn, counted.power, of, shares_of[2], before.power, "bar", power_load, limit),
+        Total("Temp", "Hottest", hot, counted.temperature, of, share_of(heat, HOTTEST_C), before.temperature, "heat",
+              hot_load, HOTTEST_C),
     ]  # fmt: skip
-
-
-def _share(now: float | None, top: float | None) -> float | None:
-    return now / top if now is not None and top else None

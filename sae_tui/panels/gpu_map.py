@@ -19,7 +19,6 @@ from sae_tui.panels.gpu_row import (
     GpuRow,
     blank,
     fitting,
-    heat,
     memory_share,
 )
 from sae_tui.widgets.lines import Line, Span
@@ -69,8 +68,8 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     warm, style = TEMPERATURE.cell(row)
     left = fitting([(warm[:width], style), *others], max(len(warm[:width]), width - len(drawn) - 1))
     return [
-        ((fit(memory, width, right=True), "dim"),),
-        (*left, (fit(drawn, width - sum(len(text) for text, _ in left), right=True), "dim")),
+        ((fit(memory, width, right=True), row.load("memory_used_bytes")),),
+        (*left, (fit(drawn, width - sum(len(text) for text, _ in left), right=True), row.load("power_w"))),
         # Omit "used by", because the sign already shows that another process is using the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
@@ -94,7 +93,7 @@ def _first(row: GpuRow, width: int) -> Line:
     if width < len(index) + 2:
         return ((fit(f"{sample.index}", width), f"title{shade}"),)
     sign, style = _sign(row)
-    is_hot = sample.healthy and heat(sample) == "bad"
+    is_hot = sample.healthy and row.load("temperature_c") == "high"
     value = UTILIZATION.cell(row)[0] if sample.healthy else UNKNOWN
     return (
         (index, f"title{shade}"),
@@ -108,7 +107,9 @@ def _sign(row: GpuRow) -> Span:
     """Return the sign for a GPU: used by a job, used by another process, free (blank), or unhealthy."""
     if not row.sample.healthy:
         return "✗", "bad"
-    return {"good": ("▶", "good"), "warn": ("●", "warn")}.get(row.holder_style, (" ", "text"))
+    is_idle_job = row.holder_style == "warn" and row.holder.startswith("job")
+    sign = "▶" if is_idle_job else {"good": "▶", "warn": "●", "text": "●"}.get(row.holder_style, " ")
+    return sign, row.holder_style
 
 
 def _shade(sample: GpuSample) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.cells import cell_len
@@ -15,12 +15,15 @@ from sae_tui.gpu.base import NO_COMPUTING, GpuSample
 from sae_tui.gpu.details import GpuDetails, Instance
 from sae_tui.gpu.sensors import UNITS, sensors_of
 from sae_tui.gpu.window import Window
-from sae_tui.panels.gpu_row import HOT_C, short_name, words_of
+from sae_tui.panels.gpu_row import GpuRow, short_name, words_of
+from sae_tui.panels.load import heat_style, load_style
+from sae_tui.settings import Settings
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
 _NAME = 13  # width of a detail name, in cells
 _HEAT_AXIS_C = 100.0
+_USUAL = Settings()
 _LEAST_WIDTH = 12  # cells; a narrower history is not useful
 
 
@@ -34,7 +37,7 @@ class GpuHistory(LineView):
         """The number of columns of a history."""
         return columns_of(self.size.width)
 
-    def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str) -> None:
+    def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str, settings: Settings) -> None:
         """Draw a GPU's history, optionally with a cursor on a column; `words` describes the time span or the column."""
         height, width = self.size.height, self.size.width
         quantities = _quantities(sample)
@@ -48,9 +51,10 @@ class GpuHistory(LineView):
         for place, quantity in enumerate(quantities):
             values = window.columns[quantity.name]
             text = quantity.words(quantity.now if cursor is None else values[cursor])
+            load = load_style(sample, quantity.name, settings) if cursor is None else ""
             heading: Line = (
                 (f" {quantity.title} ", "label"),
-                (fit(text, max(0, width - cell_len(quantity.title) - 2)), "title"),
+                (fit(text, max(0, width - cell_len(quantity.title) - 2)), f"title {load}"),
             )
             top = quantity.top
             lines += area(
@@ -63,7 +67,8 @@ class GpuHistory(LineView):
                 cursor=at,
                 others=window.columns["utilization"],
             )
-        self.show([*lines, time_axis(words, "now" if window.end >= time.time() else clock_time(window.end), width)])
+        end = "now" if window.end >= time.time() else clock_time(window.end)
+        self.show([*lines, time_axis(words, end, width, window.step_s * self.n_columns)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,11 @@ class GpuDetailsView(LineView):
     DEFAULT_CSS = "GpuDetailsView { height: 1fr; }"
 
     def on_mount(self) -> None:
-        self._shown: tuple[GpuSample, GpuDetails | None, str, str] | None = None
+        self._shown: tuple[GpuRow, GpuDetails | None] | None = None
 
-    def show_gpu(self, sample: GpuSample, details: GpuDetails | None, holder: str, style: str) -> None:
+    def show_gpu(self, row: GpuRow, details: GpuDetails | None) -> None:
         """Draw the GPU's holder and its details."""
-        self._shown = sample, details, holder, style
+        self._shown = row, details
         self._draw()
 
     def on_resize(self, _: Resize) -> None:
@@ -111,27 +116,31 @@ class GpuDetailsView(LineView):
         if self._shown and self.size.width:
             self.show(list(self._particulars(*self._shown)))
 
-    def _particulars(self, sample: GpuSample, details: GpuDetails | None, holder: str, style: str) -> Iterator[Line]:
-        width = self.size.width
+    def _particulars(self, row: GpuRow, details: GpuDetails | None) -> Iterator[Line]:
+        width, sample = self.size.width, row.sample
         if not sample.healthy:
-            yield from (((f" {text}", "bad"),) for text in wrap(f"✗ {sample.reason}", width - 2))
+            words, style = row.fault
+            yield from (((f" {text}", style),) for text in wrap(words, width - 2))
             return
-        yield from _entry("holder", holder, style, width)
+        yield from _entry("holder", row.holder, row.holder_style, width)
         yield from _entry("memory free", gibibytes(sample.memory_free_bytes), "text", width)
         if details is None:
             yield from _entry("", "reading the GPU…", "dim", width)
             return
-        for group in facts(sample, details):
+        for group in facts(sample, details, row.settings):
             yield ((" " * width, "text"),)
             for name, value, look in group:
                 yield from _entry(name, value, look, width)
 
 
-def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
-    """Return the details in groups, each as (name, value, style); omit unknown values."""
+def facts(sample: GpuSample, details: GpuDetails, settings: Settings = _USUAL) -> list[list[tuple[str, str, str]]]:
+    """Return the details in groups, each as (name, value, style); omit unknown values.
+
+    `settings` contains the thresholds of the temperature's colours.
+    """
     found = (
         _speed(sample, details),
-        _heat(sample, details),
+        _heat(sample, details, settings),
         _links(details),
         _faults(details),
         _unread(sample, details),
@@ -154,14 +163,17 @@ def _speed(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]
     ]
 
 
-def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    hot = (sample.temperature_c or 0) >= (details.condition.slowdown_c or HOT_C)
+def _heat(sample: GpuSample, details: GpuDetails, settings: Settings) -> list[tuple[str, str, str]]:
     kilowatt_hours = None if details.energy_j is None else details.energy_j / 3.6e6
     return [
-        ("temperature", celsius(sample.temperature_c), "bad" if hot else "text"),
+        (
+            "temperature",
+            celsius(sample.temperature_c),
+            heat_style(replace(sample, condition=details.condition), settings),
+        ),
         ("slows at", celsius(details.condition.slowdown_c), "text"),
         *_declared("heat", sample, details),
-        ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:.1f} kWh", "text"),
+        ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:,.1f} kWh since the driver was loaded", "text"),
     ]
 
 

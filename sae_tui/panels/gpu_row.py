@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from rich.cells import cell_len
@@ -12,10 +12,11 @@ from sae_tui.format import UNKNOWN, bar, celsius, clock_time, gibibytes, percent
 from sae_tui.gpu.base import Condition, GpuSample, columns
 from sae_tui.gpu.sensors import Sensor
 from sae_tui.gpu.visible import ranges
+from sae_tui.panels.load import load_style, share_of
+from sae_tui.settings import Settings
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.planning.gpu_vendors import VENDORS
 
-HOT_C = 85
 NO_CONDITION = Condition()
 # Maps a sensor's unit to the function for formatting its values and to the column width.
 _WORDS: Mapping[str, tuple[Callable[[float | None], str], int]] = {
@@ -29,13 +30,17 @@ _WIDTH = 9  # the column width of a sensor with any other unit
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """The data to draw for one GPU: its sample, its holder, and its history by field name."""
+    """The data to draw for one GPU: its sample, its holder, and its history by field name.
+
+    `settings` contains the thresholds of its colours.
+    """
 
     sample: GpuSample
     holder: str
     holder_style: str
     column: Callable[[str, int], Sequence[float | None]]
     has_cursor: bool = False
+    settings: Settings = field(default_factory=Settings)
 
     @property
     def fault(self) -> Span:
@@ -50,6 +55,10 @@ class GpuRow:
     def mark(self) -> str:
         """The suffix of the name's style: " cursor" while the cursor is on the GPU, otherwise ""."""
         return " cursor" if self.has_cursor else ""
+
+    def load(self, field: str) -> str:
+        """Return the style for the value of a field, by its load."""
+        return load_style(self.sample, field, self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +148,7 @@ def short_name(name: str) -> str:
 
 def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
     share = share_of(getattr(row.sample, meter.name), meter.top(row.sample))
-    return (bar(share, width), f"{meter.style} rail"), (" " if width else "", "text")
+    return (bar(share, width), f"{row.load(meter.name)} rail"), (" " if width else "", "text")
 
 
 def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
@@ -157,14 +166,6 @@ def words_of(sensor: Sensor) -> tuple[Callable[[float | None], str], int]:
     """Return the function for formatting a sensor's values, and the column width."""
     unit = sensor.unit.words if sensor.unit else ""
     return _WORDS.get(unit) or (lambda value: UNKNOWN if value is None else f"{value:.0f} {unit}".rstrip(), _WIDTH)
-
-
-def heat(sample: GpuSample) -> str:
-    return "bad" if sample.temperature_c is not None and sample.temperature_c >= HOT_C else "text"
-
-
-def share_of(value: float | None, top: float | None) -> float | None:
-    return value / top if value is not None and top else None
 
 
 def blank(width: int) -> Line:
@@ -186,18 +187,18 @@ def _limit(sample: GpuSample) -> str:
     return "" if sample.power_limit_w is None else watts(sample.power_limit_w)
 
 
-# `_STYLES` and `_LIMITS` map a field to a function returning the style or limit for its value.
-_STYLES: Mapping[str, Callable[[GpuSample], str]] = {"temperature_c": heat}
+_COLOURED = ("temperature_c", "power_w")
+# Maps a field to a function returning the limit for its value.
 _LIMITS: Mapping[str, Callable[[GpuSample], str]] = {"power_w": _limit}
 
 
 def _column(sensor: Sensor) -> GpuColumn:
     """Return the column for a sensor."""
     words, width = words_of(sensor)
-    style, limit = _STYLES.get(sensor.name), _LIMITS.get(sensor.name)
+    limit, is_coloured = _LIMITS.get(sensor.name), sensor.name in _COLOURED
 
     def cell(row: GpuRow) -> Span:
-        return words(row.sample.value(sensor.name)), style(row.sample) if style else "text"
+        return words(row.sample.value(sensor.name)), row.load(sensor.name) if is_coloured else "text"
 
     def below(sample: GpuSample) -> str:
         most = limit(sample) if limit else ""
@@ -213,12 +214,12 @@ NAME = GpuColumn(
 UTILIZATION = GpuColumn(
     "UTIL",
     5,
-    lambda row: (percent(row.sample.utilization), "text"),
+    lambda row: (percent(row.sample.utilization), row.load("utilization")),
     _fan,
     meter=Meter("utilization", "spark", lambda _: 100),
 )
 MEMORY = GpuColumn(
-    "MEM", 11, lambda row: (memory_short(row.sample), "text"), _free,
+    "MEM", 11, lambda row: (memory_short(row.sample), row.load("memory_used_bytes")), _free,
     meter=Meter("memory_used_bytes", "memory", lambda sample: sample.memory_total_bytes),
 )  # fmt: skip
 _SENSORS = {one.name: _column(one) for one in columns()}

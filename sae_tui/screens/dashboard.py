@@ -185,11 +185,20 @@ class Dashboard(FramedScreen):
         laid = self._arrange(len(samples) - max(0, withheld - 1))
         if laid.totals:
             live = self._back.span_s is None
-            sums = self._others.totals(samples, past, live=live) if self._others else totals(samples, past)
-            self.query_one(AggregatePanel).show_totals(sums, plot=laid.plot)
+            sums = (
+                self._others.totals(samples, past, live=live)
+                if self._others
+                else totals(samples, past, self.session.settings)
+            )
+            self.query_one(AggregatePanel).show_totals(
+                sums,
+                plot=laid.plot,
+                span_s=self._back.span_s if past.is_period else None,
+                step_s=monitor.interval_s,
+            )
         rows = fold_withheld(
             [
-                GpuRow(sample, *holder, partial(past.column, sample.index))
+                GpuRow(sample, *holder, partial(past.column, sample.index), settings=self.session.settings)
                 for sample, holder in zip(samples, self.session.holders(samples), strict=True)
             ]
         )

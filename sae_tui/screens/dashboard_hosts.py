@@ -34,6 +34,8 @@ _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
 # The offset between the GPU indices of consecutive hosts, to keep the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
+# A GPU in use by others is no warning.
+_STYLES = {"warn": "text"}
 _FEWEST_LINES = 3  # minimum number of panel lines; below this, the panel scrolls
 _SHARE = 2  # other hosts' GPUs take at most half of the window's rows
 
@@ -96,7 +98,8 @@ class DashboardHosts:
                     slots[index] = theirs.slots[gpu.index] if live else blank
                     limits_w[index] = theirs.power_limits_w[gpu.index]
                     place_of[index] = f" of {view.name}"
-        found = totals(every, RecentHistory(slots, limits_w, past.is_period))
+        history = RecentHistory(slots, limits_w, past.is_period)
+        found = totals(every, history, self._session.settings)
         hottest = aggregate(every).hottest
         if hottest and (host := place_of[hottest.index]):
             found[-1] = replace(found[-1], text=f"{celsius(hottest.temperature_c)} GPU {hottest.index % _APART}{host}")
@@ -113,7 +116,13 @@ class DashboardHosts:
         past = self._pasts.pop(view.name, None) or self._past(view)
         known = past.slots.keys()
         rows = tuple(
-            GpuRow(gpu.sample(view.since), gpu.holder, gpu.use, partial(past.column, gpu.index))
+            GpuRow(
+                gpu.sample(view.since),
+                gpu.holder,
+                _STYLES.get(gpu.use, gpu.use),
+                partial(past.column, gpu.index),
+                settings=self._session.settings,
+            )
             for gpu in view.gpus
             if gpu.index in known
         )

@@ -14,7 +14,7 @@ from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.window import FIELDS, Window, live_window, stored_window
 from sae_tui.panels.gpu_page import GpuDetailsView, GpuHistory
-from sae_tui.panels.gpu_row import short_name
+from sae_tui.panels.gpu_row import GpuRow, short_name
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.process_list import ProcessList
@@ -95,11 +95,12 @@ class GpuScreen(FramedScreen):
         # Request the details again, because another GPU's screen cancels the request when it closes.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
-        ((holder, style),) = self.session.holders([sample])
+        (holder,) = self.session.holders([sample])
+        row = GpuRow(sample, *holder, lambda *_: (), settings=self.session.settings)
         self.query_one(StatusLine).show_status(self.session.status())
         self._show_history(sample)
-        self.query_one(GpuDetailsView).show_gpu(sample, details, holder, style)
-        nothing = f"No visible process: {holder}." if sample.healthy else f"✗ {sample.reason}"
+        self.query_one(GpuDetailsView).show_gpu(row, details)
+        nothing = f"No visible process: {row.holder}." if sample.healthy else row.fault[0]
         self.query_one(ProcessList).show_samples([sample], nothing)
 
     def _show_history(self, sample: GpuSample) -> None:
@@ -110,7 +111,7 @@ class GpuScreen(FramedScreen):
         if cursor is not None:
             job = window.jobs[cursor]
             words = f"{clock_time(window.time_of(cursor))}{f' · job {job}' if job else ''}"
-        history.show_gpu(sample, window, cursor, words)
+        history.show_gpu(sample, window, cursor, words, self.session.settings)
 
     def _window(self, sample: GpuSample) -> Window:
         """Return the window to draw; if a store read is due, start it."""

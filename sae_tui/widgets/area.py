@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sae_tui.format import count, fit, tall_sparkline
-from sae_tui.widgets.lines import SHADES, Line, Span
+from rich.cells import cell_len
+
+from sae_tui.format import RAIL, count, fit, tall_sparkline
+from sae_tui.theme import SHADES
+from sae_tui.widgets.lines import Line, Span
 
 _AXIS = 5  # width of the numbers to the left of the plot, in cells
+# The ages that the time axis marks, in seconds, each with its label.
+_MARKS = {
+    5: "5 s", 10: "10 s", 30: "30 s", 60: "60 s", 120: "120 s", 300: "5 min", 600: "10 min", 1800: "30 min",
+    3600: "1 h", 7200: "2 h", 6 * 3600: "6 h", 12 * 3600: "12 h", 86400: "1 day", 2 * 86400: "2 days",
+    7 * 86400: "7 days", 30 * 86400: "30 days",
+}  # fmt: skip
+_MARKS_FROM = 10  # ages below this part of the history are not marked
+_DOWN, _UP = "╷", "╵"
 _TALL = 5  # minimum height at which the middle of the axis is labelled
 
 
@@ -24,8 +35,8 @@ def area(
 ) -> list[Line]:
     """Return the heading and, below it, `height` rows of `width` cells each.
 
-    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, marked
-    if the other quantity, `others`, has a value in the same column. `cursor` is a column to mark.
+    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, drawn
+    as a rail from the first value of the history or of another quantity, `others`. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
@@ -43,7 +54,8 @@ def shaded(rows: Sequence[str], style: str) -> list[Span]:
     """Return the rows of a history from top to bottom, each in a shade of the style; lower rows are darker."""
     n = len(SHADES) + 1
     styles = [*(f"{style}-{shade}" for shade in SHADES), style]
-    return [(row, styles[n - 1 - place * n // len(rows)]) for place, row in enumerate(rows)]
+    named = [(row, styles[n - 1 - place * n // len(rows)]) for place, row in enumerate(rows)]
+    return [(row, f"{style} rail" if RAIL in row else style) for row, style in named]
 
 
 def columns_of(width: int) -> int:
@@ -51,10 +63,32 @@ def columns_of(width: int) -> int:
     return max(0, width - _AXIS - 2)
 
 
-def time_axis(begin: str, end: str, width: int) -> Line:
-    """Return the time axis below areas `width` cells wide, labelled at both ends."""
-    space = columns_of(width)
-    return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, space - len(begin))), width), "dim"),)
+def time_axis(begin: str, end: str, width: int, span_s: float) -> Line:
+    """Return the time axis below areas `width` cells wide, labelled at both ends, with marks between them."""
+    first = " " * (_AXIS + 1) + begin
+    last = f" {end} "
+    return ((fit(first + _ruler(_UP, len(first), width - len(last), width, span_s) + last, width), "dim"),)
+
+
+def with_marks(heading: Line, width: int, span_s: float) -> Line:
+    """Return the heading of an area, with marks over the columns that are 30 s, 60 s and so on before the end."""
+    used = sum(cell_len(text) for text, _ in heading)
+    return (*heading, (_ruler(_DOWN, used, width, width, span_s), "dim"))
+
+
+def _ruler(tick: str, begin: int, end: int, width: int, span_s: float) -> str:
+    """Return the marks of a time axis from cell `begin` to cell `end` of an area; marks that do not fit are left out.
+
+    Labels are to the right of their ticks.
+    """
+    text = ""
+    for age_s, label in reversed(_MARKS.items()):
+        if not span_s / _MARKS_FROM < age_s <= span_s:
+            continue
+        at, mark = _AXIS + 1 + round(columns_of(width) * (1 - age_s / span_s)) - begin, tick + label
+        if len(text) < at and at + len(mark) <= end - begin:
+            text = text.ljust(at) + mark
+    return text.ljust(end - begin)
 
 
 def _marked(row: str, style: str, cursor: int | None) -> Line:

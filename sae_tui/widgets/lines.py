@@ -6,6 +6,7 @@ changed digits. A single view also replaces dozens of widgets.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, overload
 
@@ -19,6 +20,7 @@ from textual.strip import Strip
 from textual.style import Style
 
 from sae_tui.format import RAIL, fit, visible
+from sae_tui.theme import SHADES
 from sae_tui.widgets.frame import entitle, frame_of
 
 Span = tuple[str, str]  # text, name of its style
@@ -31,6 +33,10 @@ PALETTE = {
     "good": "$text-success",
     "warn": "bold $text-warning",
     "bad": "bold $text-error",
+    # A reading by its load.
+    "low": "$text-success",
+    "middle": "$text-warning",
+    "high": "bold $text-error",
     "accent": "$text-accent",
     "spark": "$primary",
     "bar": "$success",
@@ -49,13 +55,21 @@ PALETTE = {
     "load3": "on $primary 30%",
     "load4": "on $primary 40%",
 }
-# An area gets brighter towards the top; `SHADES` are the opacities of its colour, from the bottom row up.
 GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat": "$warning"}
-SHADES = (45, 56, 67, 78, 89)
 PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}
+_RAILS = re.compile(f"({RAIL}+)")
 BEFORE_TITLE: Span = (" ", "text")  # used if there is no frame
-# The terminal's own 16 colours include neither surface colours nor shades.
+# The terminal's own 16 colours include neither surface colours nor shades, and its background may be light or dark: a
+# background of a known colour needs text of a known colour. Blue is the darkest colour in nearly every terminal.
+_ON_BLUE = "ansi_bright_white on ansi_blue"
 _OF_16 = {
+    "cursor": _ON_BLUE,
+    "load3": _ON_BLUE,
+    "load4": _ON_BLUE,
+    "faint": "underline",
+    "weak": f"underline {_ON_BLUE}",
+    "strong": "underline ansi_black on ansi_bright_cyan",
+    "full": "bold underline ansi_black on ansi_bright_yellow",
     "trough": "on ansi_bright_black",
     "rail": "ansi_bright_black",
     "load0": "",
@@ -190,10 +204,11 @@ class LineView(ScrollView, can_focus=False):
         return self._styles[names]
 
     def _look(self, name: str) -> Style:
-        if name in _OF_16 and self.app.native_ansi_color:
-            return Style.parse(_OF_16[name])
-        variables = self.app.theme_variables
+        variables, is_of_16 = self.app.theme_variables, self.app.native_ansi_color
         style = variables.get(f"style-{name}", self.palette[name])
+        if is_of_16 or self.app.console.color_system == "256":
+            style = (_OF_16 if is_of_16 else {}).get(name, style)
+            style = variables.get(f"style{16 if is_of_16 else 256}-{name}", style)
         # If a variable has several words, Textual 8.2 uses only the first.
         return Style.parse(style.replace("$text-muted", variables["text-muted"]))
 
@@ -202,12 +217,13 @@ def _behind(hint: str) -> Span:
     return (f"  {hint}" if hint else "", "dim")
 
 
-def _apart(text: str, style: str) -> tuple[Span, ...]:
-    """Split a bar with a style like `"memory rail cursor"` into two spans, the bar and its rail."""
+def _apart(text: str, style: str) -> Sequence[Span]:
+    """Split a bar or a history with a style like `"memory rail cursor"` into its values and its rails."""
     if "rail" not in style:
         return ((text, style),)
-    filled, (own, others) = len(text.rstrip(f"{RAIL} ")), style.split(" rail")
-    return ((text[:filled], own + others), (text[filled:], "rail" + others))
+    own, others = style.split(" rail")
+    parts = _RAILS.split(text)
+    return [(part, ("rail" if place % 2 else own) + others) for place, part in enumerate(parts) if part]
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:

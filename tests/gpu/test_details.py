@@ -128,7 +128,7 @@ def test_a_lost_gpu_has_no_details(read) -> None:
 
 def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
     assert facts(SAMPLE, GpuDetails(0.0)) == [
-        [("temperature", "70°C", "text")],
+        [("temperature", "70°C", "middle")],
         [("UUID", "GPU-1", "dim")],
     ]
     slowed = ("power limit reached",)
@@ -136,7 +136,7 @@ def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
     entries = {name: (value, style) for group in facts(SAMPLE, failing) for name, value, style in group}
     assert entries["slowed by"] == ("power limit reached", "warn")
     assert entries["uncorrected"] == ("3", "bad")
-    assert entries["temperature"] == ("70°C", "bad")
+    assert entries["temperature"] == ("70°C", "high")
     assert entries[""] == ("a row could not be remapped; the GPU is failing", "bad")
 
 

@@ -16,11 +16,11 @@ from sae_tui.app import SaeApp
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.settings import load_settings
-from sae_tui.theme import COLOUR_BLIND, COLOUR_BLIND_16, DARK, HIGH_CONTRAST, LIGHT, THEMES, shown_theme
+from sae_tui.theme import COLOUR_BLIND, COLOUR_BLIND_16, DARK, HIGH_CONTRAST, LIGHT, SHADES, THEMES, shown_theme
 from sae_tui.widgets.chart import Chart
 
 MakeApp = Callable[..., SaeApp]
-TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
+TEXT = ("text", "dim", "label", "good", "warn", "bad", "low", "middle", "high", "accent", "title")
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
 # The minimum text contrast, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
@@ -52,12 +52,68 @@ async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_
             app.redraw.choose_theme(theme)  # type: ignore[arg-type]
             await pilot.pause()
             for of_256, enough in zip((False, True), least, strict=True):
+                use_colours(app, ColorSystem.EIGHT_BIT if of_256 else ColorSystem.TRUECOLOR)
                 low = {name: found for name, style in written(app) if (found := contrast(style, of_256)) < enough}
                 assert low == {}, (theme, of_256)
                 graphs = [
                     contrast(styled(app, f"{name}{cursor}"), of_256) for name in GRAPHS for cursor in ("", " cursor")
                 ]
                 assert (min(graphs[::2]) >= 3, min(graphs) >= 2) == (True, True), (theme, of_256)
+
+
+def use_colours(app: SaeApp, system: ColorSystem) -> None:
+    """Draw as in a terminal with this many colours."""
+    app.console._color_system = system
+    app.screen.query_one(GpuPanel)._styles.clear()
+
+
+@pytest.mark.parametrize("system", [ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT, ColorSystem.STANDARD])
+async def test_every_ramp_gets_further_from_the_background_at_each_step(make_app: MakeApp, system: ColorSystem) -> None:
+    app = make_app()
+    of_256 = system is ColorSystem.EIGHT_BIT
+    async with app.run_test(size=(80, 24)) as pilot:
+        for theme in THEMES:
+            use_colours(app, system)
+            app.redraw.choose_theme(theme)
+            await pilot.pause()
+            use_colours(app, system)
+            for name in GRAPHS:
+                lights = [brightness(styled(app, each).color, of_256) for each in ramp_of(name)]
+                assert lights == sorted(lights, reverse=theme == "light"), (theme, name)
+                assert app.native_ansi_color or len({*lights}) >= 3, (theme, name)
+            for names in (("load0", "load1", "load2", "load3", "load4"), SHADED):
+                lights = [brightness(styled(app, each).bgcolor, of_256) for each in names]
+                drawn = [one for one in lights if one is not None]
+                falls = theme == "light" and not app.native_ansi_color
+                assert drawn == sorted(drawn, reverse=falls), (theme, names, lights)
+                assert app.native_ansi_color or len({*lights}) == len(lights), (theme, names, lights)
+
+
+def ramp_of(name: str) -> list[str]:
+    return [*(f"{name}-{shade}" for shade in SHADES), name]
+
+
+def brightness(color: Color | None, of_256: bool) -> float | None:
+    """Return the luminance of a colour, or None for the terminal's own foreground or background."""
+    if color is None or color.is_default:
+        return None
+    return contrast(Style(color=color, bgcolor="#000000"), of_256)
+
+
+async def test_tokens_have_a_different_style_at_each_step_in_the_terminals_own_16_colours(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.redraw.choose_theme("terminal")
+        await pilot.pause()
+        styles = [styled(app, name) for name in SHADED]
+        assert len({*styles}) == len(SHADED)
+        for style in styles:
+            # A text colour is set wherever a background is, since the terminal's own may be light or dark.
+            assert (style.color is None or style.color.is_default) == (
+                style.bgcolor is None or style.bgcolor.is_default
+            )
+            if style.bgcolor and not style.bgcolor.is_default:
+                assert contrast(style) >= 4.5
 
 
 def written(app: SaeApp) -> Iterator[tuple[str, Style]]:

@@ -24,7 +24,8 @@ class GpuChoice(msgspec.Struct, frozen=True):
     """A GPU that a job may request; `reason` explains why it is unavailable, or what is unknown about it.
 
     `brief` is a shorter form of the reason, for lists. `memory_usable_bytes` is the memory available to jobs on the
-    idle GPU, excluding memory reserved by the driver. `withheld` is True if only other users may use the GPU.
+    idle GPU, excluding memory reserved by the driver. `withheld` is True if only other users may use the GPU, and
+    `is_unused` if its job has not used it for a long time.
     """
 
     index: int
@@ -39,6 +40,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     brief: str = ""
     vendor: str = ""
     withheld: bool = False
+    is_unused: bool = False
 
     @property
     def may_be_offered(self) -> bool:
@@ -135,10 +137,15 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short description of a GPU's use, and the name of the style to show it in."""
+    """Return a short description of a GPU's use, and the name of the style to show it in.
+
+    Only a failing GPU, and a GPU that its job does not use, are warnings.
+    """
     if choice.state == "available":
         return choice.brief or "idle", "dim"
-    return choice.brief, "good" if choice.job_id is not None else "warn"
+    if choice.state == "unhealthy" or choice.is_unused:
+        return choice.brief, "warn"
+    return choice.brief, "good" if choice.job_id is not None else "text"
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
@@ -194,6 +201,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         brief=brief or reason,
         vendor=sample.vendor,
         withheld=sample.withheld,
+        is_unused=state == "busy" and job is not None and sample.uuid in held.idle,
     )
 
 
