@@ -1,4 +1,4 @@
-"""The card view for GPUs: 2 to 5 lines per GPU, in as many columns as fit."""
+"""The card view for GPUs: 2 to 6 lines per GPU, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 
 from sae_tui.format import fit
+from sae_tui.gpu.aggregate import HOTTEST_C
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_row import (
     MEMORY,
@@ -29,9 +30,17 @@ from sae_tui.panels.gpu_row import (
 from sae_tui.widgets.lines import Line, Span
 
 CARD_WIDTH = 38
-_FIGURE = 10  # width of a quantity next to its bar, in cells
-_LABEL = 6  # cells
+TALLEST = 6  # in lines: heading; utilisation, memory, power and temperature; other sensors or a blank line
+_LABEL = 7  # cells
+_NARROW, _WIDE = 32, 50  # the card widths with a short bar, and with a long one
 _GAP = 2  # cells between two GPUs
+
+
+# The meters of quantities that the lines show without a history.
+_METERS = {
+    POWER: Meter("power_w", "bar", lambda sample: sample.power_limit_w),
+    TEMPERATURE: Meter("temperature_c", "heat", lambda _: HOTTEST_C),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +58,13 @@ class CardGrid:
 
 
 def card_grid(count: int, width: int, space: int) -> CardGrid:
-    """Return the card view grid. Each GPU gets as many lines as the space allows, from 2 to 5."""
-    columns = max(1, min(count, width // CARD_WIDTH))
-    bands = -(-count // columns)
-    return CardGrid(columns, max(2, min(5, space // max(1, bands))), bands)
+    """Return the card view grid. Each GPU gets as many lines as the space allows, from 2 to `TALLEST`.
+
+    The GPUs are spread evenly: four GPUs are shown in two rows of two, not as three and one.
+    """
+    bands = max(1, -(-count // max(1, width // CARD_WIDTH)))
+    columns = max(1, -(-count // bands))
+    return CardGrid(columns, max(2, min(TALLEST, space // bands)), bands)
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
@@ -66,20 +78,22 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, temperature with power, and a blank line."""
+    """Return a GPU in 2 to 6 lines, each with utilisation, memory, power and temperature."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)
     heading, util = _heading(row, width), _card_row(row, UTILIZATION, width)
     if height <= 3:
         return [heading, _figures(row, width)] if height == 2 else [heading, util, _figures(row, width, util=False)]
-    warmth = (_figure(row, TEMPERATURE, 1), *(_with_limit(row, one) for one in (POWER, *OTHERS)))
+    first, others = [heading, util, _card_row(row, MEMORY, width)], [_with_limit(row, one) for one in OTHERS]
+    if height < TALLEST:
+        warmth = (_figure(row, TEMPERATURE, 1), _with_limit(row, POWER), *others)
+        return [*first, fill(fitting(warmth, width), width), *[blank(width)] * (height > 4)]
     return [
-        heading,
-        util,
-        _card_row(row, MEMORY, width),
-        fill(fitting(warmth, width), width),
-        *[blank(width)] * (height > 4),
+        *first,
+        _card_row(row, POWER, width),
+        _card_row(row, TEMPERATURE, width),
+        fill(fitting(others, width), width),
     ]
 
 
@@ -137,14 +151,12 @@ def _label(column: GpuColumn) -> str:
 
 def _card_row(row: GpuRow, column: GpuColumn, width: int) -> Line:
     """Return a quantity as a line with its label, value, bar and history."""
-    meter = column.meter
-    assert meter
+    meter = column.meter or _METERS[column]
     text, style = column.cell(row)
     line = (
         (fit(_label(column), _LABEL), "label"),
-        (fit(text, _FIGURE, right=True) + " ", style),
-        *meter_bar(row, meter, 8 if width < 50 else 12),
-        (" ", "text"),
+        (fit(text, MEMORY.width, right=True) + " ", style),
+        *meter_bar(row, meter, 0 if width < _NARROW else 8 if width < _WIDE else 12),
     )
     # The history extends into the gap to the next card.
     space = width + _GAP - 1 - sum(cell_len(words) for words, _ in line)

@@ -24,6 +24,7 @@ from sae_tui.jobs.features import features_of_job, has_features
 from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import AggregatePanel, totals
+from sae_tui.panels.gpu_cards import card_grid
 from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from sae_tui.panels.gpus import GpuPanel, Shape
@@ -58,6 +59,7 @@ _OF_JOBS = frozenset(
     | {*_IDS.values(), "jobs.filter"}
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
+_GRIDS = {"map": map_grid, "per_gpu": card_grid}
 _SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
 # A job's preview is read once the cursor has stayed on the job for this long.
 _RESTED_S = 0.2
@@ -263,7 +265,7 @@ class Dashboard(FramedScreen):
         rows = arrange(
             width,
             height,
-            n_gpus=map_grid(n_gpus, inside, height).bands if view == "map" else n_gpus,
+            n_gpus=_GRIDS[view](n_gpus, inside, height).bands if n_gpus and view in _GRIDS else n_gpus,
             n_jobs=self._n_job_rows,
             is_card_view=view == "per_gpu",
             tiles=view == "map",

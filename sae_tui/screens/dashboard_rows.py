@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from sae_tui.panels import gpu_cards
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
@@ -60,14 +61,16 @@ def arrange(
 ) -> PanelHeights:
     """Return the rows for each panel in a window of `width` x `height` cells; header and footer take one row each.
 
-    `is_card_view` selects the card view; with `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a
-    job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the number of rows taken by
-    the panel for other hosts, and `words` is the number taken by the explanation if there are no GPUs.
+    `is_card_view` selects the card view; with it or with `tiles`, `n_gpus` is the number of rows of cards or tiles.
+    `previews` means that a job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the
+    number of rows taken by the panel for other hosts, and `words` is the number taken by the explanation if there are
+    no GPUs.
     """
     space = max(2, height - 2 - taken)
     empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
-    rows = _least(empty, space, n_gpus, n_gpus or words, is_card_view=is_card_view)
-    tallest = 5 if is_card_view else TALLEST if tiles else 0
+    wanted = n_gpus * (2 if is_card_view else 1) or words
+    rows = _least(empty, space, n_gpus, wanted, is_card_view=is_card_view)
+    tallest = gpu_cards.TALLEST if is_card_view else TALLEST if tiles else 0
     return _grown(rows, space, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 

@@ -158,7 +158,7 @@ async def test_the_dashboard_shows_longer_spans_for_all_gpus_in_full(make_app, d
         await pilot.press(">", ">", ">")
         await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00")
         # The GPU was in use only for a few minutes at the start of the hour.
-        await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
+        await wait_until(pilot, lambda: re.search("[^█]███+───", text(app, GpuPanel)))
         assert text(app, AggregatePanel) != newest
         await pilot.press("<", "<", "<")
         assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs"

@@ -65,7 +65,7 @@ async def test_every_gpu_is_shown_or_counted_at_every_size(make_app: MakeApp) ->
 def test_a_tile_shows_the_state_of_its_gpu_even_without_colour() -> None:
     rows = [
         row(0, "good", utilization=98.0),
-        row(1, "warn", utilization=100.0, temperature_c=91.0),
+        row(1, "text", utilization=100.0, temperature_c=91.0),
         row(2, utilization=0.0),
         row(63, healthy=False, reason="the GPU has fallen off the bus"),
     ]
