@@ -14,6 +14,7 @@ from sae_tui.panels.gpu_row import (
     HOLDER,
     INDEX,
     NAME,
+    POWER,
     GpuColumn,
     GpuRow,
     blank,
@@ -29,7 +30,7 @@ _SHORTEST_NAME = 4  # cells
 _MARGIN = 1  # width of the right margin, in cells
 _ERROR_TOLD_S = 3600.0
 _LONG_WORD = 8  # words are not split, so the first of two lines may be up to this many cells shorter than the second
-_NARROW_HISTORY = 10  # columns with a `drop` are shown only if this many cells remain for the history
+_NARROW_HISTORY = 10  # columns with a `drop`, except power, are shown only if this many cells remain for the history
 _WIDE_BAR, _BAR = 10, 6
 _WIDE_HOLDER, _HOLDER = 24, 13
 
@@ -127,8 +128,8 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 def layout_of(width: int, longest: int) -> LineLayout:
     """Return the layout for lines of `width` cells; the longest holder description takes `longest` cells."""
     columns = list(GPU_COLUMNS)
-    while _total(columns) + _NARROW_HISTORY > width and any(column.drop for column in columns):
-        columns.remove(max(columns, key=lambda column: column.drop))
+    while (last := max(columns, key=lambda column: column.drop)).drop and _least(columns, last) > width:
+        columns.remove(last)
     widths = {column: column.width for column in columns}
     n_meters = sum(column.meter is not None for column in columns)
     spare = width - _total(columns)
@@ -144,6 +145,11 @@ def layout_of(width: int, longest: int) -> LineLayout:
     n_shown = min(n_meters, (spare - holder) // LEAST_HISTORY)
     cells = [(spare - holder + place) // n_shown if place < n_shown else 0 for place in range(n_meters)]
     return LineLayout(widths | {HOLDER: holder}, bar, cells, 1)
+
+
+def _least(columns: Sequence[GpuColumn], last: GpuColumn) -> int:
+    """Return the width below which the column `last` is dropped: power is more useful than a history or a long name."""
+    return _total(columns) + (_SHORTEST_NAME - NAME.width if last is POWER else _NARROW_HISTORY)
 
 
 def _bar_and_holder(space: int, n_meters: int, longest: int) -> tuple[int, int]:

@@ -29,6 +29,9 @@ Cell = tuple[str, Codes]  # the right half of a wide character is ""
 
 # Moving the cursor costs about 7 bytes, so rewriting a gap of two unchanged cells is cheaper.
 _GAP = 2
+_DEFAULT_FOREGROUND, _DEFAULT_BACKGROUND = "39", "49"
+# The codes that a reset makes unnecessary. Without colours, none of these codes is sent.
+_AFTER_RESET = ("", _DEFAULT_FOREGROUND, _DEFAULT_BACKGROUND)
 
 
 class Printable(LineFilter):
@@ -129,7 +132,7 @@ class _Pen:
     def _change(self, codes: Codes) -> str:
         old = self._codes
         if old is None or old[0] != codes[0]:
-            return ";".join(filter(None, ("0", *codes)))
+            return ";".join(("0", *(code for code in codes if code not in _AFTER_RESET)))
         return ";".join(new for new, before in zip(codes[1:], old[1:], strict=True) if new != before)
 
 
@@ -178,6 +181,8 @@ def _runs(row: dict[int, Cell], cells: Iterable[tuple[int, Cell]]) -> Iterator[t
 
 @functools.lru_cache(maxsize=1024)
 def _codes(style: Style, colors: ColorSystem) -> Codes:
-    foreground = ";".join(style.color.downgrade(colors).get_ansi_codes()) if style.color else "39"
-    background = ";".join(style.bgcolor.downgrade(colors).get_ansi_codes(False)) if style.bgcolor else "49"
+    foreground = ";".join(style.color.downgrade(colors).get_ansi_codes()) if style.color else _DEFAULT_FOREGROUND
+    background = (
+        ";".join(style.bgcolor.downgrade(colors).get_ansi_codes(False)) if style.bgcolor else _DEFAULT_BACKGROUND
+    )
     return Strip.render_ansi(style.without_color, colors), foreground, background

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from support.box import ESC, Box
 from support.terminal import Terminal
 
@@ -55,6 +56,28 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     terminal.send("R")
     terminal.wait_for("Name of job 1")
     terminal.wait_for(lambda _: differs_from_below(terminal, row_of(terminal, "Name of job 1")))
+
+
+@pytest.mark.parametrize(("term", "environment"), [("xterm-256color", {"NO_COLOR": "1"}), ("dumb", {}), ("vt100", {})])
+def test_no_colour_is_sent_where_the_user_or_the_terminal_wants_none(
+    box: Box, term: str, environment: dict[str, str]
+) -> None:
+    terminal = box.app(80, 24, colours="", term=term, **environment)
+    terminal.press("v", "n")
+    terminal.wait_for("expansion_factor")
+    assert codes(terminal) & {"1", "2", "7"}
+    assert {code for code in codes(terminal) if 30 <= int(code or 0) < 50 or int(code or 0) >= 90} == set()
+
+
+def test_only_colours_of_the_256_are_sent_over_ssh(box: Box) -> None:
+    terminal = box.app(80, 24, colours="")
+    kinds = re.findall(rb"[34]8;([25]);", bytes(terminal.raw))
+    assert {*kinds} == {b"5"}
+
+
+def codes(terminal: Terminal) -> set[str]:
+    """Return the codes of attributes and colours that the app has sent."""
+    return {code for sent in re.findall(rb"\x1b\[([0-9;]*)m", bytes(terminal.raw)) for code in sent.decode().split(";")}
 
 
 def test_sixteen_gpus_show_their_indices_on_the_launch_screen(box: Box) -> None:

@@ -48,15 +48,16 @@ class Box:
 
     def app(
         self, columns: int = 120, rows: int = 40, *options: str, shows: str = "RTX 3080", colours: str = "truecolor",
-        controlling: bool = False, **environment: str,
+        term: str = "xterm-256color", controlling: bool = False, **environment: str,
     ) -> Terminal:  # fmt: skip
         """Start the app in its own terminal and wait until it shows the GPUs; `environment` is added to the box's
         environment.
         """
         argv = [sys.executable, "-m", "sae_tui", *(options or ("--demo",))]
         terminal = Terminal(
-            argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, controlling=controlling
-        )
+            argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, term=term,
+            controlling=controlling,
+        )  # fmt: skip
         self.terminals.append(terminal)
         terminal.wait_for(shows, 60)
         return terminal

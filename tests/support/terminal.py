@@ -33,6 +33,7 @@ class Terminal:
         rows: int = 40,
         env: Mapping[str, str],
         colours: str = "truecolor",
+        term: str = "xterm-256color",
         cwd: Path | None = None,
         emulated: bool = True,
         controlling: bool = False,
@@ -40,6 +41,7 @@ class Terminal:
         """Start the command in a pty.
 
         `colours` is the value of COLORTERM; "" leaves it unset, as ssh does, so that the terminal has 256 colours.
+        `term` is the value of TERM.
         Without `emulated`, only the output `raw` is kept and the screen is not emulated, because emulation takes more
         CPU time than the app itself. With `controlling`, the pty is a controlling terminal: ctrl+c and ctrl+z send
         signals unless the program disables this, and closing the pty sends SIGHUP.
@@ -54,7 +56,7 @@ class Terminal:
         # Some test runners set COLUMNS and LINES, which would override the size of the terminal.
         own = ("COLUMNS", "LINES", "COLORTERM")
         environment = {name: value for name, value in env.items() if name not in own} | {
-            "TERM": "xterm-256color",
+            "TERM": term,
             "LANG": "C.UTF-8",
         }
         if colours:
