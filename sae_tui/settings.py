@@ -36,7 +36,7 @@ _LOOK, _LAUNCH, _HISTORY, _END = "Appearance", "Launch", "GPUs and their history
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 _PAIR = "a list of two numbers like {}"
 _TWO: dict[str, Any] = {"min_length": 2, "max_length": 2}
-Percent = Annotated[float, Meta(ge=0, le=1000)]
+_Threshold = Annotated[float, Meta(ge=0, le=1000)]
 # Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds to parse a larger file.
@@ -201,15 +201,15 @@ class Settings(msgspec.Struct, frozen=True):
     ] = "auto"
 
     colour_utilization_percent: Annotated[
-        list[Percent],
+        list[_Threshold],
         about("Utilisation shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[50, 90]"), **_TWO),
     ] = field(default_factory=lambda: [50.0, 90.0])
     colour_memory_percent: Annotated[
-        list[Percent],
+        list[_Threshold],
         about("Share of GPU memory shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[60, 90]"), **_TWO),
     ] = field(default_factory=lambda: [60.0, 90.0])
     colour_power_percent: Annotated[
-        list[Percent],
+        list[_Threshold],
         about(
             "Share of the power limit shown in yellow, and in red.",
             group=_LOOK,
@@ -218,7 +218,7 @@ class Settings(msgspec.Struct, frozen=True):
         ),
     ] = field(default_factory=lambda: [70.0, 98.0])
     colour_heat_c: Annotated[
-        list[Percent],
+        list[_Threshold],
         about(
             "How many °C below throttling a temperature is shown in yellow, and in red.",
             group=_LOOK,

@@ -55,7 +55,7 @@ def map_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]:
 
 def _tile(row: GpuRow, width: int, height: int) -> list[Line]:
     """Return a GPU in 1 to 4 lines; for an unhealthy GPU, all lines but the first show the reason."""
-    below = _figures(row, width) if row.sample.healthy else _reason(row.sample, width, height - 1)
+    below = _figures(row, width) if row.sample.healthy else _reason(row, width, height - 1)
     return [_first(row, width), *below[: height - 1], *[blank(width)] * (height - 1 - len(below))]
 
 
@@ -80,9 +80,12 @@ def _short(row: GpuRow, column: GpuColumn) -> str:
     return column.cell(row)[0].replace(" ", "").replace(UNKNOWN, "")
 
 
-def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:
-    lines = textwrap.wrap(sample.reason, max(1, width), max_lines=height, placeholder="…") if height and width else []
-    return [((fit(line, width), "bad"),) for line in lines]
+def _reason(row: GpuRow, width: int, height: int) -> list[Line]:
+    """Return the lines for the time since when a GPU cannot be read, and for the reason."""
+    words, style = row.fault
+    words = words[2:].removeprefix("since ")
+    lines = textwrap.wrap(words, max(1, width), max_lines=height, placeholder="…") if height and width else []
+    return [((fit(line, width), style),) for line in lines]
 
 
 def _first(row: GpuRow, width: int) -> Line:

@@ -126,6 +126,11 @@ def test_a_lost_gpu_has_no_details(read) -> None:
     assert {name for name, value in gpu.items() if value not in (None, [])} == {"timestamp"}
 
 
+def test_the_energy_counter_says_when_it_started() -> None:
+    entries = {name: value for group in facts(SAMPLE, GpuDetails(0.0, energy_j=3.6e9)) for name, value, _ in group}
+    assert entries["energy"] == "1,000.0 kWh since the driver was loaded"
+
+
 def test_unknown_values_are_left_out_and_faults_are_highlighted() -> None:
     assert facts(SAMPLE, GpuDetails(0.0)) == [
         [("temperature", "70°C", "middle")],

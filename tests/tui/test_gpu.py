@@ -6,10 +6,12 @@ import re
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from support.tui import StillMonitor, record_job, title_of, wait_until
 
+from sae_tui.format import clock_time
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.gpu.window import SPANS_S
@@ -103,13 +105,17 @@ async def test_the_cursor_reaches_gpus_below_the_visible_ones(make_app) -> None:
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
 async def test_a_lost_gpu_shows_its_reason_at_any_size(make_app, size) -> None:
-    app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0, faults={1: "lost"})))
+    monitor = StillMonitor(source=Simulated(2, clock=lambda: 0.0, faults={1: "lost"}))
+    monitor._latest = (monitor.latest()[0], replace(monitor.latest()[1], unread_since=monitor.now))
+    app = make_app(monitor=monitor)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         await pilot.press("1")
         await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen))
         await pilot.pause()
         await wait_until(pilot, lambda: "fallen off the bus" in " ".join(text(app, ProcessTable).split()))
+        if size[1] >= 24:
+            assert f"✗ since {clock_time(monitor.now)}: the GPU has" in " ".join(text(app, GpuDetailsView).split())
         for panel in (GpuHistory, GpuDetailsView, ProcessTable):
             widget = app.screen.query_one(panel)
             for y in range(widget.size.height):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from support.tui import StillMonitor, wait_until
 
 from sae_tui.app import SaeApp
+from sae_tui.format import clock_time
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.panels.gpu_map import TALLEST, map_grid, map_lines
@@ -74,6 +76,13 @@ def test_a_tile_shows_the_state_of_its_gpu_even_without_colour() -> None:
     assert tall[1].split() == ["0.9/24.0Gi", "0.9/24.0Gi", "0.9/24.0Gi", "the", "GPU", "has", "fallen"]
     assert "91°C" in tall[2]
     assert tall[3].startswith("job 12 (gemma)")
+
+
+def test_the_tile_of_a_lost_gpu_shows_since_when() -> None:
+    lost = row(63, healthy=False, reason="the GPU has fallen off the bus", unread_since=time.time())
+    clock = clock_time(lost.sample.unread_since or 0)
+    assert [line.strip() for line in text([lost], 10, 4)[1:]] == [f"{clock}:", "the GPU", "has…"]
+    assert [line.strip() for line in text([lost], 10, 2)[1:]] == [f"{clock}:…"]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])

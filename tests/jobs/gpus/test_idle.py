@@ -7,10 +7,11 @@ import re
 import socket
 import time
 
+import msgspec
 import pytest
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.gpus.availability import choices, holders
+from sae_tui.jobs.gpus.availability import GpuChoice, choices, describe_use, holders
 from sae_tui.jobs.gpus.idle import with_idle
 from trainer.contract.store.database import open_writer
 from trainer.contract.store.rows import Job, Lease
@@ -35,19 +36,31 @@ def history(box, utilizations: list[int | None]) -> None:
         )
 
 
-def reason(box, held_s: float) -> str:
+def choice(box, held_s: float) -> GpuChoice:
     job = Job(
         id=41, name="run", config="", user="ann", host=HOST, device="cuda", gpu_source="nvml", state=JobState.RUNNING
     )
     lease = Lease(host=HOST, gpu_uuid="GPU-0", gpu_index=0, job_id=41, user="ann", pid=1, since=time.time() - held_s)
     (gpu,) = choices([GpuSample(0, "GPU-0", "card", 0.0)], with_idle(holders([job], [lease], []), box.data))
-    return gpu.reason
+    return gpu
+
+
+def reason(box, held_s: float) -> str:
+    return choice(box, held_s).reason
 
 
 def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
     history(box, [98] * 60 + [0] * 45)
     # The last busy minute ended 44 to 45 minutes ago.
     assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
+    assert describe_use(choice(box, 3 * 3600))[1] == "warn"
+    assert describe_use(choice(box, 300)) == ("job 41 (run)", "good")
+
+
+def test_a_gpu_in_use_by_somebody_else_is_no_warning() -> None:
+    busy = GpuChoice(0, "GPU-0", "H200", None, None, "busy", brief="used by ann")
+    assert describe_use(busy) == ("used by ann", "text")
+    assert describe_use(msgspec.structs.replace(busy, state="unhealthy", brief="failing")) == ("failing", "warn")
 
 
 def test_a_gpu_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
