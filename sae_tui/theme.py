@@ -27,11 +27,12 @@ def _loads(*colours: str, n_colours: str = "") -> dict[str, str]:
 
 def _ramps(n_colours: int, **ramps: tuple[str, str, str]) -> dict[str, str]:
     """Return the styles of histories, each as three of the terminal's colours from the bottom row up."""
-    return {
+    shades = {
         f"style{n_colours}-{name}-{shade}": ramp[place * len(ramp) // len(SHADES)]
         for name, ramp in ramps.items()
         for place, shade in enumerate(SHADES)
     }
+    return shades | {f"style{n_colours}-{name}": ramp[-1] for name, ramp in ramps.items()}
 
 
 def _activations(*styles: str) -> dict[str, str]:

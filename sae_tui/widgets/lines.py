@@ -76,6 +76,8 @@ _OF_16 = {
     "load1": "",
     "load2": "",
 } | {f"{name}-{shade}": colour for name, colour in GRAPHS.items() for shade in SHADES}
+# Plain blue is too dark on black, and bright blue is readable on white too.
+_OF_16 |= dict.fromkeys(("spark", *(f"spark-{shade}" for shade in SHADES)), "ansi_bright_blue")
 
 
 class LazyLines(Sequence[Line]):
