@@ -200,7 +200,7 @@ class Settings(msgspec.Struct, frozen=True):
         about("Characters of the app; plain: ASCII only, auto: plain on a vt100 or the Linux console.", group=_LOOK),
     ] = "auto"
 
-    colour_utilization_percent: Annotated[
+    colour_util_percent: Annotated[
         list[_Threshold],
         about("Utilisation shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[50, 90]"), **_TWO),
     ] = field(default_factory=lambda: [50.0, 90.0])

@@ -139,7 +139,7 @@ def totals(samples: Sequence[GpuSample], past: RecentHistory, settings: Settings
     counted = now.counted
     most_gib = total / 2**30 if total else None
     shares_of = share_of(used, total), share_of(busy, 100), share_of(power, limit)
-    thresholds = settings.colour_memory_percent, settings.colour_utilization_percent, settings.colour_power_percent
+    thresholds = settings.colour_memory_percent, settings.colour_util_percent, settings.colour_power_percent
     memory_load, busy_load, power_load = (share_style(*each) for each in zip(shares_of, thresholds, strict=True))
     hot_load = heat_style(now.hottest, settings) if now.hottest else "text"
     return [

@@ -10,7 +10,7 @@ from sae_tui.settings import Settings
 
 # Maps a field to its maximum and to the setting with its thresholds in percent of this maximum.
 _OF_MAXIMUM: Mapping[str, tuple[Callable[[GpuSample], float | None], str]] = {
-    "utilization": (lambda _: 100, "colour_utilization_percent"),
+    "utilization": (lambda _: 100, "colour_util_percent"),
     "memory_used_bytes": (lambda sample: sample.memory_total_bytes, "colour_memory_percent"),
     "power_w": (lambda sample: sample.power_limit_w, "colour_power_percent"),
 }

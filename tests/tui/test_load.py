@@ -51,7 +51,7 @@ def test_a_reading_without_a_known_maximum_is_plain() -> None:
 
 def test_thresholds_can_be_set_in_either_order_and_a_wrong_one_is_named(tmp_path) -> None:
     path = tmp_path / "settings.toml"
-    path.write_text("colour_utilization_percent = [30, 20]\ncolour_heat_c = [5]\ncolour_power_percent = [-1, 5]\n")
+    path.write_text("colour_util_percent = [30, 20]\ncolour_heat_c = [5]\ncolour_power_percent = [-1, 5]\n")
     settings, problems = load_settings(path)
     assert load_style(replace(SAMPLE, utilization=25), "utilization", settings) == "middle"
     assert load_style(replace(SAMPLE, utilization=30), "utilization", settings) == "high"
