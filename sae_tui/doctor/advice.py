@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from sae_tui.doctor.base import Finding
-from sae_tui.doctor.job import JobRow, gpus_for, job_rows
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.placement import propose_here, recommend
+from sae_tui.jobs.launch.ways import JobRow, fewest, gpus_for, job_rows, larger, paying_more, why_not_more
 from trainer.contract.errors import Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
@@ -24,9 +24,6 @@ from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.job import AnyJob, JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
-
-# The minimum efficiency (speed-up per device) for recommending several devices; 1 is ideal.
-LEAST_EFFICIENCY = 0.7
 
 
 class JobReport(msgspec.Struct, frozen=True):
@@ -110,7 +107,7 @@ def _speeds(rows: Sequence[JobRow], gpus: Sequence[GpuSample], cuda: bool) -> Fi
 
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
     """Recommend the smallest number of devices on which the job fits and the largest worthwhile number, or a remedy."""
-    best = min(rows, key=_cost_of)
+    best = fewest(rows)
     needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
         return _too_large(job, rows, data)
@@ -132,23 +129,13 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     return Finding("ok", "job", "; ".join(parts))
 
 
-def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """Return a sort key that prefers rows that fit, then efficient rows, then fewer devices and less memory."""
-    pays = row.efficiency >= LEAST_EFFICIENCY
-    return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
-
-
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
     """Yield sentences about the largest worthwhile number of devices, or why no larger number is worthwhile."""
-    others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
-    paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
-    if paying:
-        row = paying[-1]
+    if row := paying_more(best, rows):
         yield f"{_named(row)} take {duration(row.seconds)}, {row.speed_up:.1f}× the speed of one: {_flag(row)}"
-    elif others:
-        row = others[0]
-        reach = f"{_devices(row.ranks, bool(row.n_gpus))} reach {row.speed_up:.1f}× the speed of one"
-        yield f"more are not worth it: {reach}{f' ({row.reason})' if row.reason else ''}"
+    elif others := larger(best, rows):
+        reason = others[0].reason
+        yield f"more are not worth it: {why_not_more(best, rows)}{f' ({reason})' if reason else ''}"
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:

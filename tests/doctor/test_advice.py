@@ -6,8 +6,9 @@ import os
 import pytest
 from support.cards import GIB, Cards
 
-from sae_tui.doctor.advice import LEAST_EFFICIENCY, job_report
+from sae_tui.doctor.advice import job_report
 from sae_tui.doctor.base import look_at
+from sae_tui.jobs.launch.ways import LEAST_EFFICIENCY
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.settings.job_file import parse_job
 
@@ -51,12 +52,20 @@ def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
 
 
 def test_the_most_efficient_number_of_gpus_is_named_with_its_speed_up() -> None:
-    fast = measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4)
-    _, finding = advice(job(), gpus(4), speeds=fast)
-    best = [row for row in job_report(job(), gpus(4), speeds=fast).rows if row.chosen and row.gpus][-1]
+    fast, long = (
+        measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4),
+        job(train={"batch_size": 4096, "n_tokens": 500_000_000}),
+    )
+    _, finding = advice(long, gpus(4), speeds=fast)
+    best = [row for row in job_report(long, gpus(4), speeds=fast).rows if row.chosen and row.gpus][-1]
     assert best.efficiency >= LEAST_EFFICIENCY
     assert f"; 4 GPUs as {best.mode} take " in finding.sentence
     assert finding.sentence.endswith(f"{best.speed_up:.1f}× the speed of one: --gpus 0,1,2,3")
+
+
+def test_more_gpus_are_not_recommended_if_they_save_only_seconds() -> None:
+    _, finding = advice(job(), gpus(4), speeds=measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4))
+    assert "; more are not worth it: 2 GPUs would save 1 s" in finding.sentence
 
 
 def test_gpus_with_a_slow_link_are_not_recommended_and_the_reason_is_given() -> None:

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.workloads import look_of
 
-from sae_tui.doctor.job import job_rows
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.launching import fields_of
 from sae_tui.jobs.launch.placement import Placement, machine, place, propose_here
+from sae_tui.jobs.launch.ways import job_rows
 from sae_tui.jobs.queue.order import QueueGpu, turns
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir

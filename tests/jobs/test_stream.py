@@ -13,8 +13,8 @@ import pytest
 from support.toy_stream import ENTRY
 
 from sae_tui.cli import main
-from sae_tui.doctor.job import job_rows
 from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.ways import job_rows
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.settings import catalog

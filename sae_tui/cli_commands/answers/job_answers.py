@@ -7,9 +7,9 @@ import msgspec
 from sae_tui.compare.tables import all_results
 from sae_tui.doctor.advice import JobReport
 from sae_tui.doctor.base import Finding
-from sae_tui.doctor.job import JobRow
 from sae_tui.hosts.protocol import Message
 from sae_tui.jobs.energy import Energy
+from sae_tui.jobs.launch.ways import JobRow
 from sae_tui.jobs.view.postmortem import Postmortem
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, answer, card, metric_words, metrics

@@ -1,10 +1,10 @@
-"""Forecasts a job's memory, time and cost on 1, 2, 4 and 8 GPUs in every mode, or on the CPU."""
+"""Forecasts a job on different numbers of GPUs, or on the CPU, and chooses the number that pays."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,6 +20,29 @@ from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import duration, plural
+
+# The minimum efficiency (speed-up per device) for using several devices; 1 is ideal.
+LEAST_EFFICIENCY = 0.7
+# More devices must save at least this much time, because several ranks take some seconds longer to start than one.
+LEAST_SAVED_S = 30.0
+
+
+# GPUs of the same model differ by less than this in memory, because the driver and ECC reserve some of it.
+_SAME_SIZE = 0.9
+
+
+class ForecastGpu(Protocol):
+    """A GPU with its free and total memory in bytes, None if not reported."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def memory_free_bytes(self) -> int | None: ...
+    @property
+    def memory_total_bytes(self) -> int | None: ...
 
 
 class JobRow(msgspec.Struct, frozen=True):
@@ -28,7 +51,7 @@ class JobRow(msgspec.Struct, frozen=True):
     `chosen` is True for the mode selected by the job's `parallel.mode`. `gpus` lists the GPUs with the most free
     memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
     in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with those of a
-    single device.
+    single device. `is_limited` is True if a smaller GPU limits the others.
     """
 
     n_gpus: int
@@ -48,6 +71,12 @@ class JobRow(msgspec.Struct, frozen=True):
     room_bytes: int | None = None
     fits: bool | None = None
     fits_now: bool | None = None
+    is_limited: bool = False
+
+    @property
+    def pays(self) -> bool:
+        """Whether no device waits too long for the others, and no GPU limits larger ones."""
+        return self.efficiency >= LEAST_EFFICIENCY and not self.is_limited
 
 
 class Devices(msgspec.Struct, frozen=True):
@@ -59,6 +88,7 @@ class Devices(msgspec.Struct, frozen=True):
     capacity: DeviceMemory = UNKNOWN_MEMORY
     are_gpus: bool = False
     in_use: bool = False
+    are_limited: bool = False
 
     @property
     def memory_of(self) -> str | None:
@@ -94,7 +124,65 @@ def job_rows(
         if gpus
         else [_processes(count) for count in _cpu_counts(job)]
     )
-    return tuple(row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour))
+    rows = [row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour)]
+    return tuple(_compared(rows))
+
+
+def chosen_rows(
+    job: JobConfig,
+    data: DataShape,
+    gpus: Sequence[ForecastGpu],
+    speeds: MeasuredHardware,
+    *,
+    counts: Iterable[int],
+    cuda: bool,
+    busy: Collection[int],
+) -> list[JobRow]:
+    """Forecast the job in its own mode on the first 1, 2, … of these GPUs, for each number in `counts`."""
+    kinds = [_gpus(gpus, count, cuda, busy) for count in counts]
+    return list(_compared([next(_rows(job, data, devices, speeds, None)) for devices in kinds]))
+
+
+def _compared(rows: Sequence[JobRow]) -> Iterator[JobRow]:
+    """Yield the rows with their speed compared to the first one, which is the fastest single GPU if GPUs differ."""
+    for row in rows:
+        speed_up = row.tokens_per_s / rows[0].tokens_per_s
+        yield msgspec.structs.replace(row, speed_up=speed_up, efficiency=speed_up / row.ranks)
+
+
+def fewest(rows: Iterable[JobRow]) -> JobRow:
+    """Return the row with the fewest devices that suffice."""
+    return min(rows, key=_cost_of)
+
+
+def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
+    """Return a sort key that prefers rows that fit, then efficient rows, then fewer devices and less memory."""
+    return not row.fits_now, not row.fits, not row.pays, row.ranks, not row.chosen, row.memory_bytes
+
+
+def larger(than: JobRow, rows: Iterable[JobRow]) -> list[JobRow]:
+    """Return the rows in the job's own mode with more devices than this row, if they fit now."""
+    return [row for row in rows if row.chosen and row.fits_now and row.ranks > than.ranks]
+
+
+def why_not_more(than: JobRow, rows: Iterable[JobRow]) -> str:
+    """Return why more devices are not worth it, like `2 GPUs reach 1.1× the speed of one`, or "" if there are none."""
+    others = larger(than, rows)
+    if not others:
+        return ""
+    row = others[0]
+    devices = plural(row.ranks, "GPU" if row.n_gpus else "CPU process")
+    if row.is_limited:
+        return f"{devices} would include a smaller GPU, which limits the others"
+    if row.pays:
+        return f"{devices} would save {duration(max(0.0, than.seconds - row.seconds))}"
+    return f"{devices} reach {row.speed_up:.1f}× the speed of one"
+
+
+def paying_more(than: JobRow, rows: Iterable[JobRow]) -> JobRow | None:
+    """Return the row with the most devices that pays in comparison with this row, or None if no row does."""
+    paying = [row for row in larger(than, rows) if row.pays and than.seconds - row.seconds >= LEAST_SAVED_S]
+    return max(paying, key=lambda row: row.ranks, default=None)
 
 
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
@@ -112,7 +200,7 @@ def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     return [sample for sample in allowed if not is_slice(sample.uuid)] or allowed[:1]
 
 
-def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
+def _gpus(samples: Sequence[ForecastGpu], count: int, cuda: bool, busy: Collection[int]) -> Devices:
     """Return the first `count` of these GPUs. If there are fewer, return `count` similar devices without indices."""
     taken = samples[:count]
     name = slowest(gpu.name for gpu in taken) if cuda else CPU
@@ -120,7 +208,15 @@ def _gpus(samples: Sequence[GpuSample], count: int, cuda: bool, busy: Collection
     totals = [gpu.memory_total_bytes for gpu in taken if gpu.memory_total_bytes is not None]
     free = [gpu.memory_free_bytes for gpu in taken if gpu.memory_free_bytes is not None]
     capacity = DeviceMemory(min(free, default=None), min(totals, default=None))
-    return Devices(name, count, gpus, capacity, are_gpus=True, in_use=any(index in busy for index in gpus))
+    return Devices(
+        name,
+        count,
+        gpus,
+        capacity,
+        are_gpus=True,
+        in_use=any(index in busy for index in gpus),
+        are_limited=bool(totals) and min(totals) < _SAME_SIZE * max(totals),
+    )
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
@@ -215,6 +311,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         cost=expected.cost,
         reason=settled.reason,
         gpus=devices.gpus,
+        is_limited=devices.are_limited,
         room_bytes=devices.capacity.total_bytes if devices.gpus or not devices.are_gpus else None,
         **_fits(devices, settled.needs_bytes),
     )

@@ -10,7 +10,7 @@ from support.cards import GIB, Cards
 from support.workloads import workload
 
 from sae_tui.doctor.base import look_at
-from sae_tui.doctor.job import JobRow, job_rows
+from sae_tui.jobs.launch.ways import JobRow, fewest, job_rows, paying_more, why_not_more
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
@@ -168,3 +168,27 @@ def test_a_model_too_large_to_share_a_gpu_gets_its_own_gpus(tmp_path) -> None:
         row = told(model_gpus)[8]
         assert row.fits
         assert " of 8 GPUs to itself: next to the SAE it would not fit into 2" in row.reason
+
+
+def mixed(*gib: float):
+    """Return idle GPUs of these sizes, which are equally fast."""
+    found = gpu_samples(len(gib))
+    sizes = [int(size * GIB) for size in gib]
+    return [
+        dataclasses.replace(gpu, memory_total_bytes=size, memory_free_bytes=size - GIB, memory_used_bytes=GIB)
+        for gpu, size in zip(found, sizes, strict=True)
+    ]
+
+
+def test_a_smaller_gpu_that_limits_the_others_never_pays() -> None:
+    fast = MeasuredHardware()
+    for count in (1, 2, 4):
+        fast = fast.with_measured("NVIDIA H100", "bf16", count, Speeds(5e14, 3e12, 1e13, 1e-5, is_measured=True))
+    long = job(train={"batch_size": 4096, "n_tokens": 500_000_000})
+    for sizes, count in (((80, 80, 80, 80), 4), ((80, 80, 24, 24), 2), ((80, 24, 24, 24), None)):
+        found = rows(long, mixed(*sizes), fast)
+        alone = fewest(found)
+        assert alone.gpus == (0,)
+        more = paying_more(alone, found)
+        assert (more and more.ranks) == count
+    assert why_not_more(alone, found) == "2 GPUs would include a smaller GPU, which limits the others"
