@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -18,6 +20,8 @@ UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 # Bar characters are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full length.
 LINE, HALF, RAIL = "━", "╸", "─"
+# The space between a number and a unit or a counted noun, and those around the sign of a product.
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=[KMGT]i?B\b|ms\b|s\b|min\b|h\b|d\b|%|°C|W\b|GPUs?\b|×)|(?<=×) (?=\d)")
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
@@ -44,6 +48,13 @@ def wrap(text: str, width: int) -> list[str]:
             lines += full
         lines.append(line)
     return lines
+
+
+def wrap_quantities(text: str, width: int) -> list[str]:
+    """Break the text into lines of at most `width` cells, but never between a number and its unit."""
+    joined = _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(joined, width, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def visible(text: str) -> str:

@@ -16,7 +16,6 @@ from sae_tui.host import Host
 from sae_tui.jobs.gpus import availability
 from sae_tui.jobs.gpus.availability import GpuChoice, Holders
 from sae_tui.jobs.gpus.locks import HolderReader, lock_folder, lock_problem
-from sae_tui.jobs.launch import placement
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail, Watcher
@@ -81,11 +80,6 @@ class Session:
         """Return each GPU and whether it is available to a new job."""
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
-
-    def recommend(self, needed_bytes: int) -> tuple[int, ...]:
-        """Return the indices of the best GPUs for a job needing `needed_bytes` on each."""
-        count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
-        return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
         """Return a short description of each GPU's use, with its style name."""

@@ -64,8 +64,12 @@ class Settings(msgspec.Struct, frozen=True):
         bool, about("Whether a job and its clones, if at least three in all, are one row.", group=_LOOK)
     ] = False
     default_gpu_selection: Annotated[
-        Literal["available", "all", "manual"],
-        about("GPUs that the launch screen selects at first: all free ones, all, or none.", group=_LAUNCH),
+        Literal["available", "best", "all", "manual"],
+        about(
+            "GPUs that the launch screen selects at first: all free ones, the fewest that suffice unless more pay, "
+            "all, or none.",
+            group=_LAUNCH,
+        ),
     ] = "available"
     multi_gpu_enabled: Annotated[bool, about("Whether a job may use several GPUs.", group=_LAUNCH)] = True
     sampling_interval_s: Annotated[

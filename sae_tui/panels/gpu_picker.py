@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from textual.binding import Binding
@@ -35,22 +35,31 @@ MOST_PER_NODE = 16
 class GpuPicker(KeyedTable):
     """A list for selecting GPUs. Selecting a busy GPU asks for confirmation.
 
-    Space toggles a GPU, `a` selects all available ones, and `r` the recommended ones.
+    Space toggles a GPU, and `a` selects all available ones. `r` and `R` are answered by the form, which knows the job.
     """
 
     BINDINGS = [
         Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Select or deselect this GPU"),
         Binding("a", "available", "All free", id="picker.available", tooltip="Select every free GPU"),
-        Binding("r", "recommended", "Best", id="picker.recommended", tooltip="Select the recommended GPUs"),
-    ]
+        Binding("r", "best", "Best", id="picker.recommended",
+                tooltip="Select the fewest GPUs that suffice, or more if they pay"),
+        Binding("R", "best(True)", "Always", show=False, id="picker.always",
+                tooltip="Select the best GPUs now and for every new job"),
+    ]  # fmt: skip
     DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 
     class Changed(Message):
         """The selection of GPUs has changed."""
 
-    def __init__(self, recommend: Callable[[], Collection[int]], *, several: bool, id: str | None = None) -> None:  # noqa: A002
+    class BestAsked(Message):
+        """The user asked for the best GPUs; with `always`, for every new job."""
+
+        def __init__(self, *, always: bool) -> None:
+            super().__init__()
+            self.always = always
+
+    def __init__(self, *, several: bool, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
-        self.recommend = recommend
         self.several = several
         self.chosen: frozenset[int] = frozenset()
         self.cpu_processes = 0
@@ -136,9 +145,9 @@ class GpuPicker(KeyedTable):
         if not self.elsewhere:
             self.choose([choice.index for choice in self.choices if choice.may_be_offered])
 
-    def action_recommended(self) -> None:
+    def action_best(self, always: bool = False) -> None:
         if not self.elsewhere:
-            self.choose(self.recommend())
+            self.post_message(self.BestAsked(always=always))
 
     def _add(self, index: int) -> None:
         self._choose(self.chosen | {index} if self.several else frozenset({index}))

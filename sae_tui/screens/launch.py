@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from textual.message import Message
 from textual.widgets import Button
 from textual.worker import get_current_worker
 
-from sae_tui.format import fit, visible
+from sae_tui.format import fit, visible, wrap_quantities
 from sae_tui.jobs.environment import SETTING
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edit_by_hand
@@ -67,7 +66,7 @@ def inspection_lines(place: str, inspected: Inspected, width: int) -> list[Line]
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    return textwrap.wrap(visible(text), max(10, width), break_on_hyphens=False)
+    return wrap_quantities(visible(text), max(10, width))
 
 
 class Looked(Message):

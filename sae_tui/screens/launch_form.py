@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,22 +19,27 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Button, Label, Static
 
+from sae_tui.format import wrap_quantities
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
 from sae_tui.jobs.launch.kept_draft import KeptDraft
 from sae_tui.jobs.launch.kept_draft import file_of as kept_file
 from sae_tui.jobs.launch.kinds import launch_kind
+from sae_tui.jobs.launch.placement import recommend
 from sae_tui.jobs.program_environment import active_environment
 from sae_tui.jobs.shard_headers import announcing
+from sae_tui.jobs.user import user_name
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.session import Session
+from sae_tui.settings import change_settings
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.frame import HeadingLine, entitle, frame_of
 from sae_tui.widgets.menu import Menu
 from sae_tui.widgets.setting_form import CommandLine, Field, SettingForm
 from trainer.contract.errors import UserError
+from trainer.contract.files import write_own
 from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.catalog import KINDS, TRAINING
 from trainer.contract.settings.consent import COMMAND, Consent, refused, without
@@ -94,8 +98,9 @@ class ReviewText(Static):
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     """Return the review in full or, if it does not fit, without remedies, or else only its first problems."""
     in_full = review.sentences
-    for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
-        wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
+    short = [text if text == review.surplus else text.partition("; ")[0] for text in in_full]
+    for paragraphs in (in_full, short):
+        wrapped = [wrap_quantities(paragraph, width) for paragraph in paragraphs]
         if sum(map(len, wrapped)) <= n_lines:
             return [line for lines in wrapped for line in lines]
     shown: list[str] = []
@@ -106,6 +111,9 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
     return shown
 
 
+# On a machine with more GPUs, or with other users, selecting all free GPUs is rarely what people want.
+_MANY_GPUS = 8
+_OFFER_S = 15.0
 # Opening a job file changes about twenty fields at once but should cause only one review.
 _SETTLE_S = 0.05
 
@@ -144,9 +152,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._kind: dict[str, Any] = {} if kind == TRAINING else {"kind": kind}
         self._settings = job_form.chosen_settings(self._kind)
         self._building = False
-        self._asked = 0
+        # The numbers of the latest draft and of the latest reviewed draft.
+        self._asked = self._reviewed = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
+        # True until the next review chooses the best GPUs.
+        self._wants_best = False
         # The values and preset used to fill the form. A value that differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
@@ -157,11 +168,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
         several = self.session.settings.multi_gpu_enabled
         yield KindSwitch(id="kinds")
         yield HeadingLine(f" {self._gpus_title}", classes="heading", markup=False)
-        yield GpuPicker(self._recommended, several=several, id="picker").add_class("panel")
+        yield GpuPicker(several=several, id="picker").add_class("panel")
         with Vertical(id="settings-panel", classes="panel"):
             with Horizontal(id="preset-row"):
                 yield Label("", id="about")
-                none = f"none (clone of job {self.origin.job_id})" if self.origin else "none"
+                none = f"– (clone of job {self.origin.job_id})" if self.origin else "none"
                 yield Menu(_presets(self.kind), prompt=none, compact=True, id="preset")
                 yield Static("", id="environment", markup=False)
                 yield Static("", id="changes")
@@ -326,6 +337,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
         """Select the GPUs requested by a job file, if available; "auto" leaves the selection unchanged."""
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
+        if gpus != "auto":
+            self._wants_best = False
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
         elif count:
@@ -377,7 +390,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._show_changes(forms[0])
         self._kept.follow(candidate, is_changed=bool(self.changed))
         # Use a daemon thread, because a data path on a dead file server must not keep the app from exiting.
-        here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
+        several = self.session.settings.multi_gpu_enabled
+        here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda, several)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
     def _review_now(
@@ -388,6 +402,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         data: DataDir,
         jobs: Sequence[Job],
         cuda: bool,
+        several: bool,
     ) -> None:
         def check_again() -> None:
             with contextlib.suppress(RuntimeError):
@@ -398,7 +413,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
                 self.call_later(self._show_reading, number, place)
 
         with announcing(show_reading):
-            review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=check_again)
+            review = job_form.review(candidate, choices, data, jobs, cuda=cuda, several=several, when_known=check_again)
         overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have exited in the meantime.
         with contextlib.suppress(RuntimeError):
@@ -413,7 +428,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _show_review(self, event: Reviewed) -> None:
         if event.number != self._asked:
             return
-        self.review = event.review
+        self.review, self._reviewed = event.review, event.number
+        if self._wants_best and self._choose_best():
+            return
         for form in self.query(SettingForm):
             form.say(event.review.by_field, event.overridden, event.review.warned_fields)
         self.query_one(ReviewText).show_review(event.review)
@@ -458,7 +475,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     @property
     def has_to_answer(self) -> bool:
         """Whether a key is still waiting for a review, so that later keys must wait too."""
-        return self._then is not None
+        return self._then is not None or self._wants_best
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
         """Return two dicts by path: the valid values, including the kind of job, and the errors of other fields."""
@@ -502,21 +519,76 @@ class LaunchForm(VerticalScroll, can_focus=False):
         rows = [row for form in self.query(SettingForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 
-    def _recommended(self) -> tuple[int, ...]:
-        return self.session.recommend(self.review.needed_bytes)
-
     def _preselect(self, picker: GpuPicker) -> None:
         """Select GPUs as the app's settings specify."""
         default = self.session.settings.default_gpu_selection
-        if default != "manual" and self._is_program:
-            # How many GPUs a program can use is unknown.
-            picker.choose(self._recommended()[:1])
+        if default == "best" or (default != "manual" and self._is_program):
+            self._want_best()
         elif default == "available":
             picker.action_available()
+            self._offer_best(picker.choices)
         elif default == "all":
             picker.choose(
                 [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
             )
+
+    @on(GpuPicker.BestAsked)
+    def _best_asked(self, event: GpuPicker.BestAsked) -> None:
+        event.stop()
+        if event.always:
+            self._always_best()
+        self._want_best()
+
+    def _want_best(self) -> None:
+        """Choose the best GPUs, at once if the last review still applies, or after a new review."""
+        best, picker = self.review.best, self.query_one(GpuPicker)
+        free = {choice.index for choice in picker.choices if choice.may_be_offered}
+        self._wants_best = True
+        if best is not None and self._reviewed == self._asked and best.gpus and free.issuperset(best.gpus):
+            self._choose_best()
+        else:
+            self._check()
+
+    def _choose_best(self) -> bool:
+        """Choose the GPUs recommended by the review, or else one free GPU; return whether this is a change."""
+        self._wants_best = False
+        picker, best = self.query_one(GpuPicker), self.review.best
+        before = picker.gpus
+        if best is not None and not best.gpus:
+            picker.choose_any(best.count)
+        elif gpus := best.gpus if best else recommend(picker.choices, 0, 1).gpus:
+            picker.choose(gpus)
+        return picker.gpus != before
+
+    def _always_best(self) -> None:
+        """Save in the settings that the launch screen selects the best GPUs."""
+        if self.session.actions.refused():
+            return
+        try:
+            change_settings(self.session.data.settings_file, {"default_gpu_selection": "best"})
+        except UserError as error:
+            self.notify(str(error), title="Not saved", severity="error", markup=False)
+        else:
+            self.session.settings = msgspec.structs.replace(self.session.settings, default_gpu_selection="best")
+            self.notify("Saved: new jobs start with the best GPUs (setting default_gpu_selection).")
+
+    def _offer_best(self, choices: Sequence[GpuChoice]) -> None:
+        """Offer once, on a machine with many GPUs or other users, to select the best GPUs from now on."""
+        is_shared = len(choices) > _MANY_GPUS or any(map(_is_of_another_user, choices))
+        mark = self.session.data.root / f"best-offered-{os.getuid()}"
+        if not is_shared or self.session.readonly or os.path.lexists(mark):
+            return
+        self.notify("All free GPUs are ticked; R ticks only as many as pay, now and always.", timeout=_OFFER_S)
+        with contextlib.suppress(OSError, UserError):
+            if not self.session.data.root.exists():
+                self.session.data.create()
+            write_own(mark, "", durable=False)
+
+
+def _is_of_another_user(choice: GpuChoice) -> bool:
+    """Return whether another user's program or job uses this GPU, or the GPU is reserved for others."""
+    is_foreign = choice.state == "busy" and choice.job_id is None
+    return choice.withheld or (is_foreign and not choice.reason.startswith(f"used by {user_name()} "))
 
 
 def _label(path: str, setting: Setting, names: Counter[str]) -> str:

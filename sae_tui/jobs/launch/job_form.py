@@ -14,6 +14,7 @@ from sae_tui.jobs import environment
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.gpus.availability import GpuChoice
+from sae_tui.jobs.launch.best_gpus import Best, best_gpus
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.kinds.command import name_of_command
 from sae_tui.jobs.launch.limits import problems_with_policy, with_policy_limit
@@ -27,7 +28,7 @@ from sae_tui.policy import read_policy
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, shipped_data, working_folder
-from trainer.contract.planning.check_job import propose
+from trainer.contract.planning.check_job import Proposal, propose
 from trainer.contract.planning.training import OVERRIDDEN_BY
 from trainer.contract.printable import printable, printable_toml
 from trainer.contract.settings import consent, job_file
@@ -38,6 +39,7 @@ from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.sections import CHOSEN, choices_of, job_class, section_settings, words_of
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
+from trainer.contract.wording import duration, plural
 
 # The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
@@ -76,6 +78,9 @@ class Review(msgspec.Struct, frozen=True):
     refusal: str = ""
     # True until the job's interpreter has reported its packages.
     is_asking: bool = False
+    best: Best | None = None
+    # A sentence saying that fewer GPUs would do, or "".
+    surplus: str = ""
 
     @property
     def errors(self) -> list[Problem]:
@@ -107,10 +112,10 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def sentences(self) -> list[str]:
-        """The summary, followed by all errors and then all warnings."""
+        """The summary and the advice about its GPUs, followed by all errors and then all warnings."""
         refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
-        return ([self.summary] if self.summary else []) + refusal + lines
+        return [*filter(None, (self.summary, self.surplus)), *refusal, *lines]
 
 
 def review(
@@ -120,9 +125,12 @@ def review(
     past: Sequence[Job],
     *,
     cuda: bool,
+    several: bool = True,
     when_known: Callable[[], object] | None = None,
 ) -> Review:
     """Check whether a draft can run on this machine, reading the activation shards' or language model's headers.
+
+    If `several` is False, a job may use only one GPU.
 
     If the draft names an interpreter, that interpreter is run once to list its packages. If `when_known` is given, do
     not wait for this list, but call `when_known` once it is available.
@@ -130,10 +138,12 @@ def review(
     python = candidate.values.get(environment.SETTING)
     if not isinstance(python, str) or not python:
         lack = lack_of_trainer() if job_class(kind_of(candidate.values)).needs_trainer else ""
-        return msgspec.structs.replace(_review(candidate, choices, data, past, cuda=cuda), refusal=lack)
+        return msgspec.structs.replace(
+            _review(candidate, choices, data, past, cuda=cuda, several=several), refusal=lack
+        )
     there = environment.glance(python, when_known) if when_known else environment.look(python)
     with judged_by(there.packages):
-        reviewed = _review(candidate, choices, data, past, cuda=cuda)
+        reviewed = _review(candidate, choices, data, past, cuda=cuda, several=several)
     return _with_environment(reviewed, there, wants_gpus=cuda and bool(choices) and bool(_n_gpus(candidate.gpus)))
 
 
@@ -155,7 +165,7 @@ def _with_environment(reviewed: Review, there: Environment, *, wants_gpus: bool)
 
 
 def _review(
-    candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool
+    candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool, several: bool
 ) -> Review:
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
     job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
@@ -188,8 +198,9 @@ def _review(
     if choices and not look.on_gpus:
         beside = propose(job.replace("launch", gpus="auto"), proposal.machine, used_before(past)).outlook
     needed_bytes = beside.needs_bytes or 0
+    best = best_gpus(job, proposal.machine, used_before(past), several=several)
     if candidate.gpus == []:
-        return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes)
+        return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes, best=best)
     text = kind.summary(job, look, device=device, past=past)
     if (limited := with_policy_limit(job, policy)) is not job:
         text = f"{text} · stops after {limited.launch.time_limit}, as the policy of this machine says"
@@ -197,8 +208,25 @@ def _review(
         text = f"{text} · {waits}, whose rows it reads"
     lack = look.lack if look.on_gpus else ""
     if errors(problems):
-        return Review(None, tuple(problems), text, needed_bytes, takes, lack)
-    return Review(job, tuple(problems), text, needed_bytes, takes, lack, proposal.comes_to())
+        return Review(None, tuple(problems), text, needed_bytes, takes, lack, best=best)
+    surplus = _surplus(proposal, best, device=device, past=past)
+    return Review(
+        job, tuple(problems), text, needed_bytes, takes, lack, proposal.comes_to(), best=best, surplus=surplus
+    )
+
+
+def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: Sequence[Job]) -> str:
+    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s, r takes it`, or "" if so many GPUs pay."""
+    job, n_gpus = proposal.job, proposal.devices
+    if best is None or not best.gpus or not proposal.outlook.on_gpus or n_gpus <= best.count:
+        return ""
+    fewer = propose(job.replace("launch", gpus=best.setting), proposal.machine, used_before(past))
+    times = [launch_kind(job.kind).seconds(one.job, one.outlook, device=device, past=past) for one in (proposal, fewer)]
+    now, then = (None if time is None else duration(time) for time in times)
+    if now is None or then is None:
+        return ""
+    takes = "it" if best.count == 1 else "them"
+    return f"{plural(n_gpus, 'GPU')}, about {now}; {plural(best.count, 'GPU')} would take {then}, F2 r takes {takes}"
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -70,16 +70,24 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
         if not obstacle:
             usable.append(choice)
     usable.sort(key=lambda choice: (-(choice.memory_free_bytes or 0), choice.index))
-    gpus = tuple(choice.index for choice in _of_one_vendor(usable, count)[:count])
+    gpus = tuple(choice.index for choice in of_one_vendor(usable, count)[:count])
     return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
 
 
-def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
+class _OfVendor(Protocol):
+    @property
+    def vendor(self) -> str: ...
+
+
+G = TypeVar("G", bound=_OfVendor)
+
+
+def of_one_vendor(choices: Sequence[G], count: int) -> Sequence[G]:
     """Return the GPUs from the vendor supported by the PyTorch build.
 
     If that vendor is unknown, return the GPUs of the vendor that has the most, counting at most `count`.
     """
-    by_vendor: dict[str, list[GpuChoice]] = {}
+    by_vendor: dict[str, list[G]] = {}
     for choice in choices:
         by_vendor.setdefault(choice.vendor, []).append(choice)
     if len(by_vendor) < 2:

@@ -10,12 +10,13 @@ import msgspec
 
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.planning.check_job import MachineGpu, wanted_devices
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, UNKNOWN_MEMORY, DeviceMemory, Forecast, forecast, settle_on
 from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, slowest
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
+from trainer.contract.planning.outlook import AnyOutlook
 from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
@@ -125,7 +126,7 @@ def job_rows(
         else [_processes(count) for count in _cpu_counts(job)]
     )
     rows = [row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour)]
-    return tuple(_compared(rows))
+    return tuple(compared(rows))
 
 
 def chosen_rows(
@@ -140,11 +141,32 @@ def chosen_rows(
 ) -> list[JobRow]:
     """Forecast the job in its own mode on the first 1, 2, … of these GPUs, for each number in `counts`."""
     kinds = [_gpus(gpus, count, cuda, busy) for count in counts]
-    return list(_compared([next(_rows(job, data, devices, speeds, None)) for devices in kinds]))
+    return list(compared([next(_rows(job, data, devices, speeds, None)) for devices in kinds]))
 
 
-def _compared(rows: Sequence[JobRow]) -> Iterator[JobRow]:
-    """Yield the rows with their speed compared to the first one, which is the fastest single GPU if GPUs differ."""
+def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits: bool = True) -> JobRow:
+    """Return the row of a job that is no training job, on all of these GPUs."""
+    is_free = not look.lack and not any(gpu.busy for gpu in gpus)
+    return JobRow(
+        n_gpus=len(gpus),
+        ranks=len(gpus),
+        mode=look.mode,
+        latent_ranks=1,
+        chosen=True,
+        memory_bytes=look.needs_bytes or 0,
+        seconds=seconds,
+        tokens_per_s=1 / seconds,
+        speed_up=1.0,
+        efficiency=1.0,
+        is_measured=False,
+        gpus=tuple(sorted(gpu.index for gpu in gpus)),
+        fits=fits,
+        fits_now=fits and is_free,
+    )
+
+
+def compared(rows: Sequence[JobRow]) -> Iterator[JobRow]:
+    """Yield the rows with their speed compared to that of the first row, which is for one device."""
     for row in rows:
         speed_up = row.tokens_per_s / rows[0].tokens_per_s
         yield msgspec.structs.replace(row, speed_up=speed_up, efficiency=speed_up / row.ranks)

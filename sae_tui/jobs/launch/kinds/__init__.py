@@ -6,14 +6,16 @@ The kinds of job are listed by `KINDS` in the contract's catalog.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.ways import JobRow, row_of
 from sae_tui.jobs.program_environment import snapshot
+from trainer.contract.errors import errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import proposal_class
+from trainer.contract.planning.check_job import Machine, MachineGpu, proposal_class, propose
 from trainer.contract.planning.outlook import AnyOutlook
 from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.job import J
@@ -39,6 +41,18 @@ class LaunchKind(Generic[J, L]):
     def summary(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> str:
         """Return one line about the job's devices and requirements."""
         return f"{plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')} · {self.needs(look)}"
+
+    def seconds(self, job: J, look: L, *, device: str, past: Iterable[Job]) -> float | None:
+        """Return how long the job will take, or None if that is unknown."""
+        return None
+
+    def ways(self, job: J, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+        """Forecast the job on the first 1, 2, … of these GPUs, for each number in `counts`.
+
+        If its time is unknown, forecast it only on one GPU: nobody knows whether it could use more.
+        """
+        fitting = propose(job.replace("launch", gpus=[gpus[0].index]), on)
+        return [row_of(fitting.outlook, gpus[:1], 1.0, fits=not errors(fitting.memory_problems()))]
 
     def answer(self, look: L) -> dict[str, object]:
         """Return the additional fields reported by `sae-tui validate --json` for this kind of job."""

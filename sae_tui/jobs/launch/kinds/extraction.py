@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,9 @@ import msgspec
 from sae_tui.jobs.launch.kinds import LaunchKind
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.ways import JobRow, compared, row_of
 from trainer.contract.paths import DataDir
+from trainer.contract.planning.check_job import Machine, MachineGpu, propose
 from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits, disk_words, mode_of
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.rows import Job
@@ -38,6 +40,19 @@ class LaunchExtraction(LaunchKind[ExtractJob, ExtractionOutlook]):
         wide = "" if look.d_in is None else f", {look.d_in:,} wide"
         rows = f"{job.extract.n_tokens:,} rows of {plural(len(job.model.hooks), 'hook')}{wide}"
         return " · ".join([where, rows, self.needs(look)])
+
+    def seconds(self, job: ExtractJob, look: ExtractionOutlook, *, device: str, past: Iterable[Job]) -> float | None:
+        return look.seconds
+
+    def ways(self, job: ExtractJob, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+        rows = []
+        for count in counts:
+            look = propose(job.replace("launch", gpus=[gpu.index for gpu in gpus[:count]]), on).outlook
+            assert isinstance(look, ExtractionOutlook)
+            if look.seconds is None:
+                return super().ways(job, on, gpus, counts)
+            rows.append(row_of(look, gpus[:count], max(1e-3, look.seconds), fits=not look.excess))
+        return list(compared(rows))
 
     def need(
         self, job: ExtractJob, look: ExtractionOutlook, free: FreeMemory, *, device: str, past: Iterable[Job] = ()

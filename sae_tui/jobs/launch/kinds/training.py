@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -11,13 +11,15 @@ import msgspec
 from sae_tui.jobs.launch.kinds import LaunchKind
 from sae_tui.jobs.launch.memory_need import FreeMemory, Need, PeakMemory, measured_peak, of_same_shape
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.ways import JobRow, chosen_rows
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, MachineGpu
 from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.model_placement import place_model
 from trainer.contract.planning.outlook import Outlook
-from trainer.contract.planning.workload import Workload, steps_of
+from trainer.contract.planning.workload import Layout, Workload, steps_of, with_model_gpus
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.settings.sources import DataShape
@@ -52,6 +54,9 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         batch, factors = str(work.tokens_per_step), _factors(work)
         if len(factors) > 1:
             batch += " = " + " × ".join(map(str, factors))
+        alone = _tokens_per_step_on_one(job)
+        if devices > 1 and alone != work.tokens_per_step:
+            batch += f" ({alone} on 1 {'GPU' if look.on_gpus else 'process'})"
         each = f" per {'GPU' if look.on_gpus else 'process'}" if devices > 1 else ""
         seconds, measured = expected_seconds(job, look, device, past)
         parts = [
@@ -63,6 +68,14 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
             *([look.placed.sentence] if look.placed and (look.placed.model_gpus or look.placed.why) else []),
         ]
         return " · ".join(parts)
+
+    def seconds(self, job: JobConfig, look: Outlook, *, device: str, past: Iterable[Job]) -> float:
+        return expected_seconds(job, look, device, past)[0]
+
+    def ways(self, job: JobConfig, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
+        busy = [gpu.index for gpu in gpus if gpu.busy]
+        shape = job.data_shape(on.promises)
+        return chosen_rows(job, shape, gpus, on.speeds, counts=counts, cuda=on.cuda, busy=busy)
 
     def measured(self, job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> PeakMemory | None:
         return measured_peak(job, look.settled.work.shape, look.devices, look.mode, device, past)
@@ -129,6 +142,11 @@ def _factors(work: Workload) -> list[int]:
     """
     factors = (work.micro_batch, work.micro_batches, work.data_ranks)
     return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
+
+
+def _tokens_per_step_on_one(job: JobConfig) -> int:
+    """Return the effective batch size of the job on one device."""
+    return Layout(with_model_gpus(job.replace("parallel", mode="single"), 1, 0), 1).tokens_per_step
 
 
 def _sweep(job: JobConfig) -> str:
