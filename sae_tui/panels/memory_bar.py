@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import groupby
 
 import msgspec
@@ -15,14 +16,14 @@ from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
 # The first letter of each name appears in the bar, so that the names also serve as the legend. The short names are for
-# 80-column terminals.
+# narrow terminals.
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
     "optimizer": ("Optimizer", "Opt"),
     "activations": ("Activations", "Acts"),
     "communication": ("Exchange", "Exch"),
-    "slack": ("Reserve", "Rest"),
+    "slack": ("Reserve", "Resv"),
     "context": ("CUDA", "CUDA"),
 }
 ON_CPU = {"context": ("Code", "Code")}
@@ -84,7 +85,8 @@ def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: i
         return [first, ((" ", "text"),)]
     verdict = _verdict(need, capacity)
     bar_width = max(0, width - sum(cell_len(text) for text, _ in (*first, verdict)) - 1)
-    lines = [(*first, *bar(need, capacity, bar_width), verdict), _legend(need, width)]
+    drawn = {name for name, n_cells in _widths(need, capacity, bar_width).items() if n_cells}
+    lines = [(*first, *bar(need, capacity, bar_width), verdict), _legend(need, drawn, width)]
     notes = [*_measured(need), *_remedies(need, capacity)]
     joined = _line([" · ".join(text for text, _ in notes)], notes[-1][1]) if notes else ()
     if len(notes) > 1 and sum(cell_len(text) for text, _ in joined) > width:
@@ -93,18 +95,29 @@ def memory_lines(heading: str, need: Need | None, capacity: FreeMemory, width: i
 
 
 def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
-    """Return a bar with a segment per component, labelled by a letter, and a mark at the end of the free memory."""
-    free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
-    top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
+    """Return a bar to scale, with a letter in each component's segment and a mark at the end of the free memory."""
     drawn: list[Span] = []
-    for name, n_cells in cells(need.parts, round(width * need.parts.total / top)).items():
-        drawn += [(LETTERS[name], f"{COLOURS[name]} swapped"), *[("█", COLOURS[name])] * (n_cells - 1)]
+    for name, n_cells in _widths(need, capacity, width).items():
+        if n_cells:
+            drawn += [(LETTERS[name], f"{COLOURS[name]} swapped"), *[("█", COLOURS[name])] * (n_cells - 1)]
     drawn += [(" ", "trough")] * (width - len(drawn))
+    free, top = _scale(need, capacity)
     if free is not None and drawn:
         mark = "│" if free <= top else "→"
         drawn[min(width - 1, int(width * free / top))] = (mark, "bad" if need.lacks(capacity) else "title trough")
     runs = groupby(drawn, key=lambda span: span[1])
     return tuple(("".join(text for text, _ in run), style) for style, run in runs)
+
+
+def _scale(need: Need, capacity: FreeMemory) -> tuple[float | None, float]:
+    """Return the free memory of each rank, or None if it is unknown, and the memory at the end of the bar."""
+    free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
+    return free, max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
+
+
+def _widths(need: Need, capacity: FreeMemory, width: int) -> dict[str, int]:
+    """Return the number of cells of each component in a bar of this width."""
+    return cells(need.parts, round(width * need.parts.total / _scale(need, capacity)[1]))
 
 
 def _verdict(need: Need, capacity: FreeMemory) -> Span:
@@ -117,15 +130,23 @@ def _verdict(need: Need, capacity: FreeMemory) -> Span:
     return f" {mark} {taken} of {gibibytes(capacity.free_bytes)} free on {capacity.where}", style
 
 
-def _legend(need: Need, width: int) -> Line:
+def _legend(need: Need, drawn: Collection[str], width: int) -> Line:
+    """Name the components in the bar with their sizes, and then those too small for a cell."""
     names = NAMES if need.on_gpus else NAMES | ON_CPU
+    sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(need.parts).items() if n_bytes}
     between = "  " if width >= WIDE else " "
     spans: list[Span] = []
-    for name, n_bytes in msgspec.structs.asdict(need.parts).items():
-        if n_bytes:
-            word = names[name][width < WIDE]
-            spans += [(between if spans else "", "text"), (word[0], f"{COLOURS[name]} swapped")]
-            spans += [(f"{word[1:]} ", "label"), (short(n_bytes), "text")]
+    for name in filter(drawn.__contains__, sizes):
+        word = names[name][width < WIDE]
+        spans += [(between if spans else "", "text"), (word[0], f"{COLOURS[name]} swapped")]
+        spans += [(f"{word[1:]} ", "label"), (short(sizes[name]), "text")]
+    small = [name for name in sizes if name not in drawn]
+    if small and width >= WIDE:
+        each = between.join(f"{names[name][0]} {short(sizes[name])}" for name in small)
+        spans.append((f"{between}under one cell: {each}", "label"))
+    elif small:
+        words = "+".join(names[name][1] for name in small)
+        spans += [(f"{between}{words} ", "label"), (short(sum(sizes[name] for name in small)), "text")]
     space = width - sum(len(text) for text, _ in spans)
     return ((" " * max(0, min(4, space)), "text"), *spans)
 

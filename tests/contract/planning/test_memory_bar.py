@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,17 +18,19 @@ def test_every_component_has_a_unique_letter() -> None:
     assert len(set(LETTERS.values())) == len(LETTERS)
 
 
-@given(PARTS, st.integers(len(LETTERS), 200))
-def test_the_memory_components_fill_the_bar_and_each_is_visible(parts: Memory, width: int) -> None:
+@given(PARTS, st.integers(0, 200))
+def test_the_bar_is_full_and_every_boundary_is_to_scale(parts: Memory, width: int) -> None:
     widths = cells(parts, width)
+    sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes}
+    assert widths.keys() == sizes.keys()
     assert sum(widths.values()) == (width if parts.total else 0)
-    assert widths.keys() == {name for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes}
-    assert all(n_cells >= 1 for n_cells in widths.values())
+    for n_cells, n_bytes in zip(accumulate(widths.values()), accumulate(sizes.values()), strict=True):
+        assert abs(n_cells - width * n_bytes / parts.total) <= 0.5 + 1e-9
 
 
-@given(PARTS, st.integers(0, len(LETTERS)))
-def test_a_bar_too_short_for_all_components_keeps_its_width(parts: Memory, width: int) -> None:
-    assert sum(cells(parts, width).values()) <= width
+def test_parts_smaller_than_a_cell_take_no_whole_cell() -> None:
+    parts = Memory(1 << 20, 2 << 20, 1 << 20, 3 << 20, 0, 128 << 20, 512 << 20)
+    assert list(cells(parts, 20).values()) == [0, 0, 0, 0, 4, 16]
 
 
 def test_segment_widths_are_proportional_to_memory_if_the_bar_is_long_enough() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import msgspec
 
 from trainer.contract.planning.memory import Memory
@@ -19,13 +21,11 @@ LETTERS = {
 
 
 def cells(parts: Memory, width: int) -> dict[str, int]:
-    """Divide `width` cells among the parts in proportion to their bytes, with at least one cell per non-empty part.
+    """Divide `width` cells among the non-empty parts in proportion to their bytes.
 
-    If there are more non-empty parts than cells, some parts get no cell.
+    Each boundary between parts is at most half a cell from its exact place, so parts smaller than a cell are summed
+    until they fill one; the others get no cell.
     """
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes > 0}
-    widths = {name: max(1, round(width * n_bytes / parts.total)) for name, n_bytes in sizes.items()}
-    while widths and (excess := sum(widths.values()) - width):
-        widest = max(widths, key=lambda name: widths[name])
-        widths[widest] -= 1 if excess > 0 else -1
-    return widths
+    ends = [round(width * n_bytes / parts.total) for n_bytes in accumulate(sizes.values())]
+    return {name: end - start for name, start, end in zip(sizes, [0, *ends], ends, strict=False)}
