@@ -37,7 +37,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.frame import HeadingLine, entitle, frame_of
 from sae_tui.widgets.menu import Menu
-from sae_tui.widgets.setting_form import CommandLine, Field, SettingForm
+from sae_tui.widgets.setting_form import CommandLine, Field, FieldHelp, SettingForm
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
 from trainer.contract.settings.backends import cluster_of
@@ -113,7 +113,9 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
 
 # On a machine with more GPUs, or with other users, selecting all free GPUs is rarely what people want.
 _MANY_GPUS = 8
-_OFFER_S = 15.0
+_OFFER_S = 8.0
+# From this window size, all settings of a job are shown, in three columns.
+_WIDE_COLUMNS, _WIDE_ROWS = 180, 50
 # Opening a job file changes about twenty fields at once but should cause only one review.
 _SETTLE_S = 0.05
 
@@ -178,6 +180,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
                 yield Static("", id="changes")
             with VerticalScroll(id="form-scroll", can_focus=False):
                 yield SettingForm(_fields(self._kind), self._kind, id="form", original=self._original)
+            yield FieldHelp()
         with Vertical(id="review-panel", classes="panel"):
             yield MemoryBar(id="memory")
             with Horizontal(id="review-row"):
@@ -190,6 +193,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def on_resize(self) -> None:
         self._entitle()
+        width, height = self.screen.size
+        for form in self.query(SettingForm):
+            form.widen(is_wide=width >= _WIDE_COLUMNS and height >= _WIDE_ROWS)
 
     def _entitle(self) -> None:
         """Write the titles with their keys into the frames, or into the panels themselves if there are no frames."""

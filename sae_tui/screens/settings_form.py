@@ -16,7 +16,7 @@ from sae_tui.settings import AT_START, Settings, change_settings, load_settings,
 from sae_tui.ssh import checked_host
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
-from sae_tui.widgets.setting_form import Field, SettingForm
+from sae_tui.widgets.setting_form import Field, FieldHelp, SettingForm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.printable import printable
 from trainer.contract.settings.declare import Setting, settings_of
@@ -69,6 +69,7 @@ class SettingsScreen(FramedScreen):
                 original=self._stored,
                 marks_usual=True,
             )
+        yield FieldHelp()
         yield Footer()
 
     def on_mount(self) -> None:

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations, groupby, pairwise
 from typing import Any
 
 from rich.text import Text
@@ -73,6 +74,9 @@ class Field:
         return "; ".join(filter(None, hints))
 
 
+_Section = tuple[str, list[Field]]
+
+
 class CommandLine(Input):
     """A command line in one line, as typed in a shell. The up key asks the form for earlier command lines."""
 
@@ -97,8 +101,30 @@ class CommandLine(Input):
         self.focus()
 
 
+class FieldHelp(Static):
+    """The full help of the field with the focus, below the form; hidden while no field has the focus."""
+
+    DEFAULT_CSS = """
+    FieldHelp { display: none; height: auto; max-height: 3; padding: 0 1; color: $text-muted; }
+    FieldHelp.-wrong { color: $text-error; }
+    FieldHelp.-warned { color: $text-warning; }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False)
+
+    def explain(self, row: SettingRow | None) -> None:
+        """Show the help or the problem of this row; keep the row in view, because the form gets shorter."""
+        self.display = row is not None
+        if row is not None:
+            for name in ("-wrong", "-warned"):
+                self.set_class(row.has_class(name), name)
+            self.update(row.explanation)
+            self.call_after_refresh(row.scroll_visible, animate=False)
+
+
 class SettingRow(Horizontal):
-    """A label, an input field and, on the right, the help or the problem.
+    """A label, an input field and, on the right, as much of the help or the problem as fits.
 
     A hidden row is empty until `fill` is called, because creating every editor makes opening a form four times slower.
     """
@@ -112,8 +138,6 @@ class SettingRow(Horizontal):
     SettingRow > Input { width: 22; }
     SettingRow > Select { width: 22; }
     SettingRow > .hint { width: 1fr; margin-left: 2; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
-    SettingRow:focus-within { height: auto; }
-    SettingRow:focus-within > .hint { height: auto; text-wrap: wrap; }
     SettingRow.-wrong > .hint { color: $text-error; }
     SettingRow.-warned > .hint { color: $text-warning; }
     SettingRow.-unusual > Label { color: $foreground; text-style: bold; }
@@ -137,6 +161,11 @@ class SettingRow(Horizontal):
         if self._editor is None and self.is_attached:
             hint = Static(self._hint_text(), classes="hint", markup=False)
             self.mount(Label(self.field.label or self.field.setting.name), self.editor, hint)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the row still has no editor."""
+        return self._editor is None
 
     def focus_editor(self) -> None:
         self.fill()
@@ -183,15 +212,15 @@ class SettingRow(Horizontal):
         self.set_class(self.marks_usual and self.is_unusual, "-unusual")
         if problem or self.is_changed:
             self.fill()
-        self._draw()
+        for hint in self.query(".hint").results(Static):
+            hint.update(self._hint_text(), layout=False)
 
-    @on(DescendantFocus)
-    @on(DescendantBlur)
-    def _draw(self) -> None:
+    @property
+    def explanation(self) -> str:
+        """The name of the field, its help or problem, and how to type its value."""
         typing = "" if self._problem else self.field.typing
         typing = typing and f" {typing[:1].upper()}{typing[1:]}."
-        for hint in self.query(".hint").results(Static):
-            hint.update(self._hint_text() + (typing if self.has_focus_within else ""), layout=self.has_focus_within)
+        return f"{self.field.label or self.field.setting.name}: {self._hint_text()}{typing}"
 
     def _hint_text(self) -> str:
         usual = f"default {self._placeholder()}" if self.marks_usual and self.is_unusual else ""
@@ -229,8 +258,16 @@ class SettingRow(Horizontal):
         return "required" if self.field.setting.required else self.field.show(self.field.setting.default) or "none"
 
 
+# A form is divided into at most this many columns, which are next to each other in a wide window.
+_COLUMNS = 3
+# Rows filled between two redraws, so that a form with all settings does not delay its first picture.
+_FILLED_AT_ONCE = 12
+
+
 class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
+
+    With the classes `-all` and `-wide`, the sections stand next to each other in columns.
 
     Posts `Edited` after every change; `values` returns the entered values, including values in hidden rows. Values that
     differ from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
@@ -244,8 +281,11 @@ class SettingForm(Vertical):
     ]
     DEFAULT_CSS = """
     SettingForm { height: auto; }
-    SettingForm > .section { display: none; text-style: bold; }
-    SettingForm.-all > .section { display: block; }
+    SettingForm > Vertical { height: auto; }
+    SettingForm .section { display: none; text-style: bold; }
+    SettingForm.-all .section { display: block; }
+    SettingForm.-all.-wide { layout: horizontal; }
+    SettingForm.-all.-wide > Vertical { width: 1fr; padding-right: 2; }
     """
 
     class Edited(Message):
@@ -269,34 +309,53 @@ class SettingForm(Vertical):
         self._last: SettingRow | None = None
 
     def compose(self) -> ComposeResult:
-        previous = ""
-        for field in self._fields:
-            section = field.section or field.path.rpartition(".")[0]
-            if section != previous:
-                yield Label(section, classes="section")
-            previous = section
-            row = SettingRow(field, self._values.get(field.path, field.setting.default))
-            row.marks_usual = self._marks_usual
-            if self._original is not None:
-                row.original = field.show(self._original.get(field.path, field.setting.default))
-            yield row
+        sections = [
+            (name, list(fields)) for name, fields in groupby(self._fields, key=lambda one: one.section or _section(one))
+        ]
+        for column in _in_columns(sections):
+            with Vertical():
+                for name, fields in column:
+                    if name:
+                        yield Label(name, classes="section")
+                    yield from map(self._row, fields)
+
+    def _row(self, field: Field) -> SettingRow:
+        row = SettingRow(field, self._values.get(field.path, field.setting.default))
+        row.marks_usual = self._marks_usual
+        if self._original is not None:
+            row.original = field.show(self._original.get(field.path, field.setting.default))
+        return row
 
     def on_mount(self) -> None:
-        self._fill()
+        self._fill_some()
 
-    def _fill(self) -> None:
-        for row in self.rows:
-            if self.has_class("-all") or not row.field.setting.advanced:
-                row.fill()
+    def _fill_some(self) -> None:
+        """Fill the first shown rows that are still empty, and the others after the next redraws."""
+        waiting = [row for row in self._shown if row.is_empty]
+        for row in waiting[:_FILLED_AT_ONCE]:
+            row.fill()
+        if len(waiting) > _FILLED_AT_ONCE:
+            self.call_after_refresh(self._fill_some)
+
+    @property
+    def _shown(self) -> list[SettingRow]:
+        return [row for row in self.rows if self.has_class("-all") or not row.field.setting.advanced]
 
     def toggle_all(self) -> None:
         """Show all settings, or only the usual ones."""
         self.toggle_class("-all")
-        self._fill()
+        for row in self._shown:
+            row.fill()
+
+    def widen(self, *, is_wide: bool) -> None:
+        """Show all settings in columns if the window is wide, or only the usual ones in a single column."""
+        if is_wide != self.has_class("-wide"):
+            self.set_class(is_wide, "-wide", "-all")
+            self._fill_some()
 
     @property
     def rows(self) -> list[SettingRow]:
-        return [row for row in self.children if isinstance(row, SettingRow)]
+        return [row for column in self.children for row in column.children if isinstance(row, SettingRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return two dicts by path: the valid values, and the problems with the other fields."""
@@ -352,6 +411,17 @@ class SettingForm(Vertical):
     @on(DescendantFocus)
     def _remember(self, event: DescendantFocus) -> None:
         self._last = next((row for row in event.widget.ancestors if isinstance(row, SettingRow)), None)
+        self._explain(self._last)
+
+    @on(DescendantBlur)
+    def _forget(self) -> None:
+        if not self.has_focus_within:
+            self._explain(None)
+
+    def _explain(self, row: SettingRow | None) -> None:
+        """Show the help of a row below the form; a command line has a line for it already."""
+        for line in self.screen.query(FieldHelp):
+            line.explain(None if row and row.field.setting.is_command_line else row)
 
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:
@@ -368,12 +438,26 @@ class SettingForm(Vertical):
         for row in self.rows:
             path = row.field.path
             row.say(problems.get(path, ""), overridden.get(path, ""), warnings.get(path, ""))
+            if row.has_focus_within:
+                self._explain(row)
 
     @on(Input.Changed)
     @on(Select.Changed)
     def _edited(self, event: Message) -> None:
         event.stop()
         self.post_message(self.Edited())
+
+
+def _section(field: Field) -> str:
+    return field.path.rpartition(".")[0]
+
+
+def _in_columns(sections: Sequence[_Section]) -> list[Sequence[_Section]]:
+    """Divide the sections, in their order, into columns so that the longest column is as short as possible."""
+    count = min(_COLUMNS, len(sections))
+    cuts = [(0, *inner, len(sections)) for inner in combinations(range(1, len(sections)), count - 1)]
+    divided = [[sections[start:end] for start, end in pairwise(ends)] for ends in cuts]
+    return min(divided, key=lambda columns: max(sum(1 + len(fields) for _, fields in column) for column in columns))
 
 
 def show_value(value: Any) -> str:
