@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 
+import msgspec
 import pytest
 from support.driver import environment
+
+from sae_tui.cli_commands.context import read_job
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs.gpus.availability import Holders, choices, fit
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.launching import fields_of
+from sae_tui.jobs.launch.placement import place, propose_here
+from sae_tui.panels.headline import memory_words
+from trainer.contract.settings.consent import Consent
+from trainer.contract.settings.job_file import to_table
+from trainer.contract.store.rows import Job
 
 GPU_FIELDS = {
     "index", "uuid", "name", "memory_total", "memory_used", "memory_free", "utilization", "temperature", "power_draw",
@@ -79,6 +92,45 @@ def test_recommend_selects_the_gpus_with_the_most_free_memory_and_explains_why(s
     assert answer["reasons"]["3"].startswith("used by mallory")
     assert answer["shortfall"] == ""
     assert "--gpus 0,1" in shell.run("recommend", shell.job_file, "--count", 2).stdout
+
+
+def test_recommend_without_a_number_takes_the_fewest_gpus_that_suffice_and_says_why(shell):
+    answer = shell.json("recommend", shell.job_file)
+    assert answer["gpus"] == [0]
+    assert answer["why"].startswith("1 GPU suffices; 2 GPUs ")
+    assert f"--gpus 0: {answer['why']}" in shell.run("recommend", shell.job_file).stdout
+    for wanted in (("--count", 2), ("--set", "launch.gpus=auto:2")):
+        answer = shell.json("recommend", shell.job_file, *wanted)
+        assert (answer["gpus"], answer["why"]) == ([0, 1], "")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--set", "sae.d_sae=200000"),
+        ("--set", "sae.k=[1,2,4]", "--set", "sae.d_sae=100000"),
+        ("--set", "parallel.mode=ddp", "--set", "train.batch_size=2048"),
+    ],
+)
+@pytest.mark.parametrize("gpus", ["0", "0,1"])
+def test_the_form_the_job_screen_and_the_commands_state_the_same_memory(shell, flags, gpus):
+    here = Simulated(4)
+    free = choices([here.sample(index, processes=True) for index in range(4)], Holders())
+    job = read_job(shell.job_file, flags[1::2], gpus, Consent(to_all=True))
+    draft = job_form.Draft(job_form.flatten(to_table(job)), {}, job.launch.gpus)
+    review = job_form.review(draft, free, shell.data, [], cuda=False)
+    placed = place(propose_here(job, free, shell.data, cuda=False), free)
+    row = Job(id=1, name="a", user="ada", host="box", gpu_source="simulated", **fields_of(shell.data, job, placed, []))
+    in_words = (
+        review.summary,
+        memory_words(row)[0],
+        shell.run("validate", shell.job_file, "--gpus", gpus, *flags).stdout,
+        shell.run("recommend", shell.job_file, "--count", gpus.count(",") + 1, *flags).stdout,
+        fit(msgspec.structs.replace(free[0], memory_free_bytes=0), review.needed_bytes),
+    )
+    figures = [re.search(r"[\d.]+ [MG]iB", text.partition("needs ")[2] or text)[0] for text in in_words]
+    assert len(set(figures)) == 1, in_words
 
 
 def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):

@@ -26,10 +26,11 @@ from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch import LaunchScreen, inspection_lines
+from sae_tui.settings import load_settings
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Page, TextScreen
-from sae_tui.widgets.setting_form import SettingForm, SettingRow
+from sae_tui.widgets.setting_form import FieldHelp, SettingForm, SettingRow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
@@ -117,12 +118,66 @@ async def test_gpus_with_unknown_use_or_memory_can_only_be_ticked_by_hand(make_a
         assert picker.chosen == {1, 4}
 
 
-@pytest.mark.parametrize(("default", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])
+@pytest.mark.parametrize(
+    ("default", "expected"),
+    [("available", {0, 1, 2}), ("best", {0}), ("all", {0, 1, 2, 3}), ("manual", set())],
+)
 async def test_a_setting_chooses_which_gpus_are_ticked(make_app, default, expected) -> None:
     app = make_app(4, default_gpu_selection=default)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        assert screen.query_one(GpuPicker).chosen == expected
+        await wait_until(pilot, lambda: screen.query_one(GpuPicker).chosen == expected)
+
+
+async def test_more_gpus_than_pay_are_named_in_the_review_and_a_key_takes_fewer(make_app) -> None:
+    app = make_app(16)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        text = await reviewed(pilot, screen, "12 GPUs, about ", "F2 r takes it")
+        assert "; 1 GPU would take " in text
+        assert "effective batch 768 = 64 × 12 (512 on 1 GPU)" in text
+        await pilot.press("r")
+        assert screen.query_one(GpuPicker).chosen == {0}
+        text = await reviewed(pilot, screen, "1 GPU, single", "effective batch 512 ·")
+        assert "takes it" not in text
+
+
+async def test_if_all_suitable_gpus_are_busy_the_best_choice_waits_for_any_of_them(make_app) -> None:
+    class Taken(Simulated):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            taken = super().sample(3, processes=processes)
+            return dataclasses.replace(taken, index=index, uuid=f"GPU-{index}")
+
+    app = make_app(monitor=StillMonitor(source=Taken(4, clock=lambda: 0.0)), default_gpu_selection="best")
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await wait_until(pilot, lambda: screen.query_one(GpuPicker).gpus == "auto:1")
+
+
+async def test_a_clone_keeps_its_gpus_if_the_best_gpus_are_the_default(make_app, data) -> None:
+    config = 'name = "first"\n[data]\npath = "data/sample"\n[launch]\ngpus = [1, 2]\n'
+    record_job(data, "first", JobState.FINISHED, config=config)
+    app = make_app(4, default_gpu_selection="best")
+    async with app.run_test(size=WIDE) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and job_of(app.screen))
+        assert app.screen.query_one(GpuPicker).chosen == {1, 2}
+
+
+async def test_on_a_shared_machine_the_best_gpus_are_offered_once_as_the_default(make_app, data) -> None:
+    offers = "All free GPUs are ticked; R "
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert [note.message for note in app._notifications if note.message.startswith(offers)]
+        await pilot.press("R")
+        await wait_until(pilot, lambda: screen.query_one(GpuPicker).chosen == {0})
+        assert load_settings(data.settings_file)[0].default_gpu_selection == "best"
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot, app)
+        assert not [note.message for note in app._notifications if note.message.startswith(offers)]
 
 
 async def test_only_one_gpu_can_be_ticked_if_multi_gpu_is_disabled(make_app) -> None:
@@ -663,15 +718,36 @@ async def test_a_boolean_setting_offers_both_values(make_app) -> None:
         await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).train.deterministic)
 
 
-async def test_the_help_for_the_focused_field_is_shown_in_full(make_app) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_the_help_for_the_focused_field_is_shown_in_full_below_the_form(make_app, size) -> None:
     app = make_app(4)
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=size) as pilot:
         screen = await opened(pilot, app)
-        row = screen.query_one("#row-data-path", SettingRow)
-        assert row.size.height == 1
+        row, below = screen.query_one("#row-data-path", SettingRow), screen.query_one(FieldHelp)
+        assert not below.display
         row.query_one(Input).focus()
-        await wait_until(pilot, lambda: row.size.height > 1)
-        assert row.query_one(".hint").size.width * row.size.height >= len(row.help)
+        await wait_until(pilot, lambda: below.display and below.size.height)
+        assert str(below.content).startswith(f"path: {row.help}")
+        assert below.size.width > size[0] - 6
+        assert below.size.width * below.size.height >= len(str(below.content))
+        assert row.size.height == 1
+        await pilot.press("f2")
+        await wait_until(pilot, lambda: not below.display)
+
+
+async def test_a_wide_window_shows_all_settings_in_columns(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(200, 60)) as pilot:
+        screen = await opened(pilot, app)
+        form = screen.query_one(SettingForm)
+        await wait_until(pilot, lambda: all(row.size.height and row.query(".hint") for row in form.rows))
+        assert len({row.region.x for row in form.rows}) == 3
+        assert max(row.region.bottom for row in form.rows) <= screen.query_one("#form-scroll").region.bottom
+        await pilot.press("ctrl+t")
+        assert {row.region.x for row in form.rows if row.display} == {form.rows[0].region.x}
+        assert not any(row.display for row in form.rows if row.field.setting.advanced and not row.is_changed)
+        await pilot.press("ctrl+t")
+        assert all(row.display for row in form.rows)
 
 
 async def test_the_launched_job_has_the_current_values_and_not_those_from_an_older_review(

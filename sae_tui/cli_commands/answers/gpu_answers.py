@@ -150,6 +150,7 @@ _RECOMMENDED = _with(
         "Measured peak memory of an earlier job of this shape, in bytes; null if none was measured.",
     ),
     mode=(str, "Parallel mode of this recommendation."),
+    why=(str, 'Why this number of GPUs; "" if the job or `--count` states it.'),
 )
 ANSWERS: dict[str, Schema] = {
     "gpus": answer(

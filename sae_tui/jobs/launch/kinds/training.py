@@ -97,7 +97,7 @@ class LaunchTraining(LaunchKind[JobConfig, Outlook]):
         if not isinstance(look, Outlook):
             look = _outlook_as_before(data, job, job.data_shape(), placement)
         settled = look.settled
-        in_rank = settled.needs_bytes
+        in_rank = look.needs_bytes
         if look.on_gpus and device == "cpu":
             in_rank = memory.estimate(settled.work).total
         return {
