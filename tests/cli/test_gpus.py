@@ -110,7 +110,7 @@ def test_recommend_without_a_number_takes_the_fewest_gpus_that_suffice_and_says_
         (),
         ("--set", "sae.d_sae=200000"),
         ("--set", "sae.k=[1,2,4]", "--set", "sae.d_sae=100000"),
-        ("--set", "parallel.mode=ddp", "--set", "train.batch_size=2048"),
+        ("--set", "parallel.mode=ddp", "--set", "train.batch_size=512"),
     ],
 )
 @pytest.mark.parametrize("gpus", ["0", "0,1"])

@@ -262,6 +262,7 @@ _WAY = typed(
         "room_bytes": "Memory of the smallest of these GPUs, in bytes; null if unknown.",
         "fits": "Whether the job fits; null if there are too few GPUs.",
         "fits_now": "Whether the job fits and these GPUs are free; null if there are too few GPUs.",
+        "is_limited": "Whether a smaller GPU among them limits the others.",
     },
     {"gpus": list_of(int)},
 )

@@ -72,7 +72,9 @@ def _counts(gpus: Sequence[MachineGpu], *, several: bool) -> list[int]:
 
 def _is_refused(job: AnyJob, machine: Machine, used_before: UsedBefore | None, row: JobRow) -> bool:
     """Return whether the job's own settings rule out this number of GPUs."""
-    proposal = propose(job.replace("launch", gpus=list(row.gpus)), machine, used_before)
+    # A PyTorch that cannot use the GPUs rules out all numbers.
+    able = msgspec.structs.replace(machine, cuda_problem="")
+    proposal = propose(job.replace("launch", gpus=list(row.gpus)), able, used_before)
     return any(problem.path.startswith(_OF_COUNT) for problem in errors(proposal.problems()))
 
 
