@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import RenderableType
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
-from textual.widgets import Select
+from textual.widgets import Select, Static
 from textual.widgets._select import SelectCurrent, SelectOverlay
 
 
@@ -27,13 +28,30 @@ class Words(SelectOverlay):
             super().action_page_down()  # type: ignore[no-untyped-call]
 
 
+class Chosen(SelectCurrent):
+    """The value of a menu, shown in the first picture; Textual would show it only after some messages."""
+
+    def __init__(self, placeholder: str, value: RenderableType | None) -> None:
+        super().__init__(placeholder)
+        self._first = value
+        self.set_class(value is not None, "-has-value")
+
+    def compose(self) -> ComposeResult:
+        label, *arrows = super().compose()
+        if self._first is not None and isinstance(label, Static):
+            label.update(self._first)
+        yield label
+        yield from arrows
+
+
 class Menu(Select[Any], inherit_bindings=False):
     """A `Select` that posts `Picked` even if the user picks the value that is already selected."""
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False)]
 
     def compose(self) -> ComposeResult:
-        yield SelectCurrent(self.prompt)
+        chosen = [words for words, value in self._options if value == self._value != self.NULL]
+        yield Chosen(self.prompt, chosen[0] if chosen else None)
         yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
 
     class Picked(Message):

@@ -453,9 +453,13 @@ def _section(field: Field) -> str:
 
 
 def _in_columns(sections: Sequence[_Section]) -> list[Sequence[_Section]]:
-    """Divide the sections, in their order, into columns so that the longest column is as short as possible."""
-    count = min(_COLUMNS, len(sections))
-    cuts = [(0, *inner, len(sections)) for inner in combinations(range(1, len(sections)), count - 1)]
+    """Divide the sections, in their order, into columns so that the longest column is as short as possible.
+
+    Settings without a section, like the job's name, stand above the first section.
+    """
+    first = 1 if sections[0][0] else min(2, len(sections))
+    count = min(_COLUMNS, len(sections) - first + 1)
+    cuts = [(0, *inner, len(sections)) for inner in combinations(range(first, len(sections)), count - 1)]
     divided = [[sections[start:end] for start, end in pairwise(ends)] for ends in cuts]
     return min(divided, key=lambda columns: max(sum(1 + len(fields) for _, fields in column) for column in columns))
 

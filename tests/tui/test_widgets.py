@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
+from textual.widgets import Static
 
 from sae_tui.widgets import table
 from sae_tui.widgets.chart import legend
@@ -197,6 +198,22 @@ def test_a_legend_fits_the_given_width_and_number_of_rows(lengths: list, width: 
     rows = legend(entries, width, most_rows)
     assert len(rows) <= max(1, most_rows)
     assert all(sum(len(text) for text, _ in row) <= width for row in rows)
+
+
+async def test_a_menu_shows_its_value_or_its_prompt_in_its_first_picture() -> None:
+    class TwoMenus(App[None]):
+        def compose(self) -> ComposeResult:
+            yield Menu([("one", 1), ("two", 2)], value=2, allow_blank=False)
+            yield Menu([("one", 1)], prompt="pick one")
+
+    app = TwoMenus()
+    async with app.run_test():
+        for menu, words in zip(app.query(Menu), ("two", "pick one"), strict=True):
+            current = next(iter(menu.compose()))
+            label = next(iter(current.compose()))
+            assert isinstance(label, Static)
+            assert str(label.content) == words
+            assert str(menu.query_one("#label", Static).content) == words
 
 
 async def test_paging_through_a_menu_without_space_has_no_effect() -> None:

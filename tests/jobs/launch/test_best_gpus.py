@@ -43,7 +43,7 @@ def test_a_short_job_gets_one_gpu_and_a_long_job_gets_all_that_pay(tmp_path) -> 
 def test_smaller_gpus_are_left_out_unless_the_job_needs_them(tmp_path) -> None:
     mixed = [gpu(0), gpu(1, 10), gpu(2), gpu(3, 10)]
     assert best(mixed, tmp_path, **LONG).gpus == (0, 2)
-    huge = {"sae": {"d_sae": 1_300_000, "k": 32}, "train": {"batch_size": 1024, "n_steps": 100}}
+    huge = {"sae": {"d_sae": 1_500_000, "k": 32}, "train": {"batch_size": 1024, "n_steps": 100}}
     needed = best([gpu(0), gpu(1, 10), gpu(2, 10), gpu(3, 10)], tmp_path, **huge)
     assert needed.gpus == (0, 1, 2, 3)
     assert needed.why == "it needs the memory of 4 GPUs"
