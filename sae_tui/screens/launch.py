@@ -211,7 +211,7 @@ class LaunchScreen(FramedScreen):
             return self.session.hosts is not None
         if action == "inspect":
             return not KINDS[self.form.kind].is_program
-        return action != "launch_each" or any(form.is_sweep for form in self.query(SettingForm))
+        return action != "launch_each" or self.form.is_sweep
 
     def action_launch_each(self) -> None:
         """Launch every SAE in a sweep as a separate job; the jobs queue for GPUs and finish independently."""

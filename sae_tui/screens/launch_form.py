@@ -164,7 +164,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
-        self._was_sweep = False
+        # Whether the last draft had several SAEs; the footer asks this dozens of times for each key.
+        self.is_sweep = False
 
     def compose(self) -> ComposeResult:
         several = self.session.settings.multi_gpu_enabled
@@ -457,8 +458,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         environment.display = self._is_program
         if self._is_program:
             environment.update(self._environment_words(is_clean=form.texts["command.clean_env"] == "true"))
-        if form.is_sweep != self._was_sweep:
-            self._was_sweep = form.is_sweep
+        if form.is_sweep != self.is_sweep:
+            self.is_sweep = form.is_sweep
             self.screen.refresh_bindings()
 
     def _environment_words(self, *, is_clean: bool) -> str:

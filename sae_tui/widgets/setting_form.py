@@ -16,9 +16,10 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.events import DescendantBlur, DescendantFocus
 from textual.message import Message
+from textual.widget import Widget
 from textual.widgets import Input, Label, Select, Static
 
-from sae_tui.format import visible
+from sae_tui.format import visible, wrap
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.menu import Menu
 from trainer.contract.settings.declare import Setting
@@ -101,26 +102,45 @@ class CommandLine(Input):
         self.focus()
 
 
+# No help of a setting needs more lines at 80 columns.
+_MOST_LINES = 3
+
+
 class FieldHelp(Static):
     """The full help of the field with the focus, below the form; hidden while no field has the focus."""
 
     DEFAULT_CSS = """
-    FieldHelp { display: none; height: auto; max-height: 3; padding: 0 1; color: $text-muted; }
+    FieldHelp { display: none; padding: 0 1; color: $text-muted; }
     FieldHelp.-wrong { color: $text-error; }
     FieldHelp.-warned { color: $text-warning; }
     """
 
     def __init__(self) -> None:
         super().__init__("", markup=False)
+        self._n_lines = 0
 
     def explain(self, row: SettingRow | None) -> None:
         """Show the help or the problem of this row; keep the row in view, because the form gets shorter."""
-        self.display = row is not None
+        text = "" if row is None else row.explanation
+        if text == str(self.content):
+            return
         if row is not None:
             for name in ("-wrong", "-warned"):
                 self.set_class(row.has_class(name), name)
-            self.update(row.explanation)
-            self.call_after_refresh(row.scroll_visible, animate=False)
+        n_lines = min(_MOST_LINES, len(wrap(text, self._width))) if text else 0
+        # Only another height changes the layout, which takes 50 ms for a form with all settings.
+        self.update(text, layout=False)
+        if n_lines != self._n_lines:
+            self._n_lines = n_lines
+            self.styles.height, self.display = n_lines, bool(n_lines)
+            if row is not None:
+                self.call_after_refresh(row.scroll_visible, animate=False)
+
+    @property
+    def _width(self) -> int:
+        parent = self.parent
+        assert isinstance(parent, Widget)
+        return max(20, parent.content_size.width - 2)
 
 
 class SettingRow(Horizontal):
@@ -153,13 +173,14 @@ class SettingRow(Horizontal):
         self.start = value
         self.original: str | None = None
         self.marks_usual = False
-        self._problem = self._overridden = self._warning = ""
+        self._problem = self._overridden = self._warning = self._drawn = ""
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
         """Create the label, the input and the help, unless they exist or the form is being removed."""
         if self._editor is None and self.is_attached:
-            hint = Static(self._hint_text(), classes="hint", markup=False)
+            self._drawn = self._hint_text()
+            hint = Static(self._drawn, classes="hint", markup=False)
             self.mount(Label(self.field.label or self.field.setting.name), self.editor, hint)
 
     @property
@@ -212,8 +233,10 @@ class SettingRow(Horizontal):
         self.set_class(self.marks_usual and self.is_unusual, "-unusual")
         if problem or self.is_changed:
             self.fill()
-        for hint in self.query(".hint").results(Static):
-            hint.update(self._hint_text(), layout=False)
+        if (text := self._hint_text()) != self._drawn:
+            self._drawn = text
+            for hint in self.query(".hint").results(Static):
+                hint.update(text, layout=False)
 
     @property
     def explanation(self) -> str:
@@ -307,6 +330,7 @@ class SettingForm(Vertical):
         self._fields = tuple(fields)
         self._values = values
         self._last: SettingRow | None = None
+        self._help: FieldHelp | None = None
 
     def compose(self) -> ComposeResult:
         sections = [
@@ -415,13 +439,15 @@ class SettingForm(Vertical):
 
     @on(DescendantBlur)
     def _forget(self) -> None:
-        if not self.has_focus_within:
+        focused = self.screen.focused
+        if focused is None or self not in focused.ancestors:
             self._explain(None)
 
     def _explain(self, row: SettingRow | None) -> None:
         """Show the help of a row below the form; a command line has a line for it already."""
-        for line in self.screen.query(FieldHelp):
-            line.explain(None if row and row.field.setting.is_command_line else row)
+        # Searching the screen takes longer than drawing the help.
+        self._help = self._help or self.screen.query_one(FieldHelp)
+        self._help.explain(None if row and row.field.setting.is_command_line else row)
 
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:

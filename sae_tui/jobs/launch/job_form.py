@@ -175,7 +175,9 @@ def _review(
         # Omit warnings, which would concern the defaults substituted for the invalid values.
         return Review(None, tuple(problems))
     if candidate.gpus == []:
-        problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
+        problems.append(
+            Problem("GPUs", "choose at least one (space), the best (r), all available ones (a), or the CPU")
+        )
     if job is None:
         return Review(None, tuple(problems))
     job = job.with_paths(data_bases())
