@@ -9,6 +9,7 @@ from support.tui import wait_until
 from sae_tui.panels import gpu_picker
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
+from sae_tui.widgets.setting_form import SettingForm
 
 SMALL, LARGE = (80, 24), (120, 40)
 
@@ -69,6 +70,7 @@ def test_the_settings_match_their_snapshot(snap_compare, make_app, data, size) -
     async def ready(pilot) -> None:
         await pilot.press("comma")
         await wait_until(pilot, lambda: app.screen.name == "settings")
+        await wait_until(pilot, lambda: not any(row.is_empty for row in app.screen.query_one(SettingForm).rows))
         # The path of the real data folder differs between test runs.
         app.screen._path = "~/.local/share/sae-tui/settings.toml"
         app.screen._entitle()
