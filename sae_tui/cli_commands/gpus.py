@@ -141,7 +141,7 @@ def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     # Any idle GPU suits a job whose needs are unknown.
     advice = placement.recommend(gpus.choices, look.needs_bytes or 0, count)
     if context.as_json:
-        facts = {"memory_required": look.needs_bytes, "memory_measured": took and took.peak_bytes}
+        facts: dict[str, Any] = {"memory_required": look.needs_bytes, "memory_measured": took and took.peak_bytes}
         facts |= {"mode": look.mode, "why": best.why if best else ""}
         show_json(msgspec.structs.asdict(advice) | facts)
         return Exit.DONE if advice.gpus else Exit.FAILED

@@ -127,7 +127,7 @@ def graph_lines(readings: Sequence[Reading], width: int, height: int, now: float
     for left, right in zip(graphs[::2], [*graphs[1::2], None], strict=False):
         below = beside(left, right, _GAP) if right and n_beside == 2 else [*left, *(right or [])]
         lines += below
-    axis = time_axis(f"last {duration(span_s)}", "now", space)
+    axis = time_axis(f"last {duration(span_s)}", "now", space, span_s)
     return [*lines, beside([axis], [axis], _GAP)[0] if n_beside == 2 and len(graphs) > 1 else axis, _AIR]
 
 
