@@ -103,6 +103,9 @@ class SaeApp(KeysInOrder, Notices):
                 tooltip="The keys of this screen"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="The latest messages of the app, in full"),
+        # Not ctrl+l, which launches on the launch form.
+        Binding("ctrl+n", "redraw", "Redraw", show=False, priority=True, id="app.redraw",
+                tooltip="Read GPUs and jobs now, and repaint the screen"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="Check this machine for problems"),
         Binding("comma", "settings", "Settings", key_display=",", show=False, id="settings",
                 tooltip="Theme, alerts, other hosts and all other settings"),
@@ -251,6 +254,12 @@ class SaeApp(KeysInOrder, Notices):
 
     def action_command_palette(self) -> None:
         Palette.open(self)
+
+    def action_redraw(self) -> None:
+        """Read GPUs and jobs now, and repaint every cell, for example after another program wrote to the terminal."""
+        self.redraw.read_now()
+        self._painter.forget()
+        self.refresh(layout=True)
 
     def action_suspend_process(self) -> None:
         """Suspend the app until the user enters `fg`, if it runs in a shell that can resume it."""

@@ -56,6 +56,8 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     completion.complete(parser)
     flags = parser.parse_args(given)
     flags.given = [*given]
+    if hasattr(flags, "only_gpus") and not flags.takes_only:
+        parser.error("--only: works only in the app, in gpus and in metrics; leave it out")
     for name in ("readonly", "plain", "host"):
         if getattr(flags, name) and flags.command is not _open_app:
             parser.error(f"--{name}: works only in the app; leave it out, or leave out the command")
@@ -113,6 +115,7 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
             f"the app needs characters that this locale ({sys.stdout.encoding}) cannot encode; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands (see sae-tui --help)"
         )
+    context.refuse_missing_gpus()
     # Before the first frame, garbage collection would take a tenth of the startup time and free almost no memory.
     gc.disable()
     from sae_tui.start import run_app
@@ -123,6 +126,7 @@ def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
         data=context.data,
         source_name=context.source_name,
         gpu_count=context.gpu_count,
+        only=context.only,
         command=command,
         readonly=flags.readonly,
         plain=flags.plain,

@@ -9,7 +9,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from sae_tui.app import SaeApp
@@ -43,6 +43,7 @@ def run_app(
     data: DataDir,
     source_name: str,
     gpu_count: int | None = None,
+    only: Collection[int] = (),
     command: str = "sae-tui",
     readonly: bool = False,
     plain: bool = False,
@@ -51,8 +52,9 @@ def run_app(
 ) -> int:
     """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    `command` is the command printed for reopening the app. With `in_browser`, standard output goes to a web page that
-    can show every character, and the app prints nothing after it exits.
+    If `only` is not empty, only the GPUs with these indices are shown. `command` is the command printed for reopening
+    the app. With `in_browser`, standard output goes to a web page that can show every character, and the app prints
+    nothing after it exits.
     """
     data.create()
     settings, problems = load_settings(data.settings_file)
@@ -70,6 +72,7 @@ def run_app(
         occupancy.jobs_by_uuid,
         interval_s=settings.sampling_interval_s,
         retention=Retention(settings.history_hours, settings.history_days),
+        only=only,
     )
     if not readonly:
         with contextlib.suppress(UserError, OSError):

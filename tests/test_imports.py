@@ -83,10 +83,13 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {name.rpartition(".")[2] for name in ast.literal_eval(done.stdout)} == {
         "dashboard",
+        "dashboard_panels",
         "dashboard_rows",
         "job_edits",
         "look_back",
         "offers",
+        "process_list",
+        "processes",
     }
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.03
 _MOST_LOOKS = 60
+_ANSWERED_S = 0.2  # a read takes up to 0.1 s on eight GPUs; slower GPUs are drawn at the next tick
 
 # Creates the connections to other hosts from settings and flags; also returns problems with host names in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
@@ -80,6 +81,13 @@ class Refresh:
             self._job_of_gpu = job_of_gpu
             self._draw("show_gpus")
         self._draw("refresh_bindings")
+
+    def read_now(self) -> None:
+        """Read GPUs and jobs at once, and draw them as soon as the GPUs have had time to answer."""
+        self._session.monitor.read_now()
+        self._session.watcher.poke()
+        self.show_gpus()
+        self._app.set_timer(_ANSWERED_S, self.show_gpus)
 
     def _draw(self, method: str) -> None:
         """Call `method` on every visible screen that defines it.

@@ -55,6 +55,8 @@ class CommandContext:
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
+        # The indices of the GPUs to show; if empty, all are shown.
+        self.only: tuple[int, ...] = getattr(flags, "only_gpus", ())
         # Flags that make another sae-tui process use the same jobs and GPUs.
         self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
         self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
@@ -79,7 +81,13 @@ class CommandContext:
     @functools.cached_property
     def _read(self) -> Snapshot:
         occupancy = Occupancy(self.data)
-        return take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
+        source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
+        return take(source, occupancy, self.data, warn).limited_to(self.only)
+
+    def refuse_missing_gpus(self) -> None:
+        """Raise `UserError` if `--only` names a GPU that does not exist."""
+        if self.only:
+            self._read  # noqa: B018
 
     def has_broken_driver(self) -> bool:
         """Return whether GPUs exist but cannot be read; if so, report the reason, as JSON for scripts."""
@@ -92,7 +100,7 @@ class CommandContext:
         """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open in between."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
-        return watch(source, occupancy, self.data, every_s)
+        return (snapshot.limited_to(self.only) for snapshot in watch(source, occupancy, self.data, every_s))
 
     def past(self) -> list[Job]:
         """Return all jobs, latest first, or [] if the store cannot be read."""

@@ -84,6 +84,8 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print the totals or each GPU's values, and the stored history if requested; return 1 for a broken driver."""
     if context.has_broken_driver():
         return Exit.FAILED
+    if context.only and flags.since and flags.view == "aggregated":
+        raise UserError("--only: the stored totals are those of all GPUs; add --view per_gpu, or leave --since out")
     if flags.csv:
         _show_table_of_past(context, flags)
         return Exit.DONE

@@ -12,6 +12,7 @@ from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.values import (
     array,
+    gpu_indices,
     host,
     port,
     positive,
@@ -231,6 +232,7 @@ def make_parser(open_app: Command) -> CommandParser:
     )
     other = "in the app, also show the GPUs and jobs of this host, over ssh; may be repeated"
     parser.add_argument("--host", type=host, action="append", default=[], metavar="HOST", help=other)
+    _add_only(parser)
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
@@ -244,7 +246,7 @@ def make_parser(open_app: Command) -> CommandParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[_shared_flags(in_help=False), _json_flag()],
         )
-        added.set_defaults(command=_load_when_run(function))
+        added.set_defaults(command=_load_when_run(function), takes_only=False)
         return added
 
     _add_gpu_commands(add)
@@ -253,6 +255,14 @@ def make_parser(open_app: Command) -> CommandParser:
     _add_edit_commands(add)
     _add_own_commands(add)
     return parser
+
+
+def _add_only(parser: argparse.ArgumentParser) -> None:
+    shows = "show only the GPUs with these indices"
+    parser.add_argument(
+        "--only", dest="only_gpus", type=gpu_indices, default=argparse.SUPPRESS, metavar="0,1", help=shows
+    )
+    parser.set_defaults(takes_only=True)
 
 
 def _load_when_run(function: str) -> Command:
@@ -272,6 +282,7 @@ def _add_gpu_commands(add: Add) -> None:
     show = add("gpus", "gpus.show_gpus", "List the GPUs and who uses them")
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="show only this GPU, as one object")
     show.add_argument("--watch", action="store_true", help="repeat every second; with --json, one line each time")
+    _add_only(show)
     selects = "Print free GPUs for any program, in the format of CUDA_VISIBLE_DEVICES (AMD: ROCR_VISIBLE_DEVICES)"
     choose = add("select", "select.select", selects)
     choose.add_argument(
@@ -302,6 +313,7 @@ def _add_gpu_commands(add: Add) -> None:
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
     metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")
+    _add_only(metrics)
     export = add("export-metrics", "exporting.export_metrics", "Serve metrics of GPUs and jobs to Prometheus")
     free = "port on 127.0.0.1, or 0 for any free port; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import msgspec
 
@@ -12,7 +12,7 @@ from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import ReopeningSource
 from sae_tui.gpu.once import close_source, open_source, read_all, tell_when_slow
-from sae_tui.gpu.visible import all_hidden, count_visible, visible
+from sae_tui.gpu.visible import all_hidden, count_visible, of_these, refuse_missing, visible
 from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_other_users
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.gpus.locks import lock_folder
@@ -40,6 +40,14 @@ class Snapshot(msgspec.Struct, frozen=True):
     def withheld(self) -> list[int]:
         """The indices of the GPUs reserved for other users."""
         return [choice.index for choice in self.choices if choice.withheld]
+
+    def limited_to(self, only: Collection[int]) -> Snapshot:
+        """Return the snapshot of these GPUs, or all if `only` is empty; raise `UserError` if one does not exist."""
+        if not only or not self.samples:
+            return self
+        refuse_missing(only, self.samples)
+        choices = tuple(choice for choice in self.choices if choice.index in only)
+        return msgspec.structs.replace(self, samples=of_these(self.samples, only), choices=choices)
 
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:

@@ -28,6 +28,12 @@ def rank(text: str) -> int:
     return _integer(text, least=0)
 
 
+def gpu_indices(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
+        raise argparse.ArgumentTypeError(f'must be GPU indices like 0,1, not "{cut(text)}"')
+    return tuple(sorted(set(map(int, text.split(",")))))
+
+
 def port(text: str) -> int:
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f'must be a port from 0 to 65535, not "{cut(text)}"')

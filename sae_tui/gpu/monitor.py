@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
@@ -17,7 +17,7 @@ from sae_tui.gpu.ring import CAPACITY, RingReading
 from sae_tui.gpu.sampler import Sampler, SamplerStatus
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.gpu.visible import all_hidden, count_visible, visible
+from sae_tui.gpu.visible import all_hidden, count_visible, of_these, visible
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -43,11 +43,14 @@ class Monitor:
         *,
         interval_s: float = 1.0,
         retention: Retention | None = None,
+        only: Collection[int] = (),
     ) -> None:
+        """Take the source, and the indices of the GPUs to show; if `only` is empty, show all."""
         self.source_name = source.name
         self.cuda = source.cuda
         self.stuck = False
         self._data = data
+        self._only = only
         self.interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
         self._started = time.monotonic()
@@ -78,6 +81,8 @@ class Monitor:
     @property
     def hidden(self) -> str:
         """Text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES` if some GPUs are hidden, or "" if all are shown."""
+        if self._only and len(self.latest()) < self._sampler.count:
+            return f"{len(self.latest())} of {self._sampler.count} GPUs, by --only"
         return count_visible(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
@@ -111,11 +116,15 @@ class Monitor:
 
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the latest sample of each visible GPU, in index order."""
-        return visible(self._sampler.latest(), self.source_name)
+        return of_these(visible(self._sampler.latest(), self.source_name), self._only)
 
     def readings_s(self) -> dict[int, float]:
         """Return the duration of each GPU's last read, in seconds."""
         return self._sampler.readings_s()
+
+    def read_now(self) -> None:
+        """Read all GPUs and their processes at once instead of at the next interval."""
+        self._sampler.read_now()
 
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
         """Turn reading of the processes' shares on or off, with the process list or with `every_sample`."""

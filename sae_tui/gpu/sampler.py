@@ -84,6 +84,7 @@ class Sampler:
         self._stopping = self._paused = self._is_open = False
         self._looked_at: int | None = None
         self._shares_wanted = self._shares_with_every_sample = False
+        self._n_asked = 0
 
     @property
     def status(self) -> SamplerStatus:
@@ -168,6 +169,12 @@ class Sampler:
         The dict is empty if the shares are not wanted or have not been read yet.
         """
         return self._gpus[index].shares if self._shares_wanted and index < len(self._gpus) else {}
+
+    def read_now(self) -> None:
+        """Read all GPUs and their processes at once instead of at the next interval."""
+        with self._changed:
+            self._n_asked += 1
+            self._changed.notify_all()
 
     def look_at(self, index: int | None) -> None:
         """Start reading this GPU's details regularly, or stop if `index` is None."""
@@ -267,11 +274,13 @@ class Sampler:
         """Sample one GPU once per clock interval; skip missed intervals."""
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
+        n_asked = self._n_asked
         while self._is_current(gpu):
             # Float sums are not exact, so allow a margin of half an interval.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
             # Also list the processes if an unlisted process is using the GPU.
-            due = due or gpu.sample.is_used_unseen
+            due = due or gpu.sample.is_used_unseen or n_asked != self._n_asked
+            n_asked = self._n_asked
             try:
                 self._turn(gpu, due)
             except Exception as error:
@@ -281,7 +290,7 @@ class Sampler:
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
             deadline = time.monotonic() + until_next(time.time(), self._interval)
-            self._wait_until(deadline, looking=index, gpu=gpu)
+            self._wait_until(deadline, looking=index, gpu=gpu, n_asked=n_asked)
             deadline = min(deadline, time.monotonic())
 
     def _turn(self, gpu: _SampledGpu, due: bool) -> None:
@@ -323,7 +332,8 @@ class Sampler:
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
     def _read_shares(self, sample: GpuSample) -> Mapping[int, ProcessShares]:
-        if sample.healthy and isinstance(self.source, SharesSource):
+        # Without this check, every idle GPU would be asked at every interval.
+        if sample.healthy and sample.processes and isinstance(self.source, SharesSource):
             with contextlib.suppress(Exception):
                 return self.source.shares(sample.index, sample)
         return {}
@@ -380,8 +390,13 @@ class Sampler:
         gpu.ring.append(sample)
         return _SampledGpu(sample, gpu.ring, time.monotonic())
 
-    def _wait_until(self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None) -> None:
-        """Wait until the deadline; return early if the sampler stops or pauses, or its settings or GPUs change."""
+    def _wait_until(
+        self, deadline: float, *, looking: int | None = None, gpu: _SampledGpu | None = None, n_asked: int | None = None
+    ) -> None:
+        """Wait until the deadline.
+
+        Return early if the sampler stops or pauses, if its settings or GPUs change, or if a GPU is to be read now.
+        """
         interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
             self._changed.wait_for(
@@ -389,6 +404,7 @@ class Sampler:
                     self._stopping
                     or self._interval != interval
                     or (gpu is None and self._paused)
+                    or n_asked not in (None, self._n_asked)
                     or (looking is not None and was != self._looked_at == looking)
                     or (gpu is not None and self._shares_wanted and not shares)
                     or (gpu is not None and not self._is_current(gpu))

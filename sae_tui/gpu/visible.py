@@ -6,9 +6,10 @@ Hidden GPUs are sampled and stored, but not shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from sae_tui.gpu.base import GpuSample
+from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 
 
@@ -42,6 +43,18 @@ def left_by(gpus: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], s
             else {index for index, _ in own}
         )
     return left
+
+
+def of_these(samples: Iterable[GpuSample], only: Collection[int]) -> tuple[GpuSample, ...]:
+    """Return the samples of the GPUs with these indices, or all samples if `only` is empty."""
+    return tuple(sample for sample in samples if not only or sample.index in only)
+
+
+def refuse_missing(only: Iterable[int], samples: Sequence[GpuSample]) -> None:
+    """Raise `UserError` if any of these indices belongs to no GPU."""
+    indices = [sample.index for sample in samples]
+    if missing := [index for index in only if index not in indices]:
+        raise UserError(f"--only: there is no GPU {missing[0]} here; this machine has {ranges(indices)}")
 
 
 def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:

@@ -18,6 +18,7 @@ from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.table import Row
 from trainer.contract.settings.series import key_metrics
+from trainer.contract.store.states import RUNNING
 
 if TYPE_CHECKING:
     from sae_tui.hosts.view import HostView
@@ -71,7 +72,8 @@ class JobsFinder(Filtered):
         """Show the jobs; `problem` explains why they cannot be read, or is empty."""
         if jobs and not self._jobs and not self.table.was_moved:
             # Another host's jobs may have arrived first, in which case the cursor is on one of those jobs.
-            self.table.select(str(jobs[0].id))
+            first = next((job for job in jobs if job.state in RUNNING), jobs[0])
+            self.table.select(str(first.id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()

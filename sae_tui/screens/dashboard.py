@@ -14,9 +14,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 from textual.timer import Timer
-from textual.widget import Widget
 
-from sae_tui.format import duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import RecentHistory
 from sae_tui.gpu.window import stored_past
@@ -24,20 +22,19 @@ from sae_tui.jobs.features import features_of_job, has_features
 from sae_tui.jobs.view.arrays import ArrayView
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import AggregatePanel, totals
-from sae_tui.panels.gpu_cards import card_grid
-from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow, fold_withheld
-from sae_tui.panels.gpus import GpuPanel, Shape
+from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JOBS, JobsPanel, first_steps, run_time
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
-from sae_tui.screens.dashboard_rows import PanelHeights, arrange
+from sae_tui.screens.dashboard_panels import SHAPES, DashboardPanels, DashboardProcesses
+from sae_tui.screens.dashboard_rows import PanelHeights
 from sae_tui.screens.job_edits import JobEdits
 from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.offers import offers_for, offers_for_array
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
-from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
+from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import KeyedTable
 from trainer.contract.errors import UserError
@@ -46,7 +43,6 @@ from trainer.contract.extras import missing_of_trainer
 if TYPE_CHECKING:
     from sae_tui.screens.dashboard_hosts import DashboardHosts
 
-NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 GPUS, _EVERYWHERE = Binding.Group("GPUs"), Binding.Group("Everywhere")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
 _LAUNCHES = ("dashboard.new", "dashboard.extract", "dashboard.command")
@@ -58,9 +54,11 @@ _OF_JOBS = frozenset(
     }
     | {*_IDS.values(), "jobs.filter"}
 )
-_TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
-_GRIDS = {"map": map_grid, "per_gpu": card_grid}
-_SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
+# Actions on the job under the cursor, possible while the jobs have the focus.
+_ON_JOBS = frozenset(f"{verb}_job" for verb in ("open", "stop", "pause", "continue", "clone", "delete")) | {
+    "open_log",
+    "open_features",
+}
 # A job's preview is read once the cursor has stayed on the job for this long.
 _RESTED_S = 0.2
 
@@ -80,6 +78,8 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_down", tooltip="Scroll to the GPUs below"),
         # While the jobs table has the focus, + and - change the priority of a job.
         *span_keys("dashboard", GPUS, (">", "<"), show=False),
+        Binding("z", "next_panel", "Panel", show=False, id="dashboard.panel", group=GPUS,
+                tooltip="Give the lower half to the processes, the jobs, the GPUs, or all of them"),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="GPU processes: user, memory, command; send signals"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
@@ -120,13 +120,15 @@ class Dashboard(FramedScreen):
     def __init__(self, session: Session, view: str) -> None:
         super().__init__(id="dashboard")
         self.session = session
-        self.view = view
-        self._chosen = False  # True once the user has chosen the view
-        self._rows: PanelHeights | None = None
-        self._arranged: tuple[PanelHeights, str] | None = None
+        self.panels = DashboardPanels(self, session, view)
         self._rested: Timer | None = None
         self._back = LookBack(self, self._read_store)
-        self._others = self._of_hosts()
+        self.panels.others = self._of_hosts()
+
+    @property
+    def _others(self) -> DashboardHosts | None:
+        """Draws the other hosts, if any are monitored."""
+        return self.panels.others
 
     def _of_hosts(self) -> DashboardHosts | None:
         if self.session.hosts is None:
@@ -137,14 +139,15 @@ class Dashboard(FramedScreen):
 
     async def change_hosts(self) -> None:
         """Show the other hosts that are currently monitored, if any."""
-        self._others, self._arranged = None, None
+        self.panels.others = None
+        self.panels.forget()
         await self.query("#hosts").remove()
         self.query_one(JobEdits).forget_far()
         if self.session.hosts:
             from sae_tui.panels.far_gpus import FarGpus
 
             await self.mount(FarGpus(id="hosts", classes="panel"), after="#gpus")
-            self._others = self._of_hosts()
+            self.panels.others = self._of_hosts()
         self.show_jobs()
         self.show_gpus()
 
@@ -152,6 +155,7 @@ class Dashboard(FramedScreen):
         yield StatusLine(id="status")
         yield AggregatePanel(id="aggregate", classes="panel")
         yield GpuPanel(id="gpus", classes="panel")
+        yield DashboardProcesses(self.session, id="work-processes").add_class("panel")
         if self._others:
             from sae_tui.panels.far_gpus import FarGpus
 
@@ -172,6 +176,9 @@ class Dashboard(FramedScreen):
         self.show_gpus()
         self.show_jobs()
         self._selected()
+
+    def on_screen_suspend(self) -> None:
+        self.query_one(DashboardProcesses).rest()
 
     def on_resize(self) -> None:
         self.show_gpus()
@@ -206,22 +213,30 @@ class Dashboard(FramedScreen):
         )
         panel = self.query_one(GpuPanel)
         if rows:
-            panel.show_gpus(rows, shape=_SHAPES[self._view(len(rows))], space=laid.gpus, lines_each=laid.per_gpu)
+            panel.show_gpus(
+                rows,
+                shape=SHAPES[self.panels.view_of(len(rows))],
+                space=laid.gpus,
+                lines_each=laid.per_gpu,
+            )
         elif monitor.opening:
             panel.show_words(ASKING, "dim")
         else:
-            panel.show_words(*self._why_none())
+            panel.show_words(*self.panels.why_no_gpus())
         if self._others:
             self._others.show_gpus(laid.chrome)
-        self._title(self._back.span_s if past.is_period else None)
+        self.query_one(DashboardProcesses).show_all(samples)
+        self.panels.entitle(self._back.span_s if past.is_period else None)
         if any(map(run_time, self.session.jobs)):
             self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
         self.query_one(StatusLine).show_status(self.session.status())
 
-    def _why_none(self) -> tuple[str, str]:
-        """Return a text explaining why there are no GPUs and what to do, and its style."""
-        problem = self.session.monitor.problem
-        return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
+    def _arrange(self, n_gpus: int) -> PanelHeights:
+        """Set the heights of the panels; have a job read if there is space for a preview now."""
+        before, rows = self.panels.rows, self.panels.apply(n_gpus)
+        if rows.preview and not (before and before.preview):
+            self._selected()
+        return rows
 
     def _past(self, samples: Sequence[GpuSample]) -> RecentHistory:
         """Return the history: the latest samples or, once it has been read from the store, a longer span."""
@@ -235,6 +250,12 @@ class Dashboard(FramedScreen):
         data, samples = self.session.data, self.session.monitor.latest()
         return stored_past(data.gpu_db, socket.gethostname(), samples, span_s, n, time.time())
 
+    @on(DashboardProcesses.Read)
+    def _make_space(self) -> None:
+        """Change the layout as soon as the number of processes changes."""
+        if self.query_one(DashboardProcesses).count_rows():
+            self.show_gpus()
+
     @on(LookBack.Found)
     def _show_found(self) -> None:
         self.show_gpus()
@@ -242,56 +263,6 @@ class Dashboard(FramedScreen):
     def action_longer(self, by: int) -> None:
         self._back.longer(by)
         self.show_gpus()
-
-    @property
-    def _n_job_rows(self) -> int:
-        n_rows = self._others.n_job_rows if self._others else len(self.session.jobs)
-        return n_rows - self.query_one(JobsPanel).n_folded
-
-    def _view(self, n_gpus: int) -> str:
-        """Return the view to show.
-
-        Until the user chooses a view, use the map if the GPUs need more than twice the available lines.
-        """
-        taken = self._others.rows if self._others else 0
-        if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=self._n_job_rows, taken=taken).gpus:
-            return self.view
-        return "map"
-
-    def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Compute the rows for each panel; apply them if the layout has changed."""
-        view, (width, height) = self._view(n_gpus), self.size
-        inside = width - 2 * (frame_of(width, height) == "framed")
-        rows = arrange(
-            width,
-            height,
-            n_gpus=_GRIDS[view](n_gpus, inside, height).bands if n_gpus and view in _GRIDS else n_gpus,
-            n_jobs=self._n_job_rows,
-            is_card_view=view == "per_gpu",
-            tiles=view == "map",
-            previews=self.query_one(JobsPanel).previewed is not None,
-            words=len(self.query_one(GpuPanel).wrapped(self._why_none()[0], inside)),
-            taken=self._others.rows if self._others else 0,
-        )
-        if (rows, view) != self._arranged:
-            self._rows, self._arranged = rows, (rows, view)
-            self.set_class(rows.beside, "-side-by-side")
-            for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
-                panel: Widget = self.query_one(f"#{name}")
-                panel.display = inside > 0
-                panel.styles.height = "1fr" if name == "preview" and rows.beside else inside + rows.chrome
-        return rows
-
-    def _title(self, stored_s: int | None) -> None:
-        """Write the titles, with each history's time span; `stored_s` is the span read from the store."""
-        plotted_s = self.query_one(AggregatePanel).n_columns * self.session.monitor.interval_s
-        spans_s = {"aggregate": stored_s or plotted_s, "gpus": stored_s, "finder": None}
-        for name, title in (_TITLES | (self._others.titles if self._others else {})).items():
-            legend = LEGEND if name == "gpus" and self._arranged and self._arranged[1] == "map" else ""
-            span = f" · last {duration(spans_s[name])}" if spans_s[name] else ""
-            entitle(self.query_one(f"#{name}"), title + span, legend)
-        for panel in self.query("#hosts"):
-            entitle(panel, "Other hosts")
 
     def show_jobs(self) -> None:
         """Draw the latest jobs, and the preview of the job under the cursor."""
@@ -324,13 +295,19 @@ class Dashboard(FramedScreen):
         """Have the watcher read the job under the cursor, if there is space for a preview."""
         # Any screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
         # dialog.
-        if self.app.screen is self and self._rows and self._rows.preview:
+        if self.app.screen is self and self.panels.rows and self.panels.rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).previewed)
 
     def select(self, job_id: int | None) -> None:
         """Put the cursor on a job that may not be listed yet."""
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Act on a job only while no other panel has the focus."""
+        if action in _ON_JOBS and self.focused is not None:
+            return self.query_one(JobEdits) in self.focused.ancestors
+        return super().check_action(action, parameters)
 
     def keys_offered(self) -> FooterOffer:
         """Return the keys to show: first the actions on the job under the cursor, or launching if there is no job."""
@@ -381,12 +358,14 @@ class Dashboard(FramedScreen):
 
     def choose_view(self, view: str) -> None:
         """Show the GPUs in this view."""
-        self.view, self._chosen = view, True
+        self.panels.choose_view(view)
 
     def action_toggle_view(self) -> None:
-        views = list(_SHAPES)
-        shown = views.index(self._view(len(self.session.monitor.latest())))
-        self.view, self._chosen = views[(shown + 1) % len(views)], True
+        self.panels.next_view(len(self.session.monitor.latest()))
+        self.show_gpus()
+
+    def action_next_panel(self) -> None:
+        self.panels.next_lower(len(self.session.monitor.latest()))
         self.show_gpus()
 
     def action_open_gpu(self, index: int) -> None:

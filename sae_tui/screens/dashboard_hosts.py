@@ -71,6 +71,11 @@ class DashboardHosts:
         return 1 + len(self._session.jobs) + sum(1 + len(view.jobs) for view in self._hosts.views)
 
     @property
+    def jobs(self) -> list[JobView]:
+        """The jobs of the other hosts."""
+        return [job for view in self._hosts.views for job in view.jobs]
+
+    @property
     def rows(self) -> int:
         """The number of rows in the remote GPU panel, including its frame."""
         return self._space + FRAMES[frame_of(*self._screen.size)]

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from sae_tui.panels import gpu_cards
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
+# Which panel has the lower part of the window for itself, or "" if the panels share it.
+Lower = Literal["", "processes", "jobs", "gpus"]
+
 # The minimum widths to show the totals as four plots, and to show the preview next to the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
-_LEAST_JOBS = 5  # including the heading
-_LEAST_PLOT, _GOOD_PLOT, _TALLEST_PLOT = 2, 4, 12
+_LEAST_JOBS = 5  # including the heading; the first steps without any job have as many lines
+_IDLE_JOBS = 3  # job rows while no job runs
+_LEAST_PROCESSES = 3  # including the heading
+_SOME_PROCESSES, _MORE_PROCESSES = 4, 8
+_LEAST_PLOT = 2
+_ROWS_PER_PLOT_ROW = 10  # a window of 40 rows gets plots of up to 4 rows, one of 60 rows up to 6
 _LEAST_PREVIEW, _GOOD_PREVIEW = 5, 14
 _MANY_JOBS = 8
+_STEP = 4  # the panel of processes grows in steps, so that a short process does not move all panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,7 @@ class PanelHeights:
     gpus: int
     jobs: int
     preview: int = 0
+    processes: int = 0
     plot: int = 0
     per_gpu: int = 1
     beside: bool = False
@@ -43,73 +55,154 @@ class PanelHeights:
     @property
     def height(self) -> int:
         """The number of rows taken by all panels, including their frames."""
-        stacked = [self.totals, self.gpus, self.jobs, 0 if self.beside else self.preview]
+        stacked = [self.totals, self.gpus, self.processes, self.jobs, 0 if self.beside else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
 
 
-def arrange(
-    width: int,
-    height: int,
-    *,
-    n_gpus: int,
-    n_jobs: int,
-    is_card_view: bool = False,
-    tiles: bool = False,
-    previews: bool = False,
-    taken: int = 0,
-    words: int = 1,
-) -> PanelHeights:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the panels have to show, in rows.
+
+    `n_active` jobs run or wait, `is_running` tells whether any of them runs, and `n_processes` is the number of
+    processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of cards or tiles. `previews`
+    means that a job can be previewed. `taken` is the number of rows taken by the panel for other hosts, and `words` the
+    number taken by the explanation if there are no GPUs.
+    """
+
+    n_gpus: int
+    n_jobs: int
+    n_active: int = 0
+    is_running: bool = False
+    n_processes: int = 0
+    is_card_view: bool = False
+    tiles: bool = False
+    previews: bool = False
+    taken: int = 0
+    words: int = 1
+
+    @property
+    def tallest(self) -> int:
+        """The most rows that a GPU can use as a card or tile, or 0 for lines."""
+        return gpu_cards.TALLEST if self.is_card_view else TALLEST if self.tiles else 0
+
+
+_Wishes = Iterator[Mapping[str, int]]
+
+
+@functools.lru_cache(maxsize=16)  # asked for several times per tick, mostly with the same arguments
+def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> PanelHeights:
     """Return the rows for each panel in a window of `width` x `height` cells; header and footer take one row each.
 
-    `is_card_view` selects the card view; with it or with `tiles`, `n_gpus` is the number of rows of cards or tiles.
-    `previews` means that a job can be previewed. If there are no jobs, their panel explains what to do. `taken` is the
-    number of rows taken by the panel for other hosts, and `words` is the number taken by the explanation if there are
-    no GPUs.
+    If there are no jobs, their panel explains what to do. `lower` names the panel that has the lower part for itself.
     """
-    space = max(2, height - 2 - taken)
-    empty = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
-    wanted = n_gpus * (2 if is_card_view else 1) or words
-    rows = _least(empty, space, n_gpus, wanted, is_card_view=is_card_view)
-    tallest = gpu_cards.TALLEST if is_card_view else TALLEST if tiles else 0
-    return _grown(rows, space, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
-
-
-def _least(rows: PanelHeights, space: int, n_gpus: int, wanted: int, *, is_card_view: bool) -> PanelHeights:
-    """Give each panel its minimum height. If the minimums do not fit, drop the totals first, then shrink the jobs."""
-    left = space - 2 * rows.chrome
-    has_totals = n_gpus > 0 and not (is_card_view and rows.frame != "framed")
-    with_totals = left - _TOTALS - rows.chrome
-    is_room = with_totals >= min(wanted, _FEWEST_GPUS) + _FEWEST_JOBS
-    totals, left = (_TOTALS, with_totals) if has_totals and is_room else (0, left)
-    gpus = min(wanted, max(min(wanted, _FEWEST_GPUS), left - _LEAST_JOBS), max(1, left - _FEWEST_JOBS))
-    return replace(rows, totals=totals, gpus=gpus, jobs=min(_LEAST_JOBS, left - gpus))
-
-
-def _grown(
-    rows: PanelHeights, space: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool
-) -> PanelHeights:
-    """Distribute the remaining rows in order of usefulness; each GPU gets up to `tallest` rows if that is not 0."""
-    several = bool(rows.totals) and width >= PLOTS_FROM
-    preferences = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
-    preferences += [_plots(_LEAST_PLOT)] if several else []
-    preferences += [{"preview": _LEAST_PREVIEW}] if previews and not rows.beside else []
-    preferences += [{"gpus": n_gpus * lines} for lines in range(2, tallest + 1)]
-    preferences += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not tallest else []
-    preferences += [_plots(plot) for plot in range(_LEAST_PLOT + 1, _GOOD_PLOT + 1)] if several else []
-    if previews and not rows.beside:
-        preferences += [{"preview": preview} for preview in range(_LEAST_PREVIEW + 1, _GOOD_PREVIEW + 1)]
-    preferences += [{"jobs": _GOOD_PREVIEW}] if previews and rows.beside else []
-    preferences += [{"jobs": 1 + n_jobs}]
-    preferences += [_plots(plot) for plot in range(_GOOD_PLOT + 1, _TALLEST_PLOT + 1)] if several else []
-    for preference in preferences:
-        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in preference.items()})
+    space = max(2, height - 2 - contents.taken)
+    rows = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM and lower in ("", "jobs"))
+    rows = _least(rows, space, contents, lower)
+    wishes = _Layout(width, height, contents, rows).wishes(lower)
+    for wish in wishes:
+        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
         rows = larger if larger.height <= space else rows
-    spare = max(0, space - rows.height)
-    rest = "preview" if rows.preview and not rows.beside else "jobs"
-    rows = replace(rows, **{rest: getattr(rows, rest) + spare})
-    return replace(rows, preview=rows.jobs) if rows.beside and previews else rows
+    takes_rest = "processes" if rows.processes and not contents.is_running else "jobs"
+    rest = lower or ("preview" if rows.preview and not rows.beside else takes_rest)
+    rows = replace(rows, **{rest: getattr(rows, rest) + max(0, space - rows.height)})
+    return replace(rows, preview=rows.jobs) if rows.beside and contents.previews else rows
 
 
-def _plots(rows: int) -> dict[str, int]:
-    """Return the fields for four plots of `rows` rows in a two-by-two grid, each with a heading."""
-    return {"plot": rows, "totals": 2 * (rows + 1)}
+def _least(rows: PanelHeights, space: int, contents: Contents, lower: Lower) -> PanelHeights:
+    """Give each panel its minimum height. If the minimums do not fit, drop the totals first, then shrink the jobs."""
+    wanted = contents.n_gpus * (2 if contents.is_card_view else 1) or contents.words
+    least = 0 if lower == "gpus" else _FEWEST_JOBS
+    left = space - (2 if least else 1) * rows.chrome
+    has_totals = contents.n_gpus > 0 and not (contents.is_card_view and rows.frame != "framed")
+    with_totals = left - _TOTALS - rows.chrome
+    is_room = with_totals >= min(wanted, _FEWEST_GPUS) + least
+    totals, left = (_TOTALS, with_totals) if has_totals and is_room else (0, left)
+    if not least:
+        return replace(rows, totals=totals, gpus=left)
+    few = 1 + min(contents.n_jobs, 2) if contents.n_jobs and not contents.is_running else _LEAST_JOBS
+    gpus = min(wanted, max(min(wanted, _FEWEST_GPUS), left - few), max(1, left - least))
+    fewest = min(few, left - gpus)
+    rows = replace(rows, totals=totals, gpus=gpus)
+    return replace(rows, processes=fewest) if lower == "processes" else replace(rows, jobs=fewest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Lists what to do with the rows that remain, the most useful first."""
+
+    width: int
+    height: int
+    of: Contents
+    least: PanelHeights
+
+    def wishes(self, lower: Lower) -> _Wishes:
+        """Yield the heights to reach, each as the fields of `PanelHeights` to raise."""
+        if lower in ("processes", "gpus"):
+            yield from self._gpu_lines(always=True) if lower == "gpus" else ()
+        elif lower == "jobs" or not self.of.n_gpus:
+            yield from self._of_jobs()
+        else:
+            yield from self._while_jobs_run() if self.of.is_running else self._without_running_jobs()
+
+    def _of_jobs(self) -> _Wishes:
+        yield self._jobs(_MANY_JOBS)
+        yield from self._previews(_LEAST_PREVIEW, _GOOD_PREVIEW)
+        yield self._jobs(self.of.n_jobs)
+
+    def _while_jobs_run(self) -> _Wishes:
+        """Yield the jobs and the preview before the processes."""
+        yield self._jobs(min(self.of.n_active, _MANY_JOBS))
+        yield from self._plots(_LEAST_PLOT)
+        yield from self._previews(_LEAST_PREVIEW, _LEAST_PREVIEW)
+        yield {"processes": _LEAST_PROCESSES}
+        yield from self._gpu_lines()
+        yield self._processes(_SOME_PROCESSES)
+        yield from self._previews(_LEAST_PREVIEW + 1, _GOOD_PREVIEW)
+        yield self._processes(_MORE_PROCESSES)
+        yield self._jobs(_MANY_JOBS)
+        yield self._processes(self.of.n_processes)
+        yield self._jobs(self.of.n_jobs)
+        yield from self._plots(_LEAST_PLOT + 1)
+
+    def _without_running_jobs(self) -> _Wishes:
+        """Yield the processes before jobs that wait or have ended."""
+        yield {"processes": _LEAST_PROCESSES}
+        yield self._jobs(max(_IDLE_JOBS, min(self.of.n_active, _MANY_JOBS)))
+        yield self._processes(_SOME_PROCESSES)
+        yield from self._plots(_LEAST_PLOT)
+        yield self._processes(_MORE_PROCESSES)
+        yield from self._gpu_lines()
+        yield self._processes(self.of.n_processes)
+        yield from self._previews(_LEAST_PREVIEW, _LEAST_PREVIEW)
+        yield self._jobs(_MANY_JOBS)
+        yield from self._plots(_LEAST_PLOT + 1)
+        yield from self._previews(_LEAST_PREVIEW + 1, _GOOD_PREVIEW)
+        yield self._jobs(self.of.n_jobs)
+
+    def _jobs(self, most: int) -> Mapping[str, int]:
+        return {"jobs": 1 + min(self.of.n_jobs, most)}
+
+    def _processes(self, most: int) -> Mapping[str, int]:
+        n_rows = -(-self.of.n_processes // _STEP) * _STEP
+        return {"processes": 1 + min(n_rows, most)}
+
+    def _plots(self, first: int) -> _Wishes:
+        """Yield the heights of four plots in a two-by-two grid, each with a heading."""
+        if self.least.totals and self.width >= PLOTS_FROM:
+            most = max(_LEAST_PLOT, self.height // _ROWS_PER_PLOT_ROW)
+            for plot in range(first, (_LEAST_PLOT if first == _LEAST_PLOT else most) + 1):
+                yield {"plot": plot, "totals": 2 * (plot + 1)}
+
+    def _gpu_lines(self, *, always: bool = False) -> _Wishes:
+        """Yield two lines per GPU, in narrow windows only if `always`; cards and tiles grow to their full height."""
+        n = self.of.n_gpus
+        for lines in range(2, self.of.tallest + 1):
+            yield {"gpus": n * lines}
+        if n and (always or self.width >= PLOTS_FROM) and not self.of.tallest:
+            yield {"gpus": 2 * n, "per_gpu": 2}
+
+    def _previews(self, first: int, last: int) -> _Wishes:
+        if self.of.previews and self.least.beside:
+            yield {"jobs": last}
+        elif self.of.previews:
+            yield from ({"preview": rows} for rows in range(first, last + 1))

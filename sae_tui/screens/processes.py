@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.app import ComposeResult
 from textual.binding import Binding
 
+from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.processes import GpuMeters
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.process_list import ProcessList
@@ -54,8 +57,11 @@ class ProcessesScreen(FramedScreen):
             self.query_one(StatusLine).show_status(self.session.status())
             self.query_one(GpuMeters).show_gpus(samples, self.size.height // _METERS_SHARE)
             entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
-        unlisted = [sample.index for sample in samples if sample.processes is None]
-        nothing = "There are no processes on the GPUs." if samples else "This machine has no GPU; d shows why."
-        if unlisted:
-            nothing = f"The processes of GPU {', '.join(map(str, unlisted))} cannot be listed."
-        processes.show_samples(samples, nothing)
+        processes.show_samples(samples, why_none(samples))
+
+
+def why_none(samples: Sequence[GpuSample]) -> str:
+    """Return the text for an empty list of the processes on these GPUs."""
+    if unlisted := [sample.index for sample in samples if sample.processes is None]:
+        return f"The processes of GPU {', '.join(map(str, unlisted))} cannot be listed."
+    return "There are no processes on the GPUs." if samples else "This machine has no GPU; d shows why."

@@ -78,6 +78,7 @@ class Painter:
     def forget(self) -> None:
         """Forget what the terminal shows; call this after anything else has written to it."""
         self._shown.clear()
+        self._whole = None
 
     def lean(self, update: ChopsUpdate) -> CompositorUpdate:
         """Return an update rendering only the cells that differ."""

@@ -47,6 +47,27 @@ def test_json_for_one_gpu_is_an_object_and_an_unknown_gpu_is_an_error(shell):
     assert shell.errors("gpus", 9, code=1) == ["sae-tui: error: there is no GPU 9 here; this machine has 0, 1, 2, 3"]
 
 
+def test_only_limits_every_view_to_some_gpus(shell):
+    assert [row["index"] for row in shell.json("gpus", "--only", "1,3")] == [1, 3]
+    assert [row["index"] for row in shell.json("--only", "3", "gpus")] == [3]
+    assert shell.json("metrics", "--only", "0,1")["gpu_count"] == 2
+    assert [row["index"] for row in shell.json("metrics", "--view", "per_gpu", "--only", "2")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("gpus", "--only", "0,9"), 1, "--only: there is no GPU 9 here; this machine has GPUs 0-3"),
+        (("gpus", "--only", "a"), 2, '--only: must be GPU indices like 0,1, not "a"; see sae-tui gpus --help'),
+        (("--only", "0", "jobs"), 2, "--only: works only in the app, in gpus and in metrics; leave it out"),
+        (("metrics", "--only", "0", "--since", "10m"), 1, "--only: the stored totals are those of all GPUs"),
+    ],
+)
+def test_only_is_refused_in_one_sentence_if_it_cannot_apply(shell, words, code, sentence):
+    (error,) = shell.errors(*words, code=code)
+    assert error.startswith(f"sae-tui: error: {sentence}")
+
+
 def test_an_unsupported_sensor_is_null_and_a_lost_gpu_is_listed_with_its_reason(shell):
     rows = shell.json("gpus", SAE_TUI_SIMULATED_FAULTS="0:lost,1:no_power")
     assert rows[0]["healthy"] is False

@@ -438,6 +438,14 @@ def test_the_gpu_shares_of_processes_are_read_with_every_sample_on_request(until
     assert sampler.stop()
 
 
+def test_all_gpus_and_their_processes_are_read_at_once_on_request(start: Start, until: Until) -> None:
+    sampler = start(Simulated(4), 3600.0)
+    until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
+    before = [sample.timestamp for sample in sampler.latest()]
+    sampler.read_now()
+    until(lambda: all(new.timestamp > old for new, old in zip(sampler.latest(), before, strict=True)))
+
+
 REMEMBERED = """
 import json, time
 from sae_tui.gpu.nvml import Nvml

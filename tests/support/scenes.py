@@ -30,6 +30,7 @@ from sae_tui.panels.processes import ProcessTable
 from sae_tui.panels.program import ProgramPanel
 from sae_tui.screens.card import CardPanel
 from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.settings import Settings
 from sae_tui.start import other_hosts
@@ -61,7 +62,7 @@ def lively_monitor(
     faults: Mapping[int, str] | None = None,
     *,
     busy: Sequence[int] = (0, 1),
-    pid: int = 1,
+    pid: int = _PID,
     since: int = 0,
 ) -> StillMonitor:
     """Return a monitor with 90 s of history.
@@ -146,7 +147,7 @@ class Scene:
         """Record the scene's data in an empty folder, and return an app with values that do not change over time."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
-        monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
+        monitor = lively_monitor(self.gpus, faults, busy=self.busy, since=_SINCE_S)
         return still_app(data, monitor, plain=plain, monitor_view_default=self.view, **settings)
 
 
@@ -207,7 +208,7 @@ def _record_failed(data: DataDir) -> None:
 
 
 async def show_dashboard(pilot: Pilot[Any]) -> None:
-    """Wait until the dashboard shows the GPUs, the jobs and, if it is displayed, the preview of a job."""
+    """Wait until the dashboard shows the GPUs, the jobs and, if displayed, the processes and the preview of a job."""
     app: Any = pilot.app
     recorded = _n_jobs(app)
     await wait_until(pilot, lambda: len(app.session.jobs) == recorded)
@@ -215,6 +216,9 @@ async def show_dashboard(pilot: Pilot[Any]) -> None:
     await wait_until(pilot, lambda: all(job.step == 200 for job in app.session.jobs[: len(running)]))
     app.screen.show_gpus()
     app.screen.show_jobs()
+    processes = app.screen.query_one(DashboardProcesses)
+    is_busy = any(sample.processes for sample in app.session.monitor.latest())
+    await wait_until(pilot, lambda: not (processes.display and is_busy) or processes.n_rows)
     preview = app.screen.query_one(PreviewText)
     await wait_until(pilot, lambda: not app.screen.query_one(PreviewPanel).display or preview.plain)
     await pilot.pause()

@@ -71,6 +71,9 @@ class StillMonitor:
     def readings_s(self) -> dict[int, float]:
         return {index: 0.001 for index in range(len(self._rings))}
 
+    def read_now(self) -> None:
+        self.step()
+
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
         self.shares_wanted = wanted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pyte
 from hypothesis import example, given, settings
@@ -14,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.color import Color
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.strip import Strip
 
 from sae_tui.terminal.painter import Painter, Printable
@@ -95,6 +96,15 @@ def test_after_the_painter_forgets_the_screen_the_next_update_is_complete() -> N
     painter.render(update, console())
     painter.forget()
     assert "abc" in painter.render(update, console())
+
+
+def test_after_the_painter_forgets_the_screen_a_dialog_is_repainted_completely() -> None:
+    painter, dialog = Painter(), SimpleNamespace(is_modal=True, size=Size(WIDTH, HEIGHT))
+    whole = LayoutUpdate([[Strip.blank(WIDTH)]] * HEIGHT, Region(0, 0, WIDTH, HEIGHT))
+    assert painter.lighten(dialog, whole) is whole
+    assert painter.lighten(dialog, whole) is not whole
+    painter.forget()
+    assert painter.lighten(dialog, whole) is whole
 
 
 @settings(max_examples=100)

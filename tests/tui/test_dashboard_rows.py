@@ -2,37 +2,91 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sae_tui.screens.dashboard_rows import arrange
+from sae_tui.screens.dashboard_rows import Contents, Lower, arrange
 
 windows = st.tuples(st.integers(1, 300), st.integers(4, 120))
+contents = st.builds(
+    Contents,
+    n_gpus=st.integers(0, 64),
+    n_jobs=st.integers(0, 500),
+    n_active=st.integers(0, 20),
+    is_running=st.booleans(),
+    n_processes=st.integers(0, 100),
+    previews=st.booleans(),
+    is_card_view=st.booleans(),
+    tiles=st.booleans(),
+)
 
 
-@given(windows, st.integers(0, 64), st.integers(0, 500), st.sampled_from(["", "is_card_view", "tiles"]), st.booleans())
-def test_the_panels_exactly_fill_any_window(window, n_gpus, n_jobs, shape, previews) -> None:
-    width, height = window
-    shapes = {shape: True} if shape else {}
-    rows = arrange(width, height, n_gpus=n_gpus, n_jobs=n_jobs, previews=previews, **shapes)
-    assert rows.height == height - 2
-    assert min(rows.gpus, rows.jobs) >= 1
-    assert min(rows.totals, rows.preview, rows.plot) >= 0
+@given(windows, contents, st.sampled_from(get_args(Lower)))
+def test_the_panels_exactly_fill_any_window(window, of, lower) -> None:
+    rows = arrange(*window, of, lower)
+    assert rows.height == window[1] - 2
+    assert rows.gpus >= 1
+    assert max(rows.jobs, rows.processes) >= 1 or lower == "gpus"
+    assert min(rows.totals, rows.preview, rows.plot, rows.processes) >= 0
     assert rows.totals in (0, 4) if not rows.plot else rows.totals == 2 * (rows.plot + 1)
-    assert not (rows.preview and not previews)
+    assert not (rows.preview and not of.previews)
 
 
-def test_a_normal_window_shows_plots_two_lines_per_gpu_and_the_preview() -> None:
-    rows = arrange(120, 40, n_gpus=4, n_jobs=3, previews=True)
-    assert (rows.frame, rows.gpus, rows.per_gpu) == ("framed", 8, 2)
-    assert rows.plot >= 2
-    assert rows.preview >= 6
-    beside = arrange(200, 60, n_gpus=8, n_jobs=3, previews=True)
-    assert beside.beside
-    assert beside.preview == beside.jobs > 12
+def test_a_normal_window_shows_running_jobs_a_preview_and_some_processes() -> None:
+    for n_gpus in (4, 8):
+        rows = arrange(120, 40, Contents(n_gpus, 6, n_active=2, is_running=True, n_processes=5, previews=True))
+        assert (rows.frame, rows.gpus // rows.per_gpu) == ("framed", n_gpus)
+        assert rows.jobs >= 3
+        assert rows.preview >= 5
+        assert rows.processes >= 3
+        assert rows.plot >= 2
 
 
-def test_a_small_window_shows_every_gpu_and_some_jobs() -> None:
-    rows = arrange(80, 24, n_gpus=8, n_jobs=30, previews=True)
-    assert (rows.frame, rows.totals, rows.gpus, rows.per_gpu, rows.preview) == ("ruled", 4, 8, 1, 0)
-    assert rows.jobs >= 6
+def test_jobs_that_have_ended_leave_their_space_to_the_processes() -> None:
+    for n_gpus in (4, 8):
+        rows = arrange(120, 40, Contents(n_gpus, 30, n_processes=20, previews=True))
+        assert rows.jobs == 4  # three jobs and the heading
+        assert rows.processes >= 9
+        assert rows.preview == 0
+
+
+def test_few_processes_leave_space_to_the_preview_of_a_finished_job() -> None:
+    assert arrange(120, 40, Contents(4, 30, n_processes=1, previews=True)).preview >= 5
+
+
+def test_a_large_window_shows_all_processes_and_most_jobs_before_taller_plots() -> None:
+    of = Contents(8, 12, n_active=2, is_running=True, n_processes=10, previews=True)
+    rows = arrange(200, 60, of)
+    assert rows.beside
+    assert rows.preview == rows.jobs >= 13
+    assert rows.processes >= 11
+    assert rows.plot <= 6
+
+
+def test_a_small_window_shows_every_gpu_and_the_processes_or_the_running_jobs() -> None:
+    idle = arrange(80, 24, Contents(8, 30, n_processes=8, previews=True))
+    assert (idle.frame, idle.totals, idle.gpus, idle.per_gpu, idle.preview) == ("ruled", 4, 8, 1, 0)
+    assert min(idle.processes, idle.jobs) >= 3
+    busy = arrange(80, 24, Contents(8, 30, n_active=4, is_running=True, n_processes=8, previews=True))
+    assert busy.jobs >= 5
+    assert busy.processes == 0
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+def test_one_panel_can_have_the_lower_part_for_itself(size) -> None:
+    of = Contents(8, 30, n_active=2, is_running=True, n_processes=8, previews=True)
+    only = {lower: arrange(*size, of, lower) for lower in get_args(Lower)}
+    assert only["processes"].jobs == only["processes"].preview == 0
+    assert only["jobs"].processes == 0
+    assert only["gpus"].jobs == only["gpus"].processes == 0
+    assert only["processes"].processes > only[""].processes
+    assert only["gpus"].gpus > only[""].gpus
+
+
+def test_a_machine_without_gpus_shows_no_processes() -> None:
+    rows = arrange(120, 40, Contents(0, 5, previews=True, words=2))
+    assert rows.processes == 0
+    assert rows.preview

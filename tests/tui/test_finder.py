@@ -36,7 +36,7 @@ def shown(app) -> list[str]:
 
 
 def said(app) -> str:
-    return app.screen.query_one("#found", LineView).plain.strip()
+    return app.screen.query_one("#finder #found", LineView).plain.strip()
 
 
 def stored(data, job_id: int):
@@ -77,7 +77,7 @@ async def test_action_keys_are_letters_while_a_filter_is_typed(make_app, three) 
         await ready(app, pilot)
         await pilot.press("slash", *"ash x#+")
         assert app.screen.id == "dashboard"
-        assert app.screen.query_one(Filter).value == "ash x#+"
+        assert app.screen.query_one("#finder Filter", Filter).value == "ash x#+"
 
 
 async def test_the_sort_order_cycles_and_the_cursor_stays_on_its_job(make_app, three) -> None:
@@ -104,7 +104,7 @@ async def test_marks_are_glyphs_that_outlive_a_filter_and_are_cleared_together(m
         await pilot.press("space", "space")
         assert table(app).plain.count("●") == 2
         assert said(app) == "2 marked · c compare · # tag · D delete · x clear"
-        assert not app.screen.query_one(Filter).display
+        assert not app.screen.query_one("#finder Filter", Filter).display
         await pilot.press("slash", *"alpha", "enter")
         assert said(app) == "1 of 3 · 2 ●"
         assert app.screen.query_one(JobsFinder).marked == [2, 3]

@@ -93,7 +93,7 @@ async def test_the_preview_for_an_extraction_shows_its_speed(make_app, data) -> 
         assert "m.gguf" in text(app)
 
 
-@pytest.mark.parametrize(("size", "shown"), [((80, 24), True), ((80, 20), False), ((60, 14), False), ((200, 60), True)])
+@pytest.mark.parametrize(("size", "shown"), [((80, 24), False), ((60, 14), False), ((120, 40), True)])
 async def test_the_preview_is_shown_if_there_is_space(make_app, data, size, shown) -> None:
     record_job(data, "one", JobState.FINISHED)
     app = make_app(4)

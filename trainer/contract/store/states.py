@@ -43,3 +43,5 @@ TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     **dict.fromkeys(_END, frozenset({JobState.QUEUED})),
 }
 ACTIVE = frozenset(state for state in JobState if not state.is_final)
+# A job in one of these states has a supervisor and holds its GPUs.
+RUNNING = ACTIVE - {JobState.QUEUED}
