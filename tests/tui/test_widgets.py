@@ -162,7 +162,7 @@ async def test_a_click_on_a_heading_names_the_order_of_its_column_which_has_an_a
 
 async def test_columns_with_the_same_priority_are_dropped_together() -> None:
     columns = [Column("A", 8), Column("B", 4, drop=2), Column("C", 4, drop=2), Column("D", 4, drop=1)]
-    assert [column.title for column in table._fit_columns(columns, 23)] == ["A", "D"]
+    assert [column.title for column in table.fit_columns(columns, 23)] == ["A", "D"]
 
 
 def test_a_long_cell_extends_only_into_the_empty_cells_after_it() -> None:
