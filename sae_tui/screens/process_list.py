@@ -112,7 +112,9 @@ class ProcessList(Filtered):
         self._look()
 
     def _look(self) -> None:
-        """Read the processes if this is due, and draw them."""
+        """Read the processes if this is due, and draw them; do nothing while another screen hides the list."""
+        if not (self.display and (self.screen.is_active or self.is_covered)):
+            return
         gpus = [sample.index for sample in self._samples]
         pids = [process.pid for sample in self._samples for process in sample.processes or ()]
         # Request the shares again, because the previous list cancels its request when it closes.

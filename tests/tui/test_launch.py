@@ -472,8 +472,8 @@ async def test_on_a_cluster_the_user_chooses_the_number_of_gpus_per_node(make_ap
         path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
         await open_file(pilot, app, path)
         await reviewed(pilot, screen, "4 GPUs")
-        picker.action_recommended()
-        picker.action_available()
+        picker.focus()
+        await pilot.press("r", "a")
         assert picker.gpus == "auto:2"
         path.write_text(FILE.format(gpus="[0]"))
         await open_file(pilot, app, path)
@@ -902,8 +902,8 @@ async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -
         screen = await opened(pilot, app)
         assert "ctrl+g" not in shown_bindings(screen)
         await pilot.press("f3", "down", "down", "down", "down")
-        hint = screen.query_one("#row-sae-k .hint", Static)
-        await wait_until(pilot, lambda: "A list like 16,32,64 trains one SAE per value" in str(hint.render()))
+        help_line = screen.query_one(FieldHelp)
+        await wait_until(pilot, lambda: "A list like 16,32,64 trains one SAE per value" in str(help_line.render()))
         await type_into(pilot, screen, "sae.k", "16,32,64")
         await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · ")
         assert shown_bindings(screen)["ctrl+g"] == "Each"

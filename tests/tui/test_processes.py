@@ -98,6 +98,9 @@ async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_gpus, two) -> 
         assert "1 of 3" in app.screen.query_one("#found", LineView).plain
         await pilot.press("escape")
         assert app.screen is app.router.dashboard
+        # The dashboard's own list continues to use the shares.
+        await wait_until(pilot, lambda: on_gpus.step() or on_gpus.shares_wanted)
+        await pilot.press("comma")
         await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
 
