@@ -17,7 +17,7 @@ from sae_tui.gpu.proc_files import arguments_of, read_file
 from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.contract.printable import printable
+from trainer.contract.printable import on_one_line, printable
 from trainer.contract.process import ProcessRef, ancestors_of, in_container
 from trainer.contract.wording import plural
 
@@ -194,7 +194,7 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
     user = command = None
     with _unless_gone():
         user = printable(str(process.username()))
-        command = printable(command_line(arguments_of(process.pid), most=None))
+        command = on_one_line(command_line(arguments_of(process.pid), most=None))
     return user, command
 
 

@@ -62,6 +62,13 @@ def _progress(job: JobView) -> Span:
     return duration(max(0.0, job.ended - job.started)), "dim"
 
 
+def _speed(job: JobView) -> Span:
+    """Return the tokens per second or, for a command, the steps per second, like `2/s`."""
+    speed = count(job.tokens_per_s)
+    is_of_steps = kind_of(job.config).is_program and job.tokens_per_s is not None
+    return f"{speed}/s" if is_of_steps else speed, "text"
+
+
 def _judged(name: str) -> Callable[[JobView], Span]:
     """Return a function for an SAE's metric; a command has none."""
     return lambda job: EMPTY if kind_of(job.config).is_program else judged_span(job, name)
@@ -129,8 +136,7 @@ COLUMNS = {
         Column("DEAD", 6, right=True, drop=6), _judged("dead_fraction"), "dead_fraction", is_value=True
     ),
     "tokens_per_s": JobColumn(
-        Column("TOK/S", 7, right=True, drop=4), lambda job: (count(job.tokens_per_s), "text"), "tokens_per_s",
-        is_value=True,
+        Column("TOK/S", 7, right=True, drop=4), _speed, "tokens_per_s", is_value=True
     ),
     "eta": JobColumn(Column("ETA", 8, right=True), _eta, "eta", is_value=True),
     "took": JobColumn(Column("TOOK", 8, right=True, drop=12), _took, "took", is_value=True),

@@ -9,7 +9,7 @@ import tomli_w
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.contract.printable import MARK, printable, printable_json, printable_lines, printable_toml
+from trainer.contract.printable import MARK, on_one_line, printable, printable_json, printable_lines, printable_toml
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -22,6 +22,10 @@ def test_printable_text_keeps_its_length_and_changes_only_unsafe_characters(text
     assert len(shown) == len(text)
     assert all(after in (before, MARK) for before, after in zip(text, shown, strict=True))
     assert printable(shown) == shown
+
+
+def test_line_ends_are_spaces_in_text_on_one_line() -> None:
+    assert on_one_line("python -c '\nimport x\r\nx.run()'\x1b") == f"python -c ' import x x.run()'{MARK}"
 
 
 def test_line_feeds_and_tabs_are_kept() -> None:

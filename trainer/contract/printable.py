@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
 
+def on_one_line(text: str) -> str:
+    """Apply `printable`, and show line ends as spaces, as in a program given to `python -c`."""
+    return printable(" ".join(text.splitlines()))
+
+
 def printable_lines(text: str) -> str:
     """Apply `printable` to every line, and keep the line ends."""
     return "\n".join(map(printable, text.split("\n")))

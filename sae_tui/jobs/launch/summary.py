@@ -10,6 +10,7 @@ from typing import Any
 
 from sae_tui.gpu.secrets import masked_settings
 from trainer.contract.planning.plan import Plan
+from trainer.contract.printable import on_one_line
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.job import dead_after
 from trainer.contract.settings.job_file import parse_any, to_table
@@ -89,7 +90,7 @@ def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, A
             path = f"{section}.{setting.name}"
             value = masked_settings({path: table[section].get(setting.name)})[path]
             if setting.is_command_line:
-                value = shlex.join(value)
+                value = on_one_line(shlex.join(value))
             elif setting.name == "env" and value:
                 value = " ".join(value)
             yield path, value, setting.default
