@@ -58,7 +58,8 @@ def heading(name: str, columns: Sequence[str], note: str) -> Row:
     """Return a heading with a host name and a note; the cursor skips this row."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
-    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(columns_of(columns)) - 1)), spill=(0,), is_heading=True)
+    n_others = len(columns_of(tuple(columns))) - 1
+    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * n_others), spill=(0,), is_heading=True)
 
 
 def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:

@@ -16,7 +16,7 @@ from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.job_columns import SHOWN
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.filter import Filtered
-from sae_tui.widgets.table import Row
+from sae_tui.widgets.table import KeyedTable, Row
 from trainer.contract.settings.series import key_metrics
 from trainer.contract.store.states import RUNNING
 
@@ -106,15 +106,13 @@ class JobsFinder(Filtered):
         self._draw()
         self.table.action_move(0)
 
-    @on(JobsPanel.Sorted)
-    def _sort_by_heading(self, event: JobsPanel.Sorted) -> None:
+    @on(KeyedTable.HeadingChosen)
+    def _sort_by_heading(self, event: KeyedTable.HeadingChosen) -> None:
         self.sort_by(event.order, reverse=event.order == self.order and not self.reverse)
 
     @property
-    def _arrow(self) -> str:
-        """The arrow in the heading of the sorted column, or "" for the usual order."""
-        is_usual = self.order == _NEWEST and not self.reverse
-        return "" if is_usual else "▼" if orders()[self.order].descends != self.reverse else "▲"
+    def _is_usual(self) -> bool:
+        return self.order == _NEWEST and not self.reverse
 
     def action_mark(self) -> None:
         """Mark or unmark the job or array under the cursor and move to the next row."""
@@ -148,7 +146,8 @@ class JobsFinder(Filtered):
     def _draw(self) -> None:
         text = self.words
         matches = find(self._jobs, text, self.order, reverse=self.reverse)
-        self.table.choose(self.columns, self.order, self._arrow)
+        falls = orders()[self.order].descends != self.reverse
+        self.table.choose(self.columns, "" if self._is_usual else self.order, falls=falls)
         hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
         self.table.show_jobs(
@@ -161,7 +160,7 @@ class JobsFinder(Filtered):
         marked = len(self.table.marked)
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",
-            f"by {self.order}{', reversed' * self.reverse}" if self._arrow else "",
+            "" if self._is_usual else f"by {self.order}{', reversed' * self.reverse}",
             f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
         if self.filtering and marked:

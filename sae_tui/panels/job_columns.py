@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,18 +41,12 @@ class JobColumn:
     is_value: bool = False
 
 
-def columns_of(names: Sequence[str], order: str = "", arrow: str = "") -> tuple[Column, ...]:
-    """Return the columns for these names, with an arrow in the heading of the column for this sort order."""
+@functools.cache
+def columns_of(names: tuple[str, ...]) -> tuple[Column, ...]:
+    """Return the table's columns for these names, with their sort orders."""
+    orders = ("newest", "name", *(COLUMNS[name].order for name in names))
     columns = (*LEADING, *(COLUMNS[name].column for name in names))
-    sorted_by = zip(columns, orders_of(names), strict=True)
-    marked = next((column for column, of in sorted_by if arrow and of == order), None)
-    return tuple(
-        replace(column, title=f"{column.title} {arrow}".strip()) if column is marked else column for column in columns
-    )
-
-
-def orders_of(names: Sequence[str]) -> list[str]:
-    return ["newest", "name", *(COLUMNS[name].order for name in names)]
+    return tuple(replace(column, order=order) for column, order in zip(columns, orders, strict=True))
 
 
 def _progress(job: JobView) -> Span:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Sequence
 
-from textual import events
 from textual.binding import Binding
 from textual.message import Message
 
@@ -24,10 +22,9 @@ from sae_tui.panels.job_columns import (
     SHOWN,
     VALUES,
     columns_of,
-    orders_of,
 )
 from sae_tui.widgets.lines import Line, Span
-from sae_tui.widgets.table import KeyedTable, Row, fit_columns
+from sae_tui.widgets.table import KeyedTable, Row
 from trainer.contract.runs.report_card import PART_TITLES
 from trainer.contract.store.states import JobState
 
@@ -55,13 +52,6 @@ class JobsPanel(KeyedTable):
     class Folded(Message):
         """The user has folded or unfolded an array, so the rows must be shown again."""
 
-    class Sorted(Message):
-        """The user clicked the heading of a column with this sort order."""
-
-        def __init__(self, order: str) -> None:
-            super().__init__()
-            self.order = order
-
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         self.chosen: tuple[str, ...] = SHOWN
         super().__init__(columns_of(SHOWN), id=id)
@@ -72,24 +62,13 @@ class JobsPanel(KeyedTable):
         # Each job's row, with the values it was made from.
         self._made: dict[int, tuple[tuple[JobView, bool, bool, str], Row]] = {}
 
-    def choose(self, names: Sequence[str], order: str = "", arrow: str = "") -> None:
+    def choose(self, names: Sequence[str], order: str = "", *, falls: bool = False) -> None:
         """Show the columns with these names, and an arrow in the heading of the column that the jobs are sorted by."""
         if self.chosen != (chosen := tuple(dict.fromkeys(names))):
             self.chosen = chosen
             self._made.clear()
-        self.columns = columns_of(self.chosen, order, arrow)
-
-    def on_click(self, event: events.Click) -> None:
-        at = event.get_content_offset(self)
-        if at is None or at.y:
-            super().on_click(event)
-            return
-        ends = itertools.accumulate(width + 1 for width in fit_columns(self.columns, self.size.width).values())
-        shown = [*fit_columns(self.columns, self.size.width)]
-        place = next((place for place, end in enumerate(ends) if at.x < end), None)
-        orders = dict(zip(self.columns, orders_of(self.chosen), strict=True))
-        if place is not None and (order := orders[shown[place]]):
-            self.post_message(self.Sorted(order))
+        self.columns = columns_of(self.chosen)
+        self.sorted_by, self.is_falling = order, falls
 
     def show_jobs(
         self,

@@ -53,12 +53,10 @@ class ProcessList(Filtered):
                 tooltip="Turn the process under the cursor into a job, if it is yours"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=PROCESSES,
                 tooltip="Show processes that match all words: command, user:ada, gpu:1, job:12, type:g, pid"),
-        Binding("o", "next_order(1)", "Order", id="processes.order", group=PROCESSES,
-                tooltip="Sort by the next column: " + ", ".join(ORDERS)),
-        Binding("O", "next_order(-1)", "Order back", show=False, id="processes.order_back", group=PROCESSES,
-                tooltip="Sort by the previous column; a click on a heading sorts by that column"),
-        Binding("R", "reverse", "Reverse", show=False, id="processes.reverse", group=PROCESSES,
-                tooltip="Reverse the sort order"),
+        Binding("o", "next_order", "Order", id="processes.order", group=PROCESSES,
+                tooltip="Sort by the next column, as a click on its heading does: " + ", ".join(ORDERS)),
+        Binding("O", "reverse", "Reverse", show=False, id="processes.reverse", group=PROCESSES,
+                tooltip="Sort in the opposite direction"),
         Binding("t", "toggle_tree", "Tree", id="processes.tree", group=PROCESSES,
                 tooltip="Show each process below its parent, or processes folded under their job"),
         Binding("space", "fold", "Fold", show=False, id="processes.fold", group=PROCESSES,
@@ -97,7 +95,9 @@ class ProcessList(Filtered):
         yield ProcessTable(id="processes")
 
     def on_unmount(self) -> None:
-        self.session.monitor.want_shares(False)
+        # The list on the screen below has asked for the shares before this one is removed.
+        if not any(one is not self for screen in self.app.screen_stack[-1:] for one in screen.query(ProcessList)):
+            self.session.monitor.want_shares(False)
 
     @property
     def table(self) -> ProcessTable:
@@ -194,9 +194,9 @@ class ProcessList(Filtered):
     def on_descendant_blur(self) -> None:
         self._draw()
 
-    def action_next_order(self, by: int) -> None:
+    def action_next_order(self) -> None:
         names = list(ORDERS)
-        self._sort(names[(names.index(self.order) + by) % len(names)], is_reversed=False)
+        self._sort(names[(names.index(self.order) + 1) % len(names)], is_reversed=False)
 
     def action_reverse(self) -> None:
         self._sort(self.order, is_reversed=not self.is_reversed)

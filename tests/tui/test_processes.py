@@ -19,6 +19,7 @@ from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.jobs import edits
 from sae_tui.jobs.user import user_name
+from sae_tui.jobs.view.processes import ORDERS
 from sae_tui.panels.processes import GpuMeters, ProcessTable
 from sae_tui.screens import process_list
 from sae_tui.screens.processes import ProcessesScreen
@@ -99,7 +100,7 @@ async def test_a_key_shows_the_processes_of_all_gpus(make_app, on_gpus, two) -> 
         await pilot.press("escape")
         assert app.screen is app.router.dashboard
         # The dashboard's own list continues to use the shares.
-        await wait_until(pilot, lambda: on_gpus.step() or on_gpus.shares_wanted)
+        await wait_until(pilot, lambda: on_gpus.shares_wanted)
         await pilot.press("comma")
         await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
@@ -238,18 +239,19 @@ async def test_the_order_is_chosen_and_reversed_by_keys_and_by_clicks_on_heading
         assert "MEMORY▼" in text(app)
         await pilot.press("o")
         await wait_until(pilot, lambda: "SM▼" in text(app) and "MEMORY▼" not in text(app))
-        await pilot.press("O", "O")
-        await wait_until(pilot, lambda: "TYPE▲" in text(app))
+        await pilot.press("O")
+        await wait_until(pilot, lambda: "SM▲" in text(app))
         await pilot.click(ProcessTable, offset=(6, 0))
         await wait_until(pilot, lambda: "PID▲" in text(app))
         ascending = list(table.entries)
         assert [table.entries[key].process.pid for key in ascending] == sorted([31415, *(one.pid for one in two)])
         await pilot.click(ProcessTable, offset=(6, 0))
         await wait_until(pilot, lambda: "PID▼" in text(app) and list(table.entries) == ascending[::-1])
-        await pilot.press("R")
+        await pilot.press("O")
         await wait_until(pilot, lambda: list(table.entries) == ascending)
         await pilot.resize_terminal(80, 24)
-        await pilot.press("O", "O", "O")
+        names = list(ORDERS)
+        await pilot.press(*["o"] * ((names.index("host memory") - names.index("pid")) % len(names)))
         await wait_until(pilot, lambda: "by host memory" in app.screen.query_one("#found", LineView).plain)
 
 
