@@ -1,4 +1,4 @@
-"""`sae-tui job ID --cards | --card N`: prints a job's current and earlier report cards."""
+"""`sae-tui job ID --cards | --card N | --against M`: prints a job's report cards, and the difference between two."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
+from sae_tui.cli_commands.output import clock_time, say, show_json, show_table, text
+from sae_tui.cli_commands.values import CardName
+from sae_tui.compare.cards import Difference, differences, limits_of
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
 from sae_tui.jobs.output import why_no_sae
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import UserError
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 from trainer.contract.store.rows import Job
@@ -37,6 +41,81 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
     for one in shown.values():
         for line in lines(one.card):
             say(line)
+
+
+def show_differences(context: CommandContext, job_id: int, number: int | None, against: CardName) -> None:
+    """Print how each figure of a report card differs from another one; `number` is None for the current one."""
+    other_id = job_id if against.job_id is None else against.job_id
+    with existing(context.data, other_id):
+        ours, theirs = (
+            _chosen(context, job_id, number, "--card"),
+            _chosen(context, other_id, against.number, "--against"),
+        )
+    pairs = {label: (one, other) for label, one in ours.items() if (other := _counterpart(theirs, label))}
+    if not pairs:
+        raise UserError(f"--against: job {other_id} has no report card of an SAE of job {job_id}")
+    if context.as_json:
+        show_json([_difference_row(label, one, other, other_id) for label, (one, other) in pairs.items()])
+        return
+    for label, (one, other) in pairs.items():
+        here, there = (f"job {of} card {card.number}" for of, card in ((job_id, one), (other_id, other)))
+        say(text(" · ".join(filter(None, [label, f"{here} against {there}"]))))
+        for limit in limits_of(one.card, other.card):
+            say(text(f"! {limit}"))
+        found = differences(one.card, other.card)
+        show_table(("FIGURE", "GROUP", here.upper(), there.upper(), "DIFFERENCE", ""), map(_difference_cells, found))
+        if any(each.is_exact for each in found):
+            say("* compared exactly, because there is no standard error")
+
+
+def _chosen(context: CommandContext, job_id: int, number: int | None, flag: str) -> Mapping[str, Version]:
+    """Return a job's report cards with this number or, if it is None, the current ones, by the label of their SAE."""
+    versions = versions_of(context.data.sae(job_id))
+    if not versions:
+        raise UserError(f"{flag}: job {job_id} has no report card; run `sae-tui eval {job_id}`")
+    if number is None:
+        return {label: of_sae[0] for label, of_sae in versions.items()}
+    shown = {label: one for label, of_sae in versions.items() for one in of_sae if one.number == number}
+    if shown:
+        return shown
+    there = sorted({one.number for of_sae in versions.values() for one in of_sae})
+    raise UserError(f"{flag}: job {job_id} has the report cards {', '.join(map(str, there))}; give one of them")
+
+
+def _counterpart(cards: Mapping[str, Version], label: str) -> Version | None:
+    """Return the report card to compare that of an SAE with: of the same label, or the only one."""
+    return cards.get(label) or (next(iter(cards.values())) if len(cards) == 1 else None)
+
+
+def _difference_cells(one: Difference) -> tuple[object, ...]:
+    sides = [f"{side.text}{f' ± {side.error_text}' if side.error_text else ''}" if side else None
+             for side in (one.here, one.there)]  # fmt: skip
+    return one.figure.series.title, one.figure.group.replace("_", " "), *sides, one.signed, one.mark
+
+
+def _difference_row(label: str, here: Version, there: Version, other_id: int) -> dict[str, Any]:
+    return {
+        "sae": label,
+        "number": here.number,
+        "against": {"job": other_id, "number": there.number, "sae": there.card.label},
+        "limits": list(limits_of(here.card, there.card)),
+        "figures": [_figure_row(one) for one in differences(here.card, there.card)],
+    }
+
+
+def _figure_row(one: Difference) -> dict[str, Any]:
+    here, there = one.here, one.there
+    return {
+        "name": one.figure.name,
+        "better": one.figure.series.better,
+        "value": here.value if here else None,
+        "error": here.error if here else None,
+        "against": there.value if there else None,
+        "against_error": there.error if there else None,
+        "difference": one.change,
+        "verdict": one.verdict,
+        "is_exact": one.is_exact,
+    }
 
 
 def measured(version: Version) -> float | None:

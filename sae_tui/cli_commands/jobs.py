@@ -154,6 +154,9 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     reader = _reader(context, flags.id)
     assert reader.view is not None
+    if flags.against:
+        cards.show_differences(context, flags.id, flags.card, flags.against)
+        return code
     if flags.card:
         cards.show_card(context, flags.id, flags.card)
         return code

@@ -12,6 +12,7 @@ from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.values import (
     array,
+    card_name,
     gpu_indices,
     host,
     port,
@@ -140,6 +141,7 @@ COMMAND_EXAMPLES = {
         "job 7 --wait     wait until it has ended",
         "job 7 --json | jq .heldout_fvu",
         "job 7 --cards    list its current and earlier report cards; job 7 --card 2 shows one",
+        "job 7 --against 1    compare the current report card with card 1; --against 8: with that of job 8",
     ],
     "stop": [
         "stop 7",
@@ -518,6 +520,8 @@ def _add_job_commands(add: Add) -> None:
     show.add_argument("--cards", action="store_true", help="list its current and earlier report cards")
     which = "show the report card with this number in the list of --cards"
     show.add_argument("--card", type=positive, metavar="N", help=which)
+    other = "compare the report card with card M of this job, or with JOB: or JOB:M of another job"
+    show.add_argument("--against", type=card_name, metavar="M", help=other)
     stop.add_argument("--kill", action="store_true", help="kill it within 5 s, even without a checkpoint")
     early = f"cool down first, which adds {COOL_DOWN_SHARE:.0%} to the steps already run, and end as finished".replace(
         "%", "%%"

@@ -122,6 +122,24 @@ def _indices(part: str) -> range | None:
     return range(int(match[1]), int(match[2] or match[1]) + 1, int(match[3] or 1))
 
 
+class CardName(msgspec.Struct, frozen=True):
+    """A report card: its number, or None for the current one; `job_id` is None for the job in question."""
+
+    job_id: int | None
+    number: int | None
+
+
+def card_name(text: str) -> CardName:
+    """Return the report card named by `2`, by `8:` for the current one of job 8, or by `8:2`."""
+    match = re.fullmatch(r"(?:(\d{1,18}):)?([1-9]\d{0,8})?", text)
+    if not match or not text:
+        raise argparse.ArgumentTypeError(
+            f'must be a number of --cards like 2, or 8: or 8:2 for job 8, not "{cut(text)}"'
+        )
+    job, number = match.groups()
+    return CardName(int(job) if job else None, int(number) if number else None)
+
+
 class Selector(msgspec.Struct, frozen=True):
     """A part of a selection: the ids from `first` to `last`, or all jobs with a tag."""
 

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from sae_tui.compare.run import ComparedSae
-from trainer.contract.runs.row_sums import paired_error
+from trainer.contract.runs.row_sums import LEAD, paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
-# A difference is significant only if it exceeds this number of standard errors.
-LEAD = 2.0
 # If there are too few seeds to measure their variation, a relative FVU difference must exceed this to be significant.
 # The FVU of a TopK SAE on 131,072 rows varied by 0.5 to 1 % between seeds.
 SEED_SHARE = 0.01

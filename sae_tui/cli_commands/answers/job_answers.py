@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
+from sae_tui.compare.cards import Verdict
 from sae_tui.compare.tables import all_results
 from sae_tui.doctor.advice import JobReport
 from sae_tui.doctor.base import Finding
@@ -182,6 +185,43 @@ _VERSION: dict[str, tuple[object, str]] = {
 }
 _CARDS = list_of(fields("Version of a report card", _VERSION))
 _ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Report card"), "The report card.")}))
+_COMPARED_FIGURE = fields(
+    "Figure on two report cards",
+    {
+        "name": (str, "Name of the figure, such as fvu."),
+        "better": (or_null(word("lower", "higher")), "Which values are better; null if neither."),
+        "value": (float | None, "Value on this report card; null if not measured."),
+        "error": (float | None, "Its standard error; null if unknown."),
+        "against": (float | None, "Value on the other report card; null if not measured."),
+        "against_error": (float | None, "Its standard error; null if unknown."),
+        "difference": (float | None, "`value` minus `against`; null if one of them is null."),
+        "verdict": (
+            word(*get_args(Verdict)),
+            "same: within 2 combined standard errors; differs: neither is better; missing: on one report card only.",
+        ),
+        "is_exact": (bool, "Whether the values are compared exactly, because an error is unknown."),
+    },
+)
+_OTHER_CARD = fields(
+    "Other report card",
+    {
+        "job": _ID,
+        "number": (int, "Number of the version."),
+        "sae": (str, 'Label of the SAE in a sweep; "" for a run with one SAE.'),
+    },
+)
+_DIFFERENCES = list_of(
+    fields(
+        "Difference between two report cards",
+        {
+            "sae": _VERSION["sae"],
+            "number": _VERSION["number"],
+            "against": (_OTHER_CARD, "The report card that this one is compared with."),
+            "limits": (list_of(str), "Why the differences may not be due to the SAEs."),
+            "figures": (list_of(_COMPARED_FIGURE), "Every figure on either report card."),
+        },
+    )
+)
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _OUTCOMES = list_of(
     fields(
@@ -430,7 +470,9 @@ _REMOVED = fields(
 _REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, one sentence each; empty if nothing was wrong.")})
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
-    "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),
+    "job": answer(
+        "sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD, _DIFFERENCES
+    ),
     "logs": answer("sae-tui logs --json", _LOGS),
     "stop": answer("sae-tui stop --json", _STOPPED, _OUTCOMES),
     "validate": answer("sae-tui validate --json", _VALIDATED),

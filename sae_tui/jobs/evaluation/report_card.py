@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
+from trainer.contract.paths import DataDir
+from trainer.contract.printable import printable
 from trainer.contract.runs import card_versions, report_card
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.features import CARD
@@ -130,6 +133,40 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
     folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
     cards = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
     return {label: versions for label, versions in cards.items() if versions}
+
+
+class OtherCard(msgspec.Struct, frozen=True):
+    """A report card to compare another one with; `name` says which it is, like `card 2` or `job 7, k=16`."""
+
+    name: str
+    card: Card
+
+    @property
+    def words(self) -> str:
+        """What the report card is of and says, as text."""
+        spliced, step = self.card.spliced, f"step {self.card.step:,}" if self.card.step else ""
+        ce = f"CE score {with_error(spliced.ce_score, None)}" if spliced else ""
+        fvu = f"FVU {self.card.figures.fvu:.4f}"
+        return printable(" · ".join(filter(None, [self.card.title, step, fvu, ce])))
+
+
+def other_cards(data: DataDir, job_id: int, label: str, others: Iterable[int]) -> list[OtherCard]:
+    """Return the report cards to compare a job's current one with: earlier ones, then those of other SAEs and jobs.
+
+    `label` is the SAE of the current report card.
+    """
+    folder = data.sae(job_id)
+    own = [
+        OtherCard(f"card {one.number}", one.card) for one in versions_of(folder).get(label, []) if not one.is_current
+    ]
+    members = [OtherCard(printable(other), card) for other, card in whole_cards(folder).items() if other != label]
+    of_jobs = [
+        OtherCard(printable(", ".join(filter(None, [f"job {other}", name]))), card)
+        for other in others
+        if other != job_id
+        for name, card in whole_cards(data.sae(other)).items()
+    ]
+    return [*own, *members, *of_jobs]
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:

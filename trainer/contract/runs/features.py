@@ -81,6 +81,7 @@ Order = Literal["sparse", "density", "largest", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
 # larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
+COSINE_BINS = 12
 NO_TOKEN = -1
 # The maximum number of latents whose tokens are joined in a search for words spanning tokens. The most frequent latents
 # come first. If there are more candidates, latents already found are skipped. With this limit, a search is fast enough
@@ -276,6 +277,19 @@ class Features:
     def n_silent(self) -> int:
         """The number of latents that fire on none of the rows."""
         return sum(n == 0 for n in self._ints("n_fired"))
+
+    @property
+    def nearest_histogram(self) -> list[int]:
+        """The number of latents whose nearest decoder direction has a cosine in each of `COSINE_BINS` bins from 0 to 1.
+
+        A negative cosine counts as 0.
+        """
+        counts = [0] * COSINE_BINS
+        n_nearest = self._entries["cosines"].shape[1]
+        for cosine in self._floats("cosines")[:: max(1, n_nearest)]:
+            if math.isfinite(cosine):
+                counts[max(0, min(COSINE_BINS - 1, int(cosine * COSINE_BINS)))] += 1
+        return counts
 
     def search(self, words: str) -> list[int]:
         """Return the latents whose contexts contain the given words: both lists of `search_apart`, concatenated."""

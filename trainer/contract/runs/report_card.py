@@ -418,13 +418,28 @@ def summary(card: Card) -> str:
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
     unfinished = card.training.unfinished if card.training else ""
-    notes = [note for note in (_of_dimensions(card), *_cautions(card.data), unfinished) if note]
+    of_data = (one.text for one in data_cautions(card.data))
+    notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
     return "; ".join([f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}", *notes])
 
 
-def _cautions(data: EvaluationData) -> list[str]:
-    """Return sentences about data properties that make the SAE look better than it really is."""
-    return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
+class Caution(msgspec.Struct, frozen=True):
+    """Why the figures on a report card can mislead, and what to do about it."""
+
+    text: str
+    remedy: str
+
+
+def data_cautions(data: EvaluationData) -> list[Caution]:
+    """Return properties of the data that make the SAE look better than it really is, each with a remedy."""
+    is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
+    zeros = zero_rows(data.zero_fraction, "the rows") if is_odd else ""
+    found = [
+        Caution(data.heavy, 'leave them out with data.drop_dimensions, or set data.scale_dimensions = "auto"'),
+        Caution(zeros, f"{DROP_ZERO_ROWS} leaves them out"),
+        Caution(copies_sentence(data.copies), "remove the copies from the data, or hold out whole texts"),
+    ]
+    return [one for one in found if one.text]
 
 
 def copies_sentence(share: float | None) -> str:
@@ -452,12 +467,6 @@ def _of_dimensions(card: Card) -> str:
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
-def _of_zero_rows(data: EvaluationData) -> str:
-    """Return a sentence about the share of zero rows, or "" if they are few or left out."""
-    is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
-    return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
-
-
 def facts(card: Card) -> list[tuple[str, str]]:
     """Return the metrics on a report card as pairs (title, text)."""
     one = card.figures
@@ -469,7 +478,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         *([("dimensions", dimensions)] if dimensions else []),
-        *(("note on FVU", note) for note in _cautions(card.data)),
+        *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
@@ -484,6 +493,25 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_probes(card.probing) if card.probing else []),
+        *_of_run(card),
+    ]
+
+
+def remarks(card: Card) -> list[tuple[str, str]]:
+    """Return what a report card says in words, as pairs (title, text): the rows, the texts and the training."""
+    dimensions = _of_dimensions(card)
+    return [
+        *([("dimensions", dimensions)] if dimensions else []),
+        *([("threshold", _threshold(card))] if card.threshold_set_on else []),
+        *([("model read", _text_read(card.spliced))] if card.spliced else []),
+        *([("probed on", _probed_on(card.probing))] if card.probing else []),
+        *_of_run(card),
+    ]
+
+
+def _of_run(card: Card) -> list[tuple[str, str]]:
+    """Return the lines about the training and its settings."""
+    return [
         *(card.training.facts() if card.training else []),
         *(recipe_lines(card.recipe) if card.recipe else []),
     ]
@@ -505,9 +533,13 @@ def _threshold(card: Card) -> str:
 
 
 def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
+    both = _two_ways(spliced) if spliced.left_out else _one_way(spliced)
+    return [*both, ("measured on", _text_read(spliced))]
+
+
+def _text_read(spliced: PatchedModel) -> str:
     of_texts = f"{plural(spliced.n_texts, 'text')} in " if spliced.n_texts else ""
-    read = f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"
-    return [*(_two_ways(spliced) if spliced.left_out else _one_way(spliced)), ("measured on", read)]
+    return f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
@@ -556,8 +588,11 @@ def _mean(one: Losses) -> str:
 def _probes(probing: Probing) -> list[tuple[str, str]]:
     aucs = {f"k = {k}": one for k, one in probing.k.items()} | {"all activations": probing.dense}
     of_each = ", ".join(f"{_with_error(one.auc, one.seed_error, '.3f')} {name}" for name, one in aucs.items())
-    texts = f"{probing.n_texts:,} texts of {plural(probing.n_sets, 'set')}, {plural(probing.n_seeds, 'seed')}"
-    return [("probing (AUC)", of_each), ("probed on", texts)]
+    return [("probing (AUC)", of_each), ("probed on", _probed_on(probing))]
+
+
+def _probed_on(probing: Probing) -> str:
+    return f"{probing.n_texts:,} texts of {plural(probing.n_sets, 'set')}, {plural(probing.n_seeds, 'seed')}"
 
 
 def marked(text: SampledText, before: str = "[", after: str = "]") -> str:

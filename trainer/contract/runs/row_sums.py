@@ -14,6 +14,8 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
+# A difference is significant only if it exceeds this number of standard errors.
+LEAD = 2.0
 # The maximum number of sums to store; with more texts, each sum covers several texts. 4,096 sums take 160 kB.
 MOST_CLUSTERS = 4096
 

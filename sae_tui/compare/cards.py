@@ -1,0 +1,99 @@
+"""Compares two report cards figure by figure, given the standard errors of their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from trainer.contract.runs.card_figures import CardFigure, figures_of, in_form
+from trainer.contract.runs.recipe import MOST_L0_MISS
+from trainer.contract.runs.report_card import Card
+from trainer.contract.runs.row_sums import LEAD
+
+NO_ERROR = "compared by the digits shown, because there is no standard error"
+Verdict = Literal["same", "better", "worse", "differs", "missing"]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A figure on two report cards; at least one of the two is known."""
+
+    here: CardFigure | None
+    there: CardFigure | None
+
+    @property
+    def figure(self) -> CardFigure:
+        found = self.here or self.there
+        assert found is not None
+        return found
+
+    @property
+    def change(self) -> float | None:
+        """How much higher the figure is on this report card, or None if one of them lacks the figure."""
+        return self.here.value - self.there.value if self.here and self.there else None
+
+    @property
+    def least(self) -> float | None:
+        """The largest difference that is within the errors, or None if an error is unknown."""
+        errors = [one.error for one in (self.here, self.there) if one]
+        known = [error for error in errors if error is not None]
+        return LEAD * math.hypot(*known) if len(known) == 2 else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the figures are compared by the digits shown, because an error is unknown."""
+        return self.change is not None and self.least is None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether this report card is better, worse or the same within the errors.
+
+        A figure with no better direction, or measured in a different way on the other report card, only "differs".
+        """
+        if self.change is None or self.here is None or self.there is None:
+            return "missing"
+        # Without an error, compare what is shown: two measurements of the same SAE differ in the eighth digit.
+        if self.here.text == self.there.text if self.least is None else abs(self.change) <= self.least:
+            return "same"
+        better = self.here.series.better
+        if better is None or self.here.condition != self.there.condition:
+            return "differs"
+        return "better" if (self.change > 0) == (better == "higher") else "worse"
+
+    @property
+    def mark(self) -> str:
+        """The verdict as text: `=` if the figures are the same, with a star without an error."""
+        if self.verdict == "missing":
+            return "only here" if self.here else "only there"
+        return f"{'=' if self.verdict == 'same' else self.verdict}{'*' * self.is_exact}"
+
+    @property
+    def signed(self) -> str:
+        """The difference with its sign, or "" if the same digits are shown; a small one has more digits."""
+        change, series = self.change, self.figure.series
+        if change is None or (self.here and self.there and self.here.text == self.there.text):
+            return ""
+        usual = in_form(abs(change), series)
+        return f"{'+' if change > 0 else '-'}{usual if usual.strip('0.%') else f'{abs(change):.0e}'}"
+
+
+def differences(here: Card, there: Card) -> list[Difference]:
+    """Return every figure on either of two report cards, in the order of the figures on a report card."""
+    ours, theirs = ({one.name: one for one in figures_of(card)} for card in (here, there))
+    only_theirs = [Difference(None, one) for name, one in theirs.items() if name not in ours]
+    return [Difference(one, theirs.get(name)) for name, one in ours.items()] + only_theirs
+
+
+def limits_of(here: Card, there: Card) -> Iterator[str]:
+    """Yield reasons why the differences between two report cards may not be due to the SAEs."""
+    if here.data.place != there.data.place:
+        yield f"measured on rows of {here.data.place} here, of {there.data.place} there"
+    elif here.figures.n_tokens != there.figures.n_tokens:
+        yield f"measured on {here.figures.n_tokens:,} rows here, on {there.figures.n_tokens:,} there"
+    ours, theirs = here.figures.l0, there.figures.l0
+    if theirs and abs(ours / theirs - 1) > MOST_L0_MISS:
+        yield f"L0 is {ours:.1f} here, {theirs:.1f} there: a higher L0 alone lowers the FVU"
+    if here.spliced and there.spliced and here.spliced.ce != there.spliced.ce:
+        yield "the language model read other texts, so its losses are not ranked"

@@ -1,0 +1,208 @@
+"""The report card as a sheet of figures in columns, and the difference between two report cards as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+
+from sae_tui.compare.cards import NO_ERROR, Difference, Verdict, differences, limits_of
+from sae_tui.format import fit, wrap
+from sae_tui.jobs.features import readable
+from sae_tui.panels.latents import cut_around
+from sae_tui.widgets.lines import Line, LineView, Span
+from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, title_of_group
+from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
+from trainer.contract.wording import bars
+
+# The cells of a figure on the sheet: its indent and title, its value and its error.
+_TITLE, _VALUE, _ERROR = 20, 9, 10
+_SIDE_ERROR = 9  # in a comparison
+_CELLS = _TITLE + _VALUE + _ERROR
+_LATENT_CELLS = 18
+_BLANK: Line = ((" ", "text"),)
+# A figure's style by its worth, which differs in weight too, for terminals without colours.
+_WORTH = {"key": "title", "result": "text", "minor": "dim"}
+_VERDICTS: dict[Verdict, str] = {
+    "same": "dim", "better": "good", "worse": "bad", "differs": "text", "missing": "dim",
+}  # fmt: skip
+
+
+class CardSheet(msgspec.Struct, frozen=True):
+    """A report card, the histogram of cosines between its nearest decoder directions, and a card to compare it with.
+
+    `against_name` says which report card `against` is.
+    """
+
+    card: Card
+    cosines: Sequence[int] = ()
+    against: Card | None = None
+    against_name: str = ""
+
+    def lines(self, width: int) -> list[Line]:
+        """Return the sheet or, if there is another report card, the differences, in lines of at most `width` cells."""
+        if self.against:
+            return difference_lines(self.card, self.against, self.against_name, width)
+        return card_lines(self.card, self.cosines, width)
+
+
+class CardPanel(LineView, can_focus=True):
+    """Shows a report card, or why it is missing. The cursor keys scroll the card."""
+
+    DEFAULT_CSS = "CardPanel { height: 1fr; }"
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._shown: CardSheet | str = ""
+
+    def show_card(self, sheet: CardSheet | str) -> None:
+        if sheet != self._shown:
+            self._shown = sheet
+            self.scroll_home(animate=False)
+            self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        # Reserve a column for the scrollbar shown if there are more lines than rows.
+        width = max(20, self.size.width - 1)
+        if isinstance(self._shown, CardSheet):
+            self.show(self._shown.lines(width))
+        else:
+            self.show([((f" {line}", "dim"),) for line in wrap(self._shown, width - 1)])
+
+
+def card_lines(card: Card, cosines: Sequence[int], width: int) -> list[Line]:
+    """Return a report card as lines: its warnings, its figures in columns, and its remarks."""
+    head, *when = title_lines(card)
+    lines: list[Line] = [((f" {line}", "label"),) for text in (head, *when) for line in wrap(text, width - 1)]
+    warned = set()
+    for caution in cautions(card):
+        warned.add(caution.text)
+        lines += _wrapped("! ", f"{caution.text}: {caution.remedy}", width, "warn")
+    lines += [*_in_columns(_blocks(card, cosines), width), _BLANK]
+    known = [(title, text) for title, text in remarks(card) if text not in warned]
+    column = max((len(title) for title, _ in known), default=0) + 2
+    for title, text in known:
+        lines += _wrapped(f"{title:<{column}}", text, width)
+    if card.latents:
+        heading = f" {len(card.latents)} random latents that fire, each with its max-activating example"
+        lines += [_BLANK, ((fit(heading, width), "label"),)]
+    return lines + [_latent_line(one, width) for one in card.latents]
+
+
+def _wrapped(title: str, text: str, width: int, style: str = "label") -> list[Line]:
+    """Return a text behind its title, wrapped and indented to the width of the title."""
+    first, *others = wrap(text, max(10, width - len(title) - 1)) or [""]
+    own = "text" if style == "label" else style
+    indent = " " * (len(title) + 1)
+    return [((f" {title}", style), (first, own)), *(((indent, "text"), (line, own)) for line in others)]
+
+
+def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
+    """Return the groups of figures, each with a heading, as lines of `_CELLS` cells."""
+    figures = figures_of(card)
+    blocks = []
+    for group in get_args(Group):
+        rows = [_figure_line(one) for one in figures if one.group == group]
+        if group == "model" and not rows:
+            rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
+        if group == "latents":
+            rows += [*_quantiles(card), *_histograms(card, cosines)]
+        if rows:
+            heading = title_of_group(group, card)
+            blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
+    return blocks
+
+
+def _figure_line(one: CardFigure) -> Line:
+    style = _WORTH[one.series.prominence]
+    error = f" ± {one.error_text}" if one.error_text else ""
+    return (
+        (fit(f"  {one.series.title}", _TITLE), "label"),
+        (f"{one.text:>{_VALUE}}", style),
+        (fit(error, _ERROR), "dim"),
+    )
+
+
+def _quantiles(card: Card) -> list[Line]:
+    low, _, _, _, high = card.figures.l0_quantiles
+    text = f"{low:g} to {high:g}"
+    return [((fit("  L0, 5 to 95 %", _TITLE), "label"), (fit(f"{text:>{_VALUE}}", _VALUE + _ERROR), "dim"))]
+
+
+def _histograms(card: Card, cosines: Sequence[int]) -> list[Line]:
+    """Return the histograms of the latents' densities and of the cosines of their nearest decoder directions."""
+    drawn = [("density", f"1e{LOWEST_DECADE}", card.figures.density_histogram), ("nearest decoder", "0", cosines)]
+    return [
+        (
+            (f"  {title:<15}{low:>5} │", "label"),
+            (bars(counts), "spark"),
+            ("│ 1".ljust(_CELLS - 23 - len(counts)), "label"),
+        )
+        for title, low, counts in drawn
+        if any(counts)
+    ]
+
+
+def _in_columns(blocks: Sequence[list[Line]], width: int) -> list[Line]:
+    """Return blocks side by side in as many columns as fit, each block in the shortest column so far."""
+    n_columns = max(1, min(len(blocks), width // _CELLS))
+    columns: list[list[Line]] = [[] for _ in range(n_columns)]
+    for block in blocks:
+        shortest = min(columns, key=len)
+        shortest += [_padding(_CELLS), *block] if shortest else block
+    height = max(map(len, columns))
+    gap = (" " * min(4, (width - n_columns * _CELLS) // n_columns), "text")
+    rows = zip(*(column + [_padding(_CELLS)] * (height - len(column)) for column in columns), strict=True)
+    return [_BLANK, *(tuple(span for cell in row for span in (*cell, gap)) for row in rows)]
+
+
+def _padding(width: int) -> Line:
+    return ((" " * width, "text"),)
+
+
+def difference_lines(here: Card, there: Card, name: str, width: int) -> list[Line]:
+    """Return the differences to another report card as lines of at most `width` cells, one line per figure."""
+    lines: list[Line] = []
+    for limit in limits_of(here, there):
+        lines += _wrapped("! ", limit, width, "warn")
+    found = differences(here, there)
+    verdicts = [one.verdict for one in found]
+    counted: tuple[tuple[Verdict, str], ...]
+    counted = (("better", "better"), ("worse", "worse"), ("same", "the same within 2 standard errors"))
+    parts = [f"{verdicts.count(verdict)} {words}" for verdict, words in counted]
+    lines += _wrapped("", f"Against {name}: {', '.join(parts)}.", width)
+    if any(one.is_exact for one in found):
+        lines += _wrapped("* ", f"{NO_ERROR}.", width)
+    sides = "".join(f"{side:>{_VALUE}}{'':{_SIDE_ERROR}}" for side in ("HERE", "THERE"))
+    lines.append(((fit(f" {'FIGURE':<{_TITLE - 1}}{sides}{'DIFFERENCE':>11}", width), "label"),))
+    for group in get_args(Group):
+        own = [one for one in found if one.figure.group == group]
+        if own:
+            lines.append(((fit(f" {title_of_group(group, here)}", width), "accent"),))
+            lines += [_difference_line(one) for one in own]
+    return lines
+
+
+def _difference_line(one: Difference) -> Line:
+    series = one.figure.series
+    sides: list[Span] = []
+    for side in (one.here, one.there):
+        error = f" ± {side.error_text}" if side and side.error_text else ""
+        sides.append((f"{side.text if side else '–':>{_VALUE}}", _WORTH[series.prominence]))
+        sides.append((fit(error, _SIDE_ERROR), "dim"))
+    style = _VERDICTS[one.verdict]
+    return ((fit(f"  {series.title}", _TITLE), "label"), *sides, (f" {one.signed:>10} ", style), (one.mark, style))
+
+
+def _latent_line(one: SampledLatent, width: int) -> Line:
+    """Return a latent with its density and its first text, with the strongest token highlighted."""
+    spans: list[Span] = [(fit(f" {one.latent:>6} {one.density:>8.3%}", _LATENT_CELLS), "label")]
+    if one.texts:
+        text = one.texts[0]
+        styled = [(readable(token), "title" if at == text.at else "dim") for at, token in enumerate(text.tokens)]
+        spans += cut_around(styled, text.at, max(0, width - _LATENT_CELLS))
+    return tuple(spans)

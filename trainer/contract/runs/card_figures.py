@@ -1,0 +1,192 @@
+"""The figures on a report card: how each is named, formatted and read, which direction is better, and their warnings.
+
+To add a figure, add one entry to `_FIGURES`; the screen and the comparison of two report cards then show it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from trainer.contract.runs.recipe import asked_l0, misses_l0
+from trainer.contract.runs.report_card import AS_SAELENS, Card, Caution, data_cautions
+from trainer.contract.settings.catalog import METRICS, Series
+
+Group = Literal["reconstruction", "model", "latents", "probes", "all_tokens"]
+_FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
+
+
+class CardFigure(msgspec.Struct, frozen=True):
+    """A figure: its value, its standard error (None if it has none) and the properties of its series.
+
+    `condition` is what two report cards must share for this figure to be ranked, such as the number of rows.
+    """
+
+    name: str
+    group: Group
+    series: Series
+    value: float
+    error: float | None = None
+    condition: Any = None
+
+    @property
+    def text(self) -> str:
+        return in_form(self.value, self.series)
+
+    @property
+    def error_text(self) -> str:
+        return "" if self.error is None else in_form(self.error, self.series)
+
+
+class _Declared(msgspec.Struct, frozen=True):
+    """How a figure is read from a report card, along with its error and its condition, if any."""
+
+    name: str
+    group: Group
+    series: Series
+    read: Callable[[Card], float | None]
+    error: Callable[[Card], float | None] = lambda card: None
+    condition: Callable[[Card], Any] = lambda card: None
+
+
+def in_form(value: float, series: Series) -> str:
+    """Format a value of a report card, like `0.2500` or `2.0%`."""
+    return f"{value:{series.format}}"
+
+
+def _like(series: Series, title: str, prominence: Literal["key", "result", "minor"] = "result", **more: Any) -> Series:
+    """Return the series of a figure with the same direction as another one."""
+    return msgspec.structs.replace(series, title=title, prominence=prominence, **more)
+
+
+def _of(*path: str) -> Callable[[Card], float | None]:
+    """Return a function that reads a value at a path of attributes, or None if a part of the card is missing."""
+
+    def read(card: Card) -> float | None:
+        return functools.reduce(lambda part, name: None if part is None else getattr(part, name), path, card)  # type: ignore[return-value]
+
+    return read
+
+
+def _rows(card: Card) -> int:
+    return card.figures.n_tokens
+
+
+def _place(card: Card) -> str:
+    return card.data.place
+
+
+def _losses(group: Group, *path: str) -> Iterator[_Declared]:
+    """Yield the figures of the language model's losses at a path of attributes."""
+    prefix, clean = "" if group == "model" else f"{group}_", _of(*path, "ce")
+    score = Series("CE score", better="higher", prominence="key")
+    loss = Series("loss with SAE", better="lower", prominence="key")
+    minor = Series("", prominence="minor")
+    for name, series in {"ce_score": score, "kl_score": _like(score, "KL score")}.items():
+        yield _Declared(f"{prefix}{name}", group, series, _of(*path, name), _of(*path, f"{name}_error"))
+    yield _Declared(f"{prefix}loss_with_sae", group, loss, _of(*path, "ce_with_sae"), condition=clean)
+    yield _Declared(f"{prefix}loss", group, _like(minor, "loss without", "result"), clean)
+    yield _Declared(
+        f"{prefix}loss_with_zeros", group, _like(minor, "loss, zeros", "minor"), _of(*path, "ce_with_zeros")
+    )
+    if group == "model":
+        yield _Declared("loss_with_mean", group, _like(minor, "loss, mean row", "minor"), _of(*path, "ce_with_mean"))
+    kl = _like(loss, "KL with SAE")
+    yield _Declared(f"{prefix}kl_with_sae", group, kl, _of(*path, "kl_with_sae"), condition=clean)
+    explained = _like(METRICS["explained_variance"].series, "explained variance", "minor", format=".2%")
+    yield _Declared(f"{prefix}explained", group, explained, _of(*path, "rows", "explained_variance"), condition=clean)
+    yield _Declared(f"{prefix}l0", group, _like(_L0, "L0", "minor"), _of(*path, "rows", "l0"))
+
+
+def _of_rows(name: str, series: Series, group: Group = "reconstruction", **more: Any) -> _Declared:
+    return _Declared(name, group, series, _of("figures", name), **more)
+
+
+_FIGURES = (
+    _of_rows("fvu", _FVU, error=_of("figures", "fvu_error")),
+    _of_rows("fvu_all_dimensions", _like(_FVU, "FVU, raw rows")),
+    _of_rows("median_row_fvu", _like(_FVU, "median row FVU")),
+    # The explained variance is 1 - FVU, with the same error.
+    _of_rows("explained_variance", _like(METRICS["explained_variance"].series, "explained variance", format=".2%"),
+             error=_of("figures", "fvu_error")),
+    _of_rows("cosine", Series("cosine", better="higher", prominence="minor")),
+    _of_rows("mse", Series("MSE", better="lower", format=".4g", prominence="minor"), condition=_place),
+    # A value of 1 is best for both, so neither direction is better.
+    _of_rows("l2_ratio", Series("norm of x_hat / x", prominence="minor")),
+    _of_rows("relative_reconstruction_bias", Series("bias", prominence="minor")),
+    *_losses("model", "spliced"),
+    _of_rows("l0", _like(_L0, "L0", "key"), "latents"),
+    # More latents fire if more rows are read.
+    _of_rows("dead", _like(METRICS["dead_fraction"].series, "never fire"), "latents",
+             error=_of("figures", "dead_error"), condition=_rows),
+    _of_rows("rare", Series("rare", format=".1%", prominence="minor"), "latents"),
+    _of_rows("dense_1", _like(_DENSE, "fire on > 1 %", "minor", format=".1%"), "latents"),
+    _of_rows("dense_10", _like(_DENSE, "fire on > 10 %", format=".1%"), "latents"),
+    _of_rows("max_decoder_cosine", Series("nearest decoder", format=".3f"), "latents"),
+    _Declared("recovery", "latents", Series("recovery (MMCS)", better="higher", format=".3f"), _of("recovery")),
+    *_losses("all_tokens", "spliced", "all_tokens"),
+)  # fmt: skip
+
+
+def figures_of(card: Card) -> list[CardFigure]:
+    """Return the figures on a report card, without those that were not measured."""
+    found = [
+        _figure(one.name, one.group, one.series, one.read(card), one.error(card), one.condition(card))
+        for one in _FIGURES
+    ]
+    return [one for one in (*found, *_probes(card)) if one is not None]
+
+
+def _figure(
+    name: str, group: Group, series: Series, value: float | None, error: float | None, condition: Any = None
+) -> CardFigure | None:
+    value, error = _finite(value), _finite(error)
+    return None if value is None else CardFigure(name, group, series, value, error, condition)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _probes(card: Card) -> Iterator[CardFigure | None]:
+    """Yield the figures of the probes; the probe on all activations does not depend on the SAE."""
+    if card.probing is None:
+        return
+    auc, raw = Series("AUC", better="higher", format=".3f", prominence="key"), Series("AUC, activations", format=".3f")
+    for k, one in card.probing.k.items():
+        yield _figure(f"auc_{k}", "probes", _like(auc, f"AUC, k = {k}", "key"), one.auc, one.seed_error)
+    dense = card.probing.dense
+    yield _figure("auc_dense", "probes", _like(raw, raw.title, "minor"), dense.auc, dense.seed_error)
+
+
+def title_of_group(group: Group, card: Card) -> str:
+    """Return the heading of a group of figures."""
+    left_out = card.spliced.left_out if card.spliced else None
+    which = "" if left_out is None else f", without {left_out}" if left_out else f", {AS_SAELENS.partition(',')[0]}"
+    return {
+        "reconstruction": "Reconstruction",
+        "model": f"Language model{which}",
+        "latents": "Latents",
+        "probes": "Probes",
+        "all_tokens": AS_SAELENS[:1].upper() + AS_SAELENS[1:],
+    }[group]
+
+
+def cautions(card: Card) -> list[Caution]:
+    """Return what to know before believing the figures on a report card, and what to do about it."""
+    found, l0, target, training = data_cautions(card.data), card.figures.l0, card.target_l0, card.training
+    if card.data.is_trained_on:
+        text = "the SAE was trained on these rows, so the FVU is too low"
+        found.append(Caution(text, "hold out rows with data.held_out_tokens, or evaluate on other rows"))
+    if misses_l0(l0, target):
+        found.append(Caution(f"L0 is {l0:.1f}, {asked_l0(l0, target)}", "compare the FVU only at the same L0"))
+    if training and training.unfinished:
+        found.append(Caution(training.unfinished, "resume the job to finish it"))
+    if training and training.overfitting:
+        best = ", or export the best checkpoint with --best" if training.best else ""
+        found.append(Caution(training.overfitting, f"train on more rows{best}"))
+    return found
