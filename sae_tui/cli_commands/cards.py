@@ -46,14 +46,12 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
 def show_differences(context: CommandContext, job_id: int, number: int | None, against: CardName) -> None:
     """Print how each figure of a report card differs from another one; `number` is None for the current one."""
     other_id = job_id if against.job_id is None else against.job_id
-    with existing(context.data, other_id):
-        ours, theirs = (
-            _chosen(context, job_id, number, "--card"),
-            _chosen(context, other_id, against.number, "--against"),
-        )
-    pairs = {label: (one, other) for label, one in ours.items() if (other := _counterpart(theirs, label))}
+    with existing(context.data, other_id) as control:
+        control.job(other_id)
+    ours, theirs = _chosen(context, job_id, number, "--card"), _chosen(context, other_id, against.number, "--against")
+    pairs = _pairs(ours, theirs)
     if not pairs:
-        raise UserError(f"--against: job {other_id} has no report card of an SAE of job {job_id}")
+        raise UserError(f"--against: jobs {job_id} and {other_id} have no SAE with the same label")
     if context.as_json:
         show_json([_difference_row(label, one, other, other_id) for label, (one, other) in pairs.items()])
         return
@@ -82,9 +80,15 @@ def _chosen(context: CommandContext, job_id: int, number: int | None, flag: str)
     raise UserError(f"{flag}: job {job_id} has the report cards {', '.join(map(str, there))}; give one of them")
 
 
-def _counterpart(cards: Mapping[str, Version], label: str) -> Version | None:
-    """Return the report card to compare that of an SAE with: of the same label, or the only one."""
-    return cards.get(label) or (next(iter(cards.values())) if len(cards) == 1 else None)
+def _pairs(ours: Mapping[str, Version], theirs: Mapping[str, Version]) -> dict[str, tuple[Version, Version]]:
+    """Return report cards to compare: those with the same label, or all with the only one of a job with one SAE."""
+    if len(theirs) == 1:
+        (other,) = theirs.values()
+        return {label: (one, other) for label, one in ours.items()}
+    if len(ours) == 1 and not ours.keys() & theirs.keys():
+        (one,) = ours.values()
+        return {label: (one, other) for label, other in theirs.items()}
+    return {label: (one, theirs[label]) for label, one in ours.items() if label in theirs}
 
 
 def _difference_cells(one: Difference) -> tuple[object, ...]:
