@@ -9,7 +9,7 @@ from typing import Any
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import clock_time, say, show_json, show_table, text
 from sae_tui.cli_commands.values import CardName
-from sae_tui.compare.cards import Difference, differences, limits_of
+from sae_tui.compare.cards import NO_ERROR, Difference, differences, limits_of
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
 from sae_tui.jobs.output import why_no_sae
 from sae_tui.jobs.store_access import existing
@@ -63,7 +63,7 @@ def show_differences(context: CommandContext, job_id: int, number: int | None, a
         found = differences(one.card, other.card)
         show_table(("FIGURE", "GROUP", here.upper(), there.upper(), "DIFFERENCE", ""), map(_difference_cells, found))
         if any(each.is_exact for each in found):
-            say("* compared exactly, because there is no standard error")
+            say(f"* {NO_ERROR}")
 
 
 def _chosen(context: CommandContext, job_id: int, number: int | None, flag: str) -> Mapping[str, Version]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.cli_commands import cards
@@ -46,10 +47,13 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
         show_json(shown)
         return Exit.DONE
     say(f"{read.n_latents:,} latents on {read.n_rows:,} rows: {counts(read)}")
-    if flags.search is not None:
-        say(f"fire on the words: {len(firing):,} · contain the words elsewhere: {len(others):,}")
-    rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
-    show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
+    if flags.search is None:
+        _list(shown)
+    else:
+        say(f"fire on the words: {len(firing):,}")
+        _list(shown[: len(firing)])
+        say(f"only in their texts: {len(others):,}")
+        _list(shown[len(firing) :])
     if len(shown) < len(latents):
         say(f"{len(latents) - len(shown):,} more; show them with --limit N")
     return Exit.DONE
@@ -82,6 +86,12 @@ def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Pat
     if files := cards.features_of(context, job_id, number):
         return files
     raise UserError(f"--card: report card {number} has no stored max-activating examples; leave --card out")
+
+
+def _list(shown: Sequence[Feature]) -> None:
+    rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
+    if rows:
+        show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
 
 
 def _show(feature: Feature, read: Features) -> None:

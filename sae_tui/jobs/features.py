@@ -62,8 +62,8 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Describe how many latents are dense or silent, like `23 dense (on more than 10 % of the rows), 3 never fire`."""
-    return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
+    """Describe how many latents are dense or silent, like `23 dense (> 10% of rows), 3 never fire`."""
+    return f"{features.n_dense:,} dense (> {DENSE:.0%} of rows), {features.n_silent:,} never fire"
 
 
 def strongest_tokens(feature: Feature) -> str:

@@ -76,8 +76,8 @@ class CardPanel(LineView, can_focus=True):
 
 def card_lines(card: Card, cosines: Sequence[int], width: int) -> list[Line]:
     """Return a report card as lines: its warnings, its figures in columns, and its remarks."""
-    head, *when = title_lines(card)
-    lines: list[Line] = [((f" {line}", "label"),) for text in (head, *when) for line in wrap(text, width - 1)]
+    of_sae, of_rows, *_ = title_lines(card)
+    lines: list[Line] = [((f" {line}", "label"),) for text in (of_sae, of_rows) for line in wrap(text, width - 1)]
     warned = set()
     for caution in cautions(card):
         warned.add(caution.text)
@@ -110,7 +110,7 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
         if group == "model" and not rows:
             rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
         if group == "latents":
-            rows += [*_quantiles(card), *_histograms(card, cosines)]
+            rows = [*rows[:1], *_quantiles(card), *rows[1:], *_histograms(card, cosines)]
         if rows:
             heading = title_of_group(group, card)
             blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
@@ -140,7 +140,7 @@ def _histograms(card: Card, cosines: Sequence[int]) -> list[Line]:
         (
             (f"  {title:<15}{low:>5} │", "label"),
             (bars(counts), "spark"),
-            ("│ 1".ljust(_CELLS - 23 - len(counts)), "label"),
+            ("│ 1".ljust(_CELLS - 24 - len(counts)), "label"),
         )
         for title, low, counts in drawn
         if any(counts)
@@ -177,7 +177,7 @@ def difference_lines(here: Card, there: Card, name: str, width: int) -> list[Lin
     lines += _wrapped("", f"Against {name}: {', '.join(parts)}.", width)
     if any(one.is_exact for one in found):
         lines += _wrapped("* ", f"{NO_ERROR}.", width)
-    sides = "".join(f"{side:>{_VALUE}}{'':{_SIDE_ERROR}}" for side in ("HERE", "THERE"))
+    sides = "".join(fit(f"{side:>{_VALUE}}", _VALUE + _SIDE_ERROR) for side in ("THIS", name.upper()))
     lines.append(((fit(f" {'FIGURE':<{_TITLE - 1}}{sides}{'DIFFERENCE':>11}", width), "label"),))
     for group in get_args(Group):
         own = [one for one in found if one.figure.group == group]

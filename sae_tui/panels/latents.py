@@ -64,6 +64,11 @@ class LatentList(LineView, can_focus=True):
         self.post_message(self.Moved(self.latent))
 
     @property
+    def n_firing(self) -> int:
+        """The number of listed latents above the separator."""
+        return self._n_firing
+
+    @property
     def latent(self) -> int | None:
         return self.latents[self.cursor] if self.cursor < len(self.latents) else None
 
@@ -108,8 +113,8 @@ class LatentList(LineView, can_focus=True):
         features, latents, width = self._features, self.latents, self.size.width
         if not width or features is None:
             return
-        border, n_firing = self._border, self._n_firing
-        apart = f"── fire on it: {n_firing:,} ── contain it elsewhere: {len(latents) - n_firing:,} "
+        border = self._border
+        apart = f"── only in their texts: {len(latents) - self._n_firing:,} "
         here, mark = self._line_of(self.cursor), "cursor" if self.has_focus else "here"
 
         def line(index: int) -> Line:

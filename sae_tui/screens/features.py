@@ -26,6 +26,7 @@ from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order
+from trainer.contract.wording import plural
 
 ORDERS: tuple[Order, ...] = get_args(Order)
 WORDS: dict[Order, str] = {
@@ -58,6 +59,13 @@ def open_features(data: DataDir, job_id: int) -> Opened:
         problem, question = offer(data, job_id)
         return Opened({}, f"{problem[:1].upper()}{problem[1:]}.", question)
     return Opened({label: Features(file) for label, file in features_of_job(data, job_id).items()})
+
+
+def _found(n_firing: int, n_others: int) -> str:
+    """Describe the results of a search, like `9 fire on it, 525 have it only in their texts`."""
+    fire = f"{n_firing:,} {'fires' if n_firing == 1 else 'fire'} on it"
+    others = "has it only in its texts" if n_others == 1 else "have it only in their texts"
+    return f"{fire}, {n_others:,} {others}" if n_others else fire
 
 
 class FeaturesScreen(Evaluates, FramedScreen):
@@ -157,11 +165,14 @@ class FeaturesScreen(Evaluates, FramedScreen):
             self._title()
 
     def _title(self) -> None:
-        shown = len(self.query_one(LatentList).latents)
-        which = f"with '{self.words}' in their texts" if self.words else WORDS[self.order]
-        latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
-        rest = counts(self._features) if self._features and not self.words else ""
-        parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features", rest]
+        listed = self.query_one(LatentList)
+        parts = [f"Job {self.job_id}", self.member]
+        if self._features is None:
+            parts.append("Features")
+        elif self.words:
+            parts.append(f"'{self.words}': {_found(listed.n_firing, len(listed.latents) - listed.n_firing)}")
+        else:
+            parts += [plural(len(listed.latents), "latent"), counts(self._features), WORDS[self.order]]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
         entitle(self.query_one(LatentList), "Latents")
 

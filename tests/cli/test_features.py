@@ -39,7 +39,7 @@ def put(folder: Path) -> None:
 
 def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) -> None:
     counts, head, *rows = shell.run("features", job_id, "--sort", "density").stdout.splitlines()
-    assert counts == "2 latents on 100 rows: 0 dense (on more than 10% of the rows), 0 never fire"
+    assert counts == "2 latents on 100 rows: 0 dense (> 10% of rows), 0 never fire"
     assert head.split() == ["LATENT", "DENSITY", "LARGEST", "FIRES", "ON"]
     assert [row.split() for row in rows] == [["1", "8.000%", "3.00", "the"], ["0", "3.000%", "4.00", "Lämb"]]
     *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[2:]
@@ -60,10 +60,16 @@ def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
 def test_characters_split_across_tokens_are_shown_whole_and_found(shell: Shell, job_id: int) -> None:
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
-    *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
-    assert apart == "fire on the words: 1 · contain the words elsewhere: 0"
+    *_, apart, _, row, rest = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
+    assert (apart, rest) == ("fire on the words: 1", "only in their texts: 0")
     assert row.split()[0] == "0"
     assert row.split()[3] == "天"
+
+
+def test_latents_with_the_words_only_in_their_texts_follow_under_a_heading(shell: Shell, job_id: int) -> None:
+    lines = shell.run("features", job_id, "--search", "the").stdout.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["fire", "LATENT", "1", "only", "LATENT", "0"]
+    assert (lines[0], lines[3]) == ("fire on the words: 1", "only in their texts: 1")
 
 
 def test_a_latent_is_shown_with_its_promoted_and_suppressed_tokens(shell: Shell, job_id: int) -> None:

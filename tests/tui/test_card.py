@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import closing
 
+import msgspec
 import pytest
-from support.report_cards import put_card
+from support.report_cards import FIGURES, card_table, put_card
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
-from textual.widgets import Label
+from textual.widgets import Input, Label
 
 from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation.outcome import DONE
-from sae_tui.screens.card import CardPanel, CardScreen
+from sae_tui.panels.card import CardPanel, card_lines
+from sae_tui.screens.card import CardScreen
 from sae_tui.screens.features import FeaturesScreen
+from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.lines import PALETTE
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.card_versions import archive
+from trainer.contract.runs.report_card import Card
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 MakeApp = Callable[..., SaeApp]
-FACTS = (
-    "FVU", "explained variance", "MSE", "cosine", "L0", "shrinkage", "latents", "density", "decoder cosine",
-    "gamma of the data", "CE score", "KL score", "measured on", "probing (AUC)", "probed on",
+# The figures that must be visible without scrolling.
+FIGURES_FIRST = (
+    "FVU", "median row FVU", "explained variance", "CE score", "KL score", "loss with SAE", "loss without", "L0",
+    "never fire", "fire on > 10 %", "nearest decoder", "density", "AUC, k = 1",
 )  # fmt: skip
 
 
@@ -46,7 +54,7 @@ async def opened(pilot: Pilot[None], app: SaeApp) -> CardScreen:
     return screen
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 async def test_all_figures_on_a_report_card_fit_on_one_screen(
     make_app: MakeApp, data: DataDir, job_id: int, size: tuple[int, int]
 ) -> None:
@@ -56,15 +64,96 @@ async def test_all_figures_on_a_report_card_fit_on_one_screen(
         screen = await opened(pilot, app)
         panel = screen.query_one(CardPanel)
         shown = panel.plain.splitlines()[: panel.size.height]
-        for fact in FACTS:
-            assert any(line.startswith(f" {fact}") for line in shown), fact
-        assert " FVU                 0.2500 ± 0.0100, median row 0.2400" in shown
+        for figure in FIGURES_FIRST:
+            assert any(f"  {figure}  " in line for line in shown), figure
+        assert all(len(line) < panel.size.width for line in panel.plain.splitlines())
         # The latents are listed below, with their most strongly activating tokens aligned in one column.
         latents = panel.plain.splitlines()[-20:]
         assert latents[2].startswith("      3   3.000%")
         assert {line.index(f" of{number}") for number, line in enumerate(latents, 1)} == {latents[0].index(" of1")}
         await pilot.press("f")
         assert isinstance(app.screen, FeaturesScreen)
+
+
+@pytest.mark.parametrize(("width", "n_columns"), [(79, 2), (117, 3), (197, 4)])
+def test_figures_and_their_errors_are_aligned_in_each_column(width: int, n_columns: int) -> None:
+    card = msgspec.convert(card_table(), Card)
+    lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
+    places = {at for line in lines for at, char in enumerate(line) if char == "±"}
+    assert len(places) == n_columns
+    assert "  FVU                  0.2500 ± 0.0100" in "".join(lines)
+
+
+def test_figures_of_different_worth_differ_without_colours() -> None:
+    card = msgspec.convert(card_table(), Card)
+    styles = {text.strip(): style for line in card_lines(card, (), 79) for text, style in line}
+    assert (styles["0.2500"], styles["0.2400"], styles["7.0000"]) == ("title", "text", "dim")
+    assert PALETTE["title"].startswith("bold")
+
+
+def test_warnings_come_first_with_their_remedies_and_histograms_have_labelled_ends() -> None:
+    table = card_table()
+    heavy = "dimension 7 holds 60 % of the variance"
+    card = msgspec.convert(table | {"data": table["data"] | {"heavy": heavy}}, Card)
+    text = "\n".join("".join(text for text, _ in line) for line in card_lines(card, (0, 1, 4), 117))
+    assert f" ! {heavy}: leave them out with data.drop_dimensions" in text
+    assert text.index(heavy) < text.index("FVU  ")
+    assert re.search(r"  density +1e-6 │ {8}▂▄▆█│ 1", text)
+    assert re.search(r"  nearest decoder +0 │ ▂█│ 1", text)
+
+
+def test_a_card_with_only_held_out_rows_says_what_was_not_measured() -> None:
+    card = msgspec.convert(card_table(spliced=None, probing=None, latents=[]), Card)
+    text = "\n".join("".join(text for text, _ in line) for line in card_lines(card, (), 79))
+    assert "not measured; press e" in text
+    assert "Probes" not in text
+    assert "nearest decoder    0 │" not in text
+
+
+async def test_a_key_shows_the_difference_to_the_report_card_of_another_job(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    put_card(data.sae(job_id), figures=FIGURES | {"fvu": 0.2})
+    other = record_job(data, "b", JobState.FINISHED)
+    put_card(data.sae(other), name="b", spliced=None)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
+        app.session.go.open_job(job_id)
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await pilot.press("v")
+        await wait_until(pilot, lambda: isinstance(app.screen, CardScreen) and app.screen.query_one(CardPanel).plain)
+        panel = app.screen.query_one(CardPanel)
+        await pilot.press("c")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find) and app.screen.query(Input))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Against job 2" in panel.plain)
+        assert re.search(r"FVU +0\.2000 ± 0\.0100 +0\.2500 ± 0\.0100 +-0\.0500 better\n", panel.plain)
+        assert re.search(r"cosine +0\.9000 +0\.9000 +=\*", panel.plain)
+        assert re.search(r"CE score +0\.9500 ± 0\.0040 +– +only here", panel.plain)
+        assert "against job 2" in str(panel.border_title)
+        # The first press ends the comparison.
+        await pilot.press("escape")
+        assert "Against" not in panel.plain
+        assert isinstance(app.screen, CardScreen)
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen.name == "job")
+
+
+async def test_earlier_report_cards_of_the_same_job_are_offered_first(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    put_card(data.sae(job_id))
+    archive(data.sae(job_id))
+    put_card(data.sae(job_id), figures=FIGURES | {"fvu": 0.2})
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app)
+        await wait_until(pilot, lambda: "0.2000" in screen.query_one(CardPanel).plain)
+        await pilot.press("c")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find) and app.screen.query(Input))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Against card 1: " in screen.query_one(CardPanel).plain)
 
 
 async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeApp, data: DataDir, job_id: int) -> None:

@@ -20,6 +20,7 @@ from trainer.contract.runs.report_card import (
     SampledText,
     TextRows,
     as_table,
+    data_cautions,
     facts,
     marked,
     read_card,
@@ -143,7 +144,9 @@ def test_notes_on_a_flattering_fvu_follow_it_and_are_in_the_summary() -> None:
     assert titles[:6] == ["FVU", "dimensions", *["note on FVU"] * 3, "explained variance"]
     notes = [words for _, words in facts(one)[1:5]]
     assert notes[0] == "dimension 3 left out; FVU of all dimensions 0.3000"
-    assert summary(one).endswith("; ".join(["", *notes]))
+    assert notes[3].endswith("the FVU is too low; remove the copies from the data, or hold out whole texts")
+    texts = [caution.text for caution in data_cautions(data)]
+    assert summary(one).endswith("; ".join(["", notes[0], *texts]))
 
 
 def test_sampled_latents_fire_and_are_the_same_each_time(tmp_path: Path) -> None:

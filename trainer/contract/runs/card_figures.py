@@ -116,8 +116,8 @@ _FIGURES = (
     _of_rows("cosine", Series("cosine", better="higher", prominence="minor")),
     _of_rows("mse", Series("MSE", better="lower", format=".4g", prominence="minor"), condition=_place),
     # A value of 1 is best for both, so neither direction is better.
-    _of_rows("l2_ratio", Series("norm of x_hat / x", prominence="minor")),
-    _of_rows("relative_reconstruction_bias", Series("bias", prominence="minor")),
+    _of_rows("l2_ratio", Series("shrinkage", prominence="minor")),
+    _of_rows("relative_reconstruction_bias", Series("shrinkage, bias", prominence="minor")),
     *_losses("model", "spliced"),
     _of_rows("l0", _like(_L0, "L0", "key"), "latents"),
     # More latents fire if more rows are read.

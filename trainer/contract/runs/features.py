@@ -7,7 +7,7 @@ import contextlib
 import math
 import mmap
 from array import array
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
@@ -260,13 +260,20 @@ class Features:
         if by == "latent":
             return alive
         if by == "sparse":
-            largest, (low, high) = self._floats("largest"), (share * self.n_rows for share in SPARSE)
-            dense = [latent for latent in alive if fired[latent] > high]
-            rest = [latent for latent in alive if fired[latent] <= high]
-            rest.sort(key=lambda latent: (fired[latent] < low, -largest[latent]))
-            return rest + sorted(dense, key=fired.__getitem__)
+            return self._sparse_first(alive)
         keys = fired if by == "density" else self._floats("largest")
         return sorted(alive, key=lambda latent: -keys[latent])
+
+    def _sparse_first(self, latents: Iterable[int]) -> list[int]:
+        """Sort latents by how likely they are to have a nameable meaning."""
+        fired, largest, (low, high) = self._ints("n_fired"), self._floats("largest"), SPARSE
+        low, high = low * self.n_rows, high * self.n_rows
+
+        def key(latent: int) -> tuple[int, float]:
+            n = fired[latent]
+            return (2, n) if n > high else (int(n < low), -largest[latent])
+
+        return sorted(latents, key=key)
 
     @property
     def n_dense(self) -> int:
@@ -299,7 +306,7 @@ class Features:
         """Return the latents whose contexts contain the given words, ignoring case.
 
         The words may span several tokens. The first list contains latents whose strongest token in a context is part of
-        the words, sorted by the number of such contexts. The second list contains all other matches, sorted by density.
+        the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
@@ -317,12 +324,9 @@ class Features:
         for latent in over_tokens:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
-        others = sorted(found - strongest.keys())
         # Sorting is stable, so latents with equal keys stay sorted by index.
-        return (
-            sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
-            sorted(others, key=fired.__getitem__, reverse=True),
-        )
+        firing = sorted(sorted(strongest), key=strongest.__getitem__, reverse=True)
+        return firing, self._sparse_first(sorted(found - strongest.keys()))
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
         """Count, for each latent, the contexts in which its strongest token is one of the given tokens."""

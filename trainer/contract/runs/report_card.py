@@ -501,6 +501,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
     """Return what a report card says in words, as pairs (title, text): the rows, the texts and the training."""
     dimensions = _of_dimensions(card)
     return [
+        *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("model read", _text_read(card.spliced))] if card.spliced else []),

@@ -1,0 +1,90 @@
+"""Tests for the differences between two report cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from support.report_cards import AUC, FIGURES, PROBING, SPLICED, card_table
+
+from sae_tui.compare.cards import Difference, differences, limits_of
+from trainer.contract.runs.report_card import Card
+
+
+def card(spliced: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **figures: Any) -> Card:
+    table = card_table(figures=FIGURES | figures, spliced=SPLICED | (spliced or {}))
+    return msgspec.convert(table | {"data": table["data"] | (data or {})}, Card)
+
+
+def named(here: Card, there: Card) -> dict[str, Difference]:
+    return {one.figure.name: one for one in differences(here, there)}
+
+
+@pytest.mark.parametrize(
+    ("fvu", "error", "mark", "signed"),
+    [
+        (0.25, 0.01, "=", ""),
+        # Two standard errors of the difference are 0.0283.
+        (0.275, 0.01, "=", "-0.0250"),
+        (0.28, 0.01, "better", "-0.0300"),
+        (0.22, 0.01, "worse", "+0.0300"),
+        (0.22, 0.04, "=", "+0.0300"),
+    ],
+)
+def test_a_figure_with_an_error_is_the_same_within_two_standard_errors(
+    fvu: float, error: float, mark: str, signed: str
+) -> None:
+    one = named(card(), card(fvu=fvu, fvu_error=error))["fvu"]
+    assert (one.mark, one.signed, one.is_exact) == (mark, signed, False)
+
+
+def test_a_figure_without_an_error_is_compared_by_its_digits_and_marked() -> None:
+    found = named(card(), card(cosine=0.8999, mse=1.5 + 1e-9))
+    assert (found["cosine"].mark, found["cosine"].signed) == ("better*", "+0.0001")
+    assert (found["mse"].mark, found["mse"].signed) == ("=*", "")
+
+
+def test_an_error_known_on_one_side_only_does_not_count() -> None:
+    table = {name: value for name, value in FIGURES.items() if name != "fvu_error"}
+    there = msgspec.convert(card_table(figures=table | {"fvu": 0.2501}), Card)
+    assert named(card(), there)["fvu"].mark == "better*"
+
+
+def test_the_declared_direction_decides_which_figure_is_better() -> None:
+    there = card({"ce_score": 0.9, "ce_with_sae": 3.7}, fvu=0.3, l0=40.0, dense_10=0.5, explained_variance=0.7)
+    marks = {name: one.mark for name, one in named(card(), there).items()}
+    assert {marks[name] for name in ("fvu", "explained_variance", "ce_score")} == {"better"}
+    assert marks["loss_with_sae"] == "better*"
+    assert {marks[name] for name in ("l0", "dense_10")} == {"differs*"}
+
+
+def test_losses_on_other_texts_and_latents_on_other_rows_are_not_ranked() -> None:
+    here, there = card(), card({"ce": 3.4, "ce_with_sae": 3.7}, n_tokens=500, dead=0.5)
+    found = named(here, there)
+    assert [found[name].mark for name in ("loss_with_sae", "dead")] == ["differs*", "differs"]
+    assert list(limits_of(here, there)) == [
+        "measured on 1,000 rows here, on 500 there",
+        "the language model read other texts, so its losses are not ranked",
+    ]
+
+
+def test_reasons_against_a_comparison_are_named() -> None:
+    there = card(data={"place": "elsewhere"}, l0=16.0)
+    assert list(limits_of(card(), there)) == [
+        "measured on rows of data/sample here, of elsewhere there",
+        "L0 is 32.0 here, 16.0 there: a higher L0 alone lowers the FVU",
+    ]
+    assert not list(limits_of(card(), card()))
+
+
+def test_a_figure_on_one_of_the_cards_is_listed_as_missing() -> None:
+    more = PROBING | {"k": {"1": AUC, "64": AUC}}
+    there = msgspec.convert(card_table(spliced=None, probing=more), Card)
+    found = named(card(), there)
+    assert (found["ce_score"].mark, found["auc_16"].mark, found["auc_64"].mark) == (
+        "only here",
+        "only here",
+        "only there",
+    )
+    assert found["auc_1"].mark == "="
