@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
@@ -14,6 +15,7 @@ from sae_tui.panels.latents import cut_around
 from sae_tui.widgets.lines import Line, LineView, Span
 from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, title_of_group
 from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
+from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.wording import bars
 
 # The cells of a figure on the sheet: its indent and title, its value and its error.
@@ -170,11 +172,9 @@ def difference_lines(here: Card, there: Card, name: str, width: int) -> list[Lin
     for limit in limits_of(here, there):
         lines += _wrapped("! ", limit, width, "warn")
     found = differences(here, there)
-    verdicts = [one.verdict for one in found]
-    counted: tuple[tuple[Verdict, str], ...]
-    counted = (("better", "better"), ("worse", "worse"), ("same", "the same within 2 standard errors"))
-    parts = [f"{verdicts.count(verdict)} {words}" for verdict, words in counted]
-    lines += _wrapped("", f"Against {name}: {', '.join(parts)}.", width)
+    n = Counter(one.verdict for one in found)
+    counts = f"{n['better']} better, {n['worse']} worse, {n['same']} the same (=)"
+    lines += _wrapped("", f"Against {name}: {counts}, within {LEAD:g} standard errors.", width)
     if any(one.is_exact for one in found):
         lines += _wrapped("* ", f"{NO_ERROR}.", width)
     sides = "".join(fit(f"{side:>{_VALUE}}", _VALUE + _SIDE_ERROR) for side in ("THIS", name.upper()))

@@ -24,11 +24,11 @@ from sae_tui.app import SaeApp
 from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.hosts.hosts import Hosts
+from sae_tui.panels.card import CardPanel
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.panels.program import ProgramPanel
-from sae_tui.screens.card import CardPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.doctor import DoctorScreen
