@@ -13,6 +13,7 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
+from textual.screen import Screen
 from textual.widgets import Input
 
 from sae_tui.gpu.base import GpuSample, ProcessShares
@@ -21,7 +22,6 @@ from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_s
 from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from sae_tui.panels.processes import PROCESSES, ProcessTable, process_name
-from sae_tui.screens.process_page import ProcessPage
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
@@ -89,6 +89,7 @@ class ProcessList(Filtered):
         self._has_shares = self._has_new = False
         self._gpus: list[int] = []
         self._pids: list[int] = []
+        self._page: Screen[None] | None = None  # the open page of a process
 
     def compose(self) -> ComposeResult:
         yield self.filter_line()
@@ -159,7 +160,7 @@ class ProcessList(Filtered):
     @property
     def is_covered(self) -> bool:
         """Whether the page of a process covers the list. Drawing below it would draw the entire page again."""
-        return isinstance(self.app.screen, ProcessPage)
+        return self._page is not None and self.app.screen is self._page
 
     @on(Input.Changed)
     def _draw(self) -> None:
@@ -250,14 +251,17 @@ class ProcessList(Filtered):
         if entry and entry.n_below:
             self.action_fold()
         elif entry:
+            from sae_tui.screens.process_page import ProcessPage
+
             latest, readings = partial(self._latest, entry), partial(self._history.of, entry.process)
-            page = ProcessPage(entry.process, latest, readings, may_show=not self.session.readonly)
-            self.app.push_screen(page, self._page_closed)
+            self._page = ProcessPage(entry.process, latest, readings, may_show=not self.session.readonly)
+            self.app.push_screen(self._page, self._page_closed)
             # Read at once from now on.
             self._look()
 
     def _page_closed(self, _: None) -> None:
         """Draw what has changed below the page that was closed."""
+        self._page = None
         self.call_later(self._draw)
 
     def _latest(self, entry: ProcessRow) -> ProcessDetails | None:
