@@ -167,7 +167,8 @@ class _Layout:
     def _without_running_jobs(self) -> _Wishes:
         """Yield the processes before jobs that wait or have ended."""
         yield {"processes": _LEAST_PROCESSES}
-        yield self._jobs(max(_IDLE_JOBS, min(self.of.n_active, _MANY_JOBS)))
+        yield {"jobs": 1 + _IDLE_JOBS}
+        yield self._jobs(min(self.of.n_active, _MANY_JOBS))
         yield self._processes(_SOME_PROCESSES)
         yield from self._plots(_LEAST_PLOT)
         yield self._processes(_MORE_PROCESSES)

@@ -25,9 +25,9 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation rows of three GPUs shown side by side."""
-    line = next(line for line in text.splitlines() if line.count(" util ") == 3)
-    return [line[start : start + 40] for start in (0, 40, 80)]
+    """Return the utilisation row of each GPU on cards that are two side by side."""
+    lines = [line for line in text.splitlines() if line.count(" util ") == 2]
+    return [line[start : start + 59] for line in lines for start in (0, 59)]
 
 
 def test_another_gpus_history_at_the_same_index_is_not_drawn(box: Box) -> None:
@@ -35,7 +35,7 @@ def test_another_gpus_history_at_the_same_index_is_not_drawn(box: Box) -> None:
     store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
     terminal = box.app(120, 40)
     terminal.press("v")
-    terminal.wait_for(lambda text: text.count(" util ") >= 3 and "▅▅▅" in utilization(text)[2])
+    terminal.wait_for(lambda text: "▅▅▅" in "".join(utilization(text)[2:3]))
     for gpu in utilization(terminal.text)[:2]:
         assert "▅" not in gpu
         assert "█" not in gpu

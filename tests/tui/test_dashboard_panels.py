@@ -13,7 +13,7 @@ from sae_tui.gpu.base import GpuProcess
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens.dashboard_panels import DashboardProcesses
-from sae_tui.screens.process_list import ProcessPage
+from sae_tui.screens.process_page import ProcessPage
 from sae_tui.widgets.footer import Footer
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState

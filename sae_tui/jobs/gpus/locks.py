@@ -145,13 +145,17 @@ class HolderReader:
         self._folder = folder
         self._holders: dict[str, int] = {}
         self._thread = threading.Thread()
+        self._starting = threading.Lock()
 
     def read(self, uuids: Iterable[str]) -> dict[str, int]:
         """Return the result of `lock_holders`; if reading takes longer than `LIMIT_S`, return the last known result."""
-        if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
-            self._thread.start()
-            self._thread.join(LIMIT_S)
+        with self._starting:
+            if self._thread.is_alive():
+                return self._holders
+            thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
+            thread.start()
+            self._thread = thread
+        thread.join(LIMIT_S)
         return self._holders
 
     def _read(self, uuids: Iterable[str]) -> None:

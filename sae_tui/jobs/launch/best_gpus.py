@@ -39,7 +39,7 @@ def best_gpus(
     GPUs named in the job are ignored. With `several` False, only one GPU is chosen. Raise `JobFileError` if the job's
     data cannot be read.
     """
-    gpus = [] if job.cluster else _offered(job, machine)
+    gpus = _offered(job, machine) if machine.gpus and not job.cluster else []
     rows = launch_kind(job.kind).ways(job, machine, gpus, _counts(gpus, several=several)) if gpus else []
     while rows:
         enough = fewest(rows)

@@ -6,6 +6,7 @@ import fcntl
 import os
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -166,3 +167,9 @@ def test_a_hanging_lock_folder_does_not_block_a_process_reading_the_lock_holders
     reader._thread.join()
     assert reader.read(["GPU-0"]) == {}
     gpu.release()
+
+
+def test_holders_can_be_read_from_several_threads_at_once(tmp_path):
+    reader = HolderReader(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(reader.read, [["GPU-0"]] * 2000)) == [{}] * 2000

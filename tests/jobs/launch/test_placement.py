@@ -382,7 +382,7 @@ def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) 
 def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
     needed = f"{memory.estimate(workload(config, 8, 2)).total / GIB:.1f} GiB"
-    settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 (4096 on 1 GPU) · needs {needed} per GPU"
     assert said(config) == f"{settled} · about 1 s, estimated"
     alike = {"tokens_per_s": 2000.0, "d_in": 8, "world_size": 2, "mode": "ddp", "config": dump_job(config)}
     past = job(1, state=JobState.FINISHED, **alike)
@@ -437,7 +437,9 @@ def test_the_slowest_gpu_determines_the_speed_of_a_mix_of_gpus():
 
 def test_the_summary_of_a_job_without_gpus_states_the_process_count(box):
     config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
-    assert said(config, gpus=0).startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
+    assert said(config, gpus=0).startswith(
+        "2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 (192 on 1 process) · "
+    )
     assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")
 
 
@@ -462,7 +464,7 @@ def test_the_summary_and_the_table_row_of_a_job_count_the_gpus_of_its_language_m
         assert config, problems
         return said(config, config.data_shape(), 4)
 
-    assert said_of(2).startswith("4 GPUs, ddp · effective batch 8192 = 4096 × 2 · ")
+    assert said_of(2).startswith("4 GPUs, ddp · effective batch 8192 = 4096 × 2 (4096 on 1 GPU) · ")
     assert said_of(2).endswith(" · the language model has 2 of 4 GPUs to itself")
     assert "16384 = 4096 × 4" in said_of("auto")
     assert " · the language model shares the training GPUs: with " in said_of("auto")
