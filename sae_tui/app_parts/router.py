@@ -22,6 +22,7 @@ from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import proposal_class
 from trainer.contract.settings.catalog import TRAINING
+from trainer.contract.settings.job import AnyJob
 from trainer.contract.wording import plural
 
 if TYPE_CHECKING:
@@ -98,9 +99,6 @@ class Router:
         job = None if session.actions.refused() else session.actions.job(job_id)
         if job is None:
             return
-        from sae_tui.screens.launch import LaunchScreen
-        from sae_tui.screens.launch_form import ClonedJob
-
         try:
             was, cure = clone_settings(session.data, job_id), remedy_of(job)
             is_too_large = cure is not None and cure.kind == "gpu-memory"
@@ -110,8 +108,15 @@ class Router:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
         name = free_name(config.name, (one.name for one in session.jobs))
-        origin = ClonedJob(job_id, was, msgspec.structs.replace(config, name=name))
-        self._replace_form("the clone", LaunchScreen(session, config.kind, origin))
+        self.open_clone(job_id, was, msgspec.structs.replace(config, name=name))
+
+    def open_clone(self, job_id: int, was: AnyJob, start: AnyJob, host: str = "") -> None:
+        """Open the launch form with the settings `start` of a clone; `host` is the other host of the job, if any."""
+        from sae_tui.screens.launch import LaunchScreen
+        from sae_tui.screens.launch_form import ClonedJob
+
+        origin = ClonedJob(job_id, was, start, host)
+        self._replace_form("the clone", LaunchScreen(self._session, start.kind, origin))
 
     def _replace_form(self, what: str, new: LaunchScreen) -> None:
         """Open a new launch form; ask first if changes in the kept form for its kind of job would be lost."""

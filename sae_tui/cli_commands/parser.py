@@ -299,6 +299,10 @@ def _add_gpu_commands(add: Add) -> None:
     )
     stream = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another host")
     stream.add_argument("--log", type=positive, metavar="ID", help="write the log of this job instead")
+    stream.add_argument("--job", type=positive, metavar="ID", help="write everything about this job instead")
+    stream.add_argument(
+        "--features", action="store_true", help="with --job: write its max-activating examples instead, and exit"
+    )
     stream.add_argument(
         "--rank", type=rank, default=0, metavar="N", help="rank whose log is written; default: %(default)s"
     )

@@ -26,24 +26,30 @@ from sae_tui.hosts.protocol import (
     log_messages,
     remote_gpu,
 )
+from sae_tui.hosts.sent_job import SentJob, feature_parts
 from sae_tui.jobs.files import LogFollower
 from sae_tui.jobs.gpus.availability import choices, describe_use, with_other_users
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
+from trainer.contract.errors import UsageError
 from trainer.contract.exits import Exit
 
 EVERY_S = 1.0
 _RECONCILE_EVERY = 5
-_LOG_EVERY_S = 0.25
+_LOG_EVERY_S, _JOB_EVERY_S = 0.25, 2.0
 _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, or one job's log, until standard input or output is closed."""
+    """Write messages about GPUs and jobs, one job, or its log, until standard input or output is closed."""
+    if flags.features and flags.job is None:
+        raise UsageError("--features needs --job with the id of a job")
     _tell(Hello(PROTOCOL, version("sae-tui")))
     if flags.log is not None:
         return _stream_log(context, flags)
+    if flags.job is not None:
+        return _stream_features(context, flags) if flags.features else _stream_job(context, flags)
     source = GpuSide(context)
     jobs, sent, count = JobsReader(context.data), Jobs(problem="not read yet"), 0
     while True:
@@ -116,6 +122,24 @@ def _stream_log(context: CommandContext, flags: argparse.Namespace) -> int:
         if _is_over(_LOG_EVERY_S):
             return Exit.DONE
         lines = follower.new_lines()
+
+
+def _stream_job(context: CommandContext, flags: argparse.Namespace) -> int:
+    sent = SentJob(context.data, flags.job)
+    while True:
+        for message in sent.messages():
+            _tell(message)
+        if _is_over(_JOB_EVERY_S):
+            sent.close()
+            return Exit.DONE
+
+
+def _stream_features(context: CommandContext, flags: argparse.Namespace) -> int:
+    for message in feature_parts(context.data, flags.job):
+        _tell(message)
+        if _is_over(0):
+            break
+    return Exit.DONE
 
 
 def _tell(message: Message) -> None:

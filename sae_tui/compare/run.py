@@ -62,8 +62,9 @@ class Curve(msgspec.Struct, frozen=True):
 class Run:
     """Reads the files of a run. After the first poll, only changes are read."""
 
-    def __init__(self, data: DataDir, job_id: int) -> None:
+    def __init__(self, data: DataDir, job_id: int, host: str = "") -> None:
         self.job_id = job_id
+        self._which = f"{job_id} of {host}" if host else str(job_id)
         self.saes: tuple[ComparedSae, ...] = ()
         self._live = LiveRun(data.run(job_id))
         self._output = data.sae(job_id)
@@ -106,7 +107,7 @@ class Run:
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
             return None
-        label = sae.label if name != metric or not sae.member else str(self.job_id)
+        label = sae.label if name != metric or not sae.member else self._which
         if (name, label) not in self._curves:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
@@ -129,7 +130,7 @@ class Run:
 
     def _saes(self, job: Job) -> Iterator[ComparedSae]:
         for member, settings in settings_of(job.config).items():
-            label = f"{job.id} {member}" if member else str(job.id)
+            label = f"{self._which} {member}" if member else self._which
             # The job may have been renamed after its job file was written.
             latest = self._latest(member) | self._card(member)
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))

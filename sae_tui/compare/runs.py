@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,12 +24,25 @@ class Comparison(msgspec.Struct, frozen=True):
     curves: tuple[Curve, ...] = ()
 
 
+class CopiedRun(NamedTuple):
+    """A job of another host, copied to a data folder here."""
+
+    data: DataDir
+    job_id: int
+    host: str
+
+
 class Runs:
     """Keeps the files of several runs open. Methods may be called from any thread; a lock serialises the calls."""
 
-    def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
-        self._control = Control(data.control_db, readonly=True)
-        self._runs = [Run(data, job_id) for job_id in job_ids]
+    def __init__(self, data: DataDir, job_ids: Sequence[int], copied: CopiedRun | None = None) -> None:
+        """Open the runs of a data folder and, if given, a copied run."""
+        control = Control(data.control_db, readonly=True)
+        self._runs = [(Run(data, job_id), control) for job_id in job_ids]
+        self._controls = [control]
+        if copied:
+            self._controls.append(Control(copied.data.control_db, readonly=True))
+            self._runs.append((Run(copied.data, copied.job_id, copied.host), self._controls[-1]))
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
@@ -49,13 +63,14 @@ class Runs:
 
     def close(self) -> None:
         with self._lock:
-            self._control.close()
-            for run in self._runs:
+            for control in self._controls:
+                control.close()
+            for run, _ in self._runs:
                 run.close()
 
     def _poll(self) -> list[tuple[Run, ComparedSae]]:
         """Return the SAEs from all runs that still exist, each with its run."""
-        return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
+        return [(run, sae) for run, control in self._runs if run.poll(control) for sae in run.saes]
 
 
 def _in_order(metrics: set[str]) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause
         return _of_ssh(host, output, complaints)
     if exit_code == NO_SAE_TUI:
         return Cause("has no sae-tui on its PATH; install it there, with a link to it in ~/.local/bin")
+    if "unrecognized arguments: --job" in output:
+        return Cause("has an older sae-tui, which sends only the logs of its jobs (l); update sae-tui there")
     if re.search("invalid choice: '?(stream|receive)", output):
         return Cause("has a version of sae-tui that is too old; update sae-tui there")
     return Cause(f"ended sae-tui: {_last(complaints) or f'exit code {exit_code}'}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from sae_tui.gpu.past import RecentHistory
 from sae_tui.hosts.errands import Errands
 from sae_tui.hosts.follower import HostFollower
+from sae_tui.hosts.job_copy import JobCopy
 from sae_tui.hosts.view import HostView
 from sae_tui.ssh import ssh_argv
 from trainer.contract.settings.consent import FLAG, code_in
@@ -59,6 +60,12 @@ class Hosts:
     def argv(self, name: str, *words: str) -> list[str]:
         """Return the command for running `sae-tui` with these arguments on a host."""
         return ssh_argv(name, [*words, *self._flags], self._ssh)
+
+    def copy(self, name: str, job_id: int) -> JobCopy:
+        """Return a copy of a job that has not been started; raise `OSError` or `UserError` if there is no space."""
+        words = ("stream", "--job", str(job_id))
+        argv, features = self.argv(name, *words), self.argv(name, *words, "--features")
+        return JobCopy(name, job_id, argv, features, lambda: self._on_change())
 
     def run(self, name: str, *words: str) -> str:
         """Run `sae-tui` with these arguments on a host and return its output; raise `UserError` on failure."""

@@ -45,20 +45,23 @@ class Link:
     The subprocess's standard input is a pipe that closes when this process exits, even if this process is killed.
     """
 
-    def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None, allowance: Allowance | None = None
+    ) -> None:
         """Start the process; raise `OSError` if it cannot start.
 
         `on_wait` is called at least twice per second while the link is read.
         """
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
-        self._allowance = Allowance()
+        self._allowance = allowance or Allowance()
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
         # The times (monotonic, wall clock) when bytes last arrived on standard output; initially, when the process
         # started.
         self.heard = (time.monotonic(), time.time())
+        self.started_at = self.heard[0]
 
     @property
     def complaints(self) -> list[str]:

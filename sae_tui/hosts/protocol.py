@@ -17,7 +17,9 @@ from sae_tui.jobs.view.reader import JobView
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.process import Pid
-from trainer.contract.store.rows import Count, Duration, FewAtOnce, JobId, Number, Time, WorldSize
+from trainer.contract.store.job_store import RequestKind
+from trainer.contract.store.metrics_store import Heartbeat
+from trainer.contract.store.rows import Count, Duration, Event, FewAtOnce, Job, JobId, Number, Rank, Time, WorldSize
 from trainer.contract.store.states import JobState
 
 PROTOCOL = 1
@@ -28,6 +30,20 @@ _NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
 MOST_SENSORS = 50  # per GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
 _MOST_AFTER, _MOST_TAGS = 100, 20
+# Limits for the details of one job: events and ranks per message, points of curves per message, bytes of a file per
+# message, and the size of a file.
+MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
+LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
+MOST_SAES = 200
+
+# The files of a job that can be read from another host. `\Z` excludes a line break at the end.
+_LABEL = r"[A-Za-z0-9][A-Za-z0-9_.,=+-]{0,119}"
+FEATURES_PATH = rf"^sae/({_LABEL}/)?features\.safetensors\Z"
+PATH = (
+    r"^(run/(job\.toml|exit\.json|attempt[0-9]{1,6}/(plan|data|rank[0-9]{1,6}\.exit)\.json"
+    r"|logs/(rank[0-9]{1,6}|supervisor|evaluation)\.log)"
+    rf"|sae/({_LABEL}/)?(card\.json|card_sums\.json|cfg\.json|features\.safetensors))\Z"
+)
 
 Use = Literal["dim", "good", "warn"]
 # Older versions know no plain style for a GPU in use.
@@ -158,7 +174,72 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
     unfinished: str | None = None
 
 
-Message = Hello | RemoteGpus | Jobs | Log
+class JobRow(msgspec.Struct, frozen=True, tag="job", omit_defaults=True):
+    """A job's row in the store, with its ranks, its open requests, and its events from the event `first` on."""
+
+    job: Job
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=MOST_RANKS)] = ()
+    requests: tuple[RequestKind, ...] = ()
+    first: Count = 0
+    events: Annotated[tuple[Event, ...], Meta(max_length=MOST_EVENTS)] = ()
+
+
+class CurvePart(msgspec.Struct, frozen=True):
+    """The next points of a curve; `times` are in seconds since the epoch."""
+
+    name: Annotated[str, Meta(max_length=LONGEST_TEXT)]
+    rank: FewAtOnce
+    steps: tuple[Count, ...]
+    times: tuple[Time | None, ...]
+    values: tuple[float | None, ...]
+
+
+class Curves(msgspec.Struct, frozen=True, tag="curves"):
+    """The next points of several curves."""
+
+    parts: Annotated[tuple[CurvePart, ...], Meta(max_length=MOST_SENT_POINTS)]
+
+
+class RunState(msgspec.Struct, frozen=True, tag="run", omit_defaults=True):
+    """A run's heartbeat, and the events written by the run from the event `first` on.
+
+    With `rewound`, the run has gone back to the heartbeat's step, and all later points are invalid.
+    """
+
+    heartbeat: Heartbeat | None = None
+    first: Count = 0
+    events: Annotated[tuple[Event, ...], Meta(max_length=MOST_EVENTS)] = ()
+    rewound: bool = False
+
+
+class FilePart(msgspec.Struct, frozen=True, tag="file", omit_defaults=True):
+    """The next bytes of a file, whose path starts with `run` or `sae`.
+
+    The file has `total` bytes. A log has no `total`: it begins anew at offset 0, and any other part is appended.
+    """
+
+    path: Annotated[str, Meta(pattern=PATH)]
+    data: Annotated[bytes, Meta(max_length=PART_BYTES)]
+    offset: Count = 0
+    total: Annotated[int, Meta(ge=0, le=LARGEST_FEATURES)] | None = None
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """A feature file, sent only on request: its size in bytes and a number that changes with its content."""
+
+    bytes: Count
+    number: Count
+
+
+class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True):
+    """All data has been sent; `features` maps the label of each SAE with a feature file to the file's stamp."""
+
+    features: Annotated[dict[str, Stamp], Meta(max_length=MOST_SAES)] = {}
+
+
+Message = Hello | RemoteGpus | Jobs | Log | JobRow | Curves | RunState | FilePart | UpToDate
+# The messages about one job, whose text is stored as it is; the screens filter what they show.
+_STORED = (JobRow, Curves, RunState, FilePart, UpToDate)
 
 
 # The sensors in a GPU list that are not `RemoteGpu` fields.
@@ -211,6 +292,8 @@ def decode(line: bytes) -> Message:
     if len(line) > LONGEST_LINE:
         raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
     message: Message = decode_as(line, Message)  # type: ignore[arg-type]
+    if isinstance(message, _STORED):
+        return message
     return _clean(message, LONGEST_LOG_LINE if isinstance(message, Log) else LONGEST_TEXT)
 
 

@@ -28,6 +28,11 @@ def parse_key(key: str | None) -> tuple[str, int] | None:
     return (host, int(job_id)) if host and job_id.isdecimal() else None
 
 
+def there(host: str, job_id: int, command: str) -> str:
+    """Return a sentence with the command to run on the host of a job, such as `rm ID`."""
+    return f"Job {job_id} is on {host}, so use `ssh {host} sae-tui {command.replace('ID', str(job_id))}`."
+
+
 class FarRows:
     """Builds the rows for remote jobs, reusing the row of any unchanged job."""
 

@@ -127,7 +127,8 @@ class CardScreen(Evaluates, FramedScreen):
 
     def _title(self) -> None:
         against = f"against {self.against.name}" if self.against else ""
-        title = " · ".join(filter(None, [f"Job {self.job_id}", self.member, "Report card", against]))
+        which = f"Job {self.job_id}{self.session.place}"
+        title = " · ".join(filter(None, [which, self.member, "Report card", against]))
         job = next((job for job in self.session.jobs if job.id == self.job_id), None)
         self.entitle(self.query_one(CardPanel), title, energy_words(job, self.session.settings) if job else "")
 

@@ -17,7 +17,7 @@ from textual.message import Message
 from sae_tui.compare.export import refuse_existing, write_picture, write_table
 from sae_tui.compare.lines import AXES, SMOOTHING, CurveView
 from sae_tui.compare.run import settings_of
-from sae_tui.compare.runs import Comparison, Runs
+from sae_tui.compare.runs import Comparison, CopiedRun, Runs
 from sae_tui.format import fit
 from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
@@ -72,9 +72,17 @@ class CompareScreen(FramedScreen):
     CompareScreen.-all #views > *, CompareScreen #views > .-chosen { display: block; }
     """
 
-    def __init__(self, session: Session, job_ids: Sequence[int], *, only_curves: bool = False) -> None:
+    def __init__(
+        self,
+        session: Session,
+        job_ids: Sequence[int],
+        *,
+        only_curves: bool = False,
+        copied: CopiedRun | None = None,
+    ) -> None:
+        """Prepare to compare jobs of the session and, if given, a copied job of another host."""
         super().__init__(name="compare")
-        self.session, self.job_ids = session, tuple(job_ids)
+        self.session, self.job_ids, self._copied = session, tuple(job_ids), copied
         # With a single SAE there are no differences to show.
         self._only_curves = only_curves
         self.comparison, self.view = Comparison(), CurveView()
@@ -122,7 +130,7 @@ class CompareScreen(FramedScreen):
     @work(thread=True, group="compare", exit_on_error=False)
     def _read_runs(self, metric: str) -> None:
         try:
-            self._runs = self._runs or Runs(self.session.data, self.job_ids)
+            self._runs = self._runs or Runs(self.session.data, self.job_ids, self._copied)
             self.post_message(Compared(self._runs.read(metric)))
         except UserError as error:
             self.post_message(Compared(None, str(error)))

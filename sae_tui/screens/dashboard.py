@@ -168,6 +168,7 @@ class Dashboard(FramedScreen):
     def on_mount(self) -> None:
         table = self.query_one(JobsPanel)
         table.focus()
+        self.query_one(JobEdits).open_elsewhere = lambda action: bool(self._others and self._others.open(action))
         self.watch(table, "cursor", self._selected, init=False)
         self.show_gpus()
         self.show_jobs()
@@ -344,6 +345,8 @@ class Dashboard(FramedScreen):
             self.app.push_screen(LogScreen(self.session, job.id, n_logs_of(job), source))
 
     def action_open_features(self) -> None:
+        if self._others and self._others.open("open_features"):
+            return
         job = self.query_one(JobEdits).selected
         if job is None:
             return
@@ -389,7 +392,7 @@ class Dashboard(FramedScreen):
         self.query_one(GpuPanel).scroll_gpus(pages)
 
     def action_open_job(self) -> None:
-        if self.query_one(JobsPanel).toggle() or (self._others and self._others.open_log()):
+        if self.query_one(JobsPanel).toggle() or (self._others and self._others.open()):
             return
         self._with_selected(self.session.go.open_job)
 
@@ -403,10 +406,14 @@ class Dashboard(FramedScreen):
         self._act("continue", self.session.actions.resume, self.session.actions.release_array)
 
     def action_clone_job(self) -> None:
+        if self._others and self._others.open("clone_job"):
+            return
         self._with_selected(self.session.go.clone_job)
 
     def action_delete_job(self) -> None:
-        self.session.actions.delete(self.query_one(JobEdits).targets)
+        edits = self.query_one(JobEdits)
+        if edits.targets or not edits.refuse_elsewhere("rm ID"):
+            self.session.actions.delete(edits.targets)
 
     def _act(self, verb: str, act: Callable[[int], object], act_on_array: Callable[[ArrayView], object]) -> None:
         """Apply an action to the job or array under the cursor, on the host running the job."""

@@ -9,14 +9,12 @@ from functools import partial
 
 from textual.screen import Screen
 
-from sae_tui.actions import FINISH_EARLY, Also, early_words, steps_to_finish
 from sae_tui.format import celsius, visible
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import BLANK, RecentHistory
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView
-from sae_tui.jobs.states import ENDED, stands
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import Total, totals
 from sae_tui.panels.far_gpus import FarGpus, FarHost
@@ -24,13 +22,13 @@ from sae_tui.panels.far_jobs import parse_key
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.panels.jobs import JobsPanel
+from sae_tui.screens.far_actions import FarActions
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
-from trainer.contract.store.states import JobState
 
 # The actions, as named by `offers_for`, possible on another host's job.
-_VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
+_VERBS = frozenset({"open", "stop", "pause", "continue", "log", "clone"})
 # The offset between the GPU indices of consecutive hosts, to keep the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
@@ -148,6 +146,19 @@ class DashboardHosts:
         offered = offers_for(at[1], readonly=self._session.readonly)
         return {verb: word for verb, word in offered.items() if verb in _VERBS}
 
+    def open(self, then: str = "") -> bool:
+        """Open the job under the cursor, and call the action `then` of its screen once the job has been read.
+
+        Return False for a local job or an empty list.
+        """
+        if (at := self.selected) is None:
+            return False
+        from sae_tui.screens.far_job import open_far_job
+
+        marked = sorted(self._screen.query_one(JobsPanel).marked)
+        open_far_job(self._screen.app, self._session, self._hosts, at[0].name, at[1], marked, then)
+        return True
+
     def open_log(self) -> bool:
         """Open the log of the job under the cursor; return False for a local job or an empty list."""
         if (at := self.selected) is None:
@@ -162,62 +173,5 @@ class DashboardHosts:
         if (at := self.selected) is None:
             return False
         view, job = at
-        if self._session.actions.refused():
-            return True
-        if not view.is_connected:
-            self._screen.notify(f"{view.name} is not connected.", severity="warning")
-        elif obstacle := _obstacle(verb, job):
-            self._screen.notify(f"Job {job.id} of {view.name} {obstacle}.", severity="warning")
-        else:
-            self._run(verb, view.name, job)
+        FarActions(self._session, self._hosts, view.name, self._screen.app).act(verb, job)
         return True
-
-    def _run(self, verb: str, host: str, job: JobView) -> None:
-        words = _words(verb, job)
-        errand = partial(self._hosts.run, host, *words)
-        actions = self._session.actions
-        if verb == "stop":
-            early = partial(self._hosts.run, host, *words, "--finish")
-            also = None if _early_steps(job) is None else Also(FINISH_EARLY, early)
-            actions.ask(*_stop_question(host, job), errand, also)
-        else:
-            actions.do(errand)
-
-
-def _words(verb: str, job: JobView) -> list[str]:
-    """Return the `sae-tui` arguments for this action."""
-    if verb == "continue":
-        return ["release" if job.state is JobState.QUEUED else "resume", str(job.id)]
-    ends_now = verb == "stop" and _is_stopping(job)
-    return [verb, str(job.id), *(["--kill"] if ends_now else [])]
-
-
-def _is_stopping(job: JobView) -> bool:
-    return job.state is JobState.STOPPING or job.stop_requested
-
-
-def _obstacle(verb: str, job: JobView) -> str:
-    """Return why the job's state forbids the action, in words that follow the job's name, or "" if it does not."""
-    if verb == "continue":
-        return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
-    return ENDED[job.state] if job.state.is_final else ""
-
-
-def _early_steps(job: JobView) -> int | None:
-    """Return the number of cool-down steps, or None if the job cannot finish early.
-
-    Other hosts do not send a job's config, but a job with a loss is a training job.
-    """
-    return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
-
-
-def _stop_question(host: str, job: JobView) -> tuple[str, str]:
-    """Return the question to ask before a job is stopped, and the label of the yes button."""
-    which = f"job {job.id} ({job.name}) of {host}"
-    if _is_stopping(job):
-        return f"J{which[1:]} is stopping. Kill it now? Unsaved progress is lost.", "Kill it"
-    if job.state is JobState.QUEUED and not job.attempt:
-        return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
-    steps = _early_steps(job)
-    early = "" if steps is None else f"\n\n{early_words(steps)}"
-    return f"Stop {which}? It saves first.{early}", "Stop"

@@ -166,7 +166,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
 
     def _title(self) -> None:
         listed = self.query_one(LatentList)
-        parts = [f"Job {self.job_id}", self.member]
+        parts = [f"Job {self.job_id}{self.session.place}", self.member]
         if self._features is None:
             parts.append("Features")
         elif self.words:

@@ -54,6 +54,8 @@ class JobEdits(JobsFinder):
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.session = session
+        # Opens the job under the cursor, if it is a job of another host, and calls an action of its screen.
+        self.open_elsewhere: Callable[[str], bool] = lambda action: False
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
         settings = self.session.settings
@@ -77,7 +79,32 @@ class JobEdits(JobsFinder):
         """The array under the cursor."""
         return self.table.selected_array
 
+    def refuse_elsewhere(self, command: str) -> bool:
+        """Say that a command, such as `rm ID`, must run on the other host of the job under the cursor.
+
+        Return False for a job of this host.
+        """
+        if not self._far:
+            return False
+        from sae_tui.panels.far_jobs import parse_key, there
+
+        at = parse_key(self.table.cursor)
+        if at and not self.session.actions.refused():
+            self.notify(there(*at, command), severity="warning", markup=False)
+        return at is not None
+
+    def action_mark(self) -> None:
+        """Mark or unmark the job or array under the cursor and move to the next row."""
+        if self._far and self.table.cursor and not (self.selected or self.selected_array):
+            words = (
+                "Only jobs of this host can be marked; c compares them with the job of another host under the cursor."
+            )
+            self.notify(words, severity="warning")
+        super().action_mark()
+
     def action_compare(self) -> None:
+        if self.open_elsewhere("compare"):
+            return
         from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
 
         ids = self.targets
@@ -117,6 +144,8 @@ class JobEdits(JobsFinder):
 
     def action_tag(self) -> None:
         ids = self.targets
+        if not ids and self.refuse_elsewhere("tag ID --add WORD"):
+            return
         if not ids or self.session.actions.refused():
             return
         tags = sorted({tag for job in self.session.jobs if job.id in ids for tag in job.tags})
@@ -133,10 +162,12 @@ class JobEdits(JobsFinder):
         self.app.push_screen(Ask(question, "+good -bad"), take)
 
     def action_rename(self) -> None:
-        self._ask("Name", lambda job: job.name, edits.rename)
+        if not self.refuse_elsewhere("rename ID NAME"):
+            self._ask("Name", lambda job: job.name, edits.rename)
 
     def action_note(self) -> None:
-        self._ask("Note", lambda job: job.note, edits.write_note)
+        if not self.refuse_elsewhere("note ID TEXT"):
+            self._ask("Note", lambda job: job.note, edits.write_note)
 
     def action_prioritise(self, by: int) -> None:
         def change(data: DataDir, control: Control, job_id: int) -> str:
@@ -145,17 +176,17 @@ class JobEdits(JobsFinder):
         if array := self.selected_array:
             queued = [job.id for job in array.jobs if job.state == JobState.QUEUED]
             self.session.actions.edit(queued, change)
-        elif job := self._in_line():
+        elif job := self._in_line("priority ID --to N"):
             self.session.actions.edit([job.id], change)
 
     def action_hold(self) -> None:
         if array := self.selected_array:
             self.session.actions.hold_array(array)
-        elif job := self._in_line():
+        elif job := self._in_line("hold ID"):
             self.session.actions.edit([job.id], edits.release if job.held else edits.hold)
 
     def action_come_after(self) -> None:
-        job = self._in_line()
+        job = self._in_line("after ID OTHER")
         if job is None:
             return
 
@@ -175,7 +206,10 @@ class JobEdits(JobsFinder):
             Ask(f"Job {job.id} waits until these have finished", "ids like 7 12; empty: wait for no job", now), take
         )
 
-    def _in_line(self) -> JobView | None:
+    def _in_line(self, command: str) -> JobView | None:
+        """Return the job under the cursor if it is queued; otherwise say why nothing is done."""
+        if self.refuse_elsewhere(command):
+            return None
         job = self.selected
         if job and self.session.actions.refused():
             return None

@@ -203,7 +203,7 @@ class LaunchScreen(FramedScreen):
             jobs = job_form.each_alone(review.job)
             question = f"Launch {len(jobs)} jobs, one per SAE? They will queue for GPUs."
         origin = self.form.origin
-        self.session.actions.launch_jobs(jobs, question, None if origin is None else origin.job_id)
+        self.session.actions.launch_jobs(jobs, question, None if origin is None else origin.parent)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the sweep key only if there are several SAEs, and the host key only if there are other hosts."""

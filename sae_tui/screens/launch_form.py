@@ -121,11 +121,24 @@ _SETTLE_S = 0.05
 
 
 class ClonedJob(msgspec.Struct, frozen=True):
-    """The job being cloned: its original settings, and the initial settings of the new form."""
+    """The job being cloned: its original settings, and the initial settings of the new form.
+
+    `host` is the other host of the job, or "".
+    """
 
     job_id: int
     was: AnyJob
     start: AnyJob
+    host: str = ""
+
+    @property
+    def which(self) -> str:
+        return f"job {self.job_id} of {self.host}" if self.host else f"job {self.job_id}"
+
+    @property
+    def parent(self) -> int | None:
+        """The id to store with the clone, or None because the ids of other hosts mean nothing here."""
+        return None if self.host else self.job_id
 
 
 class LaunchForm(VerticalScroll, can_focus=False):
@@ -175,7 +188,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         with Vertical(id="settings-panel", classes="panel"):
             with Horizontal(id="preset-row"):
                 yield Label("", id="about")
-                none = f"– (clone of job {self.origin.job_id})" if self.origin else "none"
+                none = f"– (clone of {self.origin.which})" if self.origin else "none"
                 yield Menu(_presets(self.kind), prompt=none, compact=True, id="preset")
                 yield Static("", id="environment", markup=False)
                 yield Static("", id="changes")
@@ -190,7 +203,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def _gpus_title(self) -> str:
-        return "F2 GPUs" + (f" · clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else "")
+        return "F2 GPUs" + (f" · clone of {self.origin.which} ({self.origin.was.name})" if self.origin else "")
 
     def on_resize(self) -> None:
         self._entitle()
@@ -360,7 +373,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _tell_missing(self, indices: list[int]) -> None:
         if indices:
             asked = ", ".join(f"GPU {index}" for index in indices)
-            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file requests"
+            whose = f"J{self.origin.which[1:]} had" if self.origin else "The job file requests"
             self.notify(f"{whose} {asked}, not available now; choose other GPUs.", severity="warning", markup=False)
 
     @on(Menu.Picked, "#preset")
@@ -465,7 +478,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def _environment_words(self, *, is_clean: bool) -> str:
         """Return which environment the program gets."""
         if self.origin is not None:
-            return f"as for job {self.origin.job_id}"
+            return f"as for {self.origin.which}"
         active = "clean" if is_clean else active_environment(os.environb)
         return ", ".join(filter(None, ("this app's" * (not is_clean), active)))
 

@@ -11,15 +11,20 @@ from pathlib import Path
 
 import pytest
 from support import slow_line
+from support.features import features_file
+from support.report_cards import put_card
 from support.sshd import Sshd, why_not
-from support.tui import record_job
+from support.tui import record_job, record_metrics
 
-from sae_tui.hosts import follower
+from sae_tui.hosts import follower, job_copy
 from sae_tui.hosts.hosts import Hosts
+from sae_tui.hosts.job_copy import CopyState
 from sae_tui.hosts.view import ConnectionStage, HostView
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -86,6 +91,41 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
     again = wait_for(hosts, lambda view: view.is_connected and view.gpus)
     assert again.since >= first.since
     hosts.stop()
+    deadline = time.monotonic() + 30
+    while streams(tmp_path / "data"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_job_is_copied_across_a_lost_connection_and_no_process_remains(sshd, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(job_copy, "FIRST_WAIT_S", 0.05)
+    data = DataDir(tmp_path / "data" / "demo")
+    data.create()
+    job_id = record_job(data, "theirs", JobState.FINISHED)
+    record_metrics(data, job_id)
+    put_card(data.sae(job_id))
+    (data.sae(job_id) / FEATURES).write_bytes(features_file())
+    sshd.install(tmp_path / "data")
+    copy = Hosts(["gpu1"], sshd.ssh, demo=True).copy("gpu1", job_id)
+    copy.start()
+
+    def wait(holds: Callable[[CopyState], object]) -> CopyState:
+        deadline = time.monotonic() + 60
+        while not holds(copy.state):
+            assert time.monotonic() < deadline, copy.state
+            time.sleep(0.02)
+        return copy.state
+
+    first = wait(lambda state: state.is_complete)
+    with contextlib.closing(SeriesReader(copy.data.run(job_id).metrics_db)) as reader:
+        assert reader.points("fvu")
+    copy.fetch_features(lambda received, total: None)
+    assert (copy.data.sae(job_id) / FEATURES).read_bytes() == features_file()
+    sshd.cut()
+    assert wait(lambda state: state.sentence).since >= first.since
+    wait(lambda state: not state.sentence)
+    copy.close()
+    assert not copy.data.root.exists()
     deadline = time.monotonic() + 30
     while streams(tmp_path / "data"):
         assert time.monotonic() < deadline

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+DATA = "SAE_TUI_DATA_DIR"
 HELLO = {"type": "hello", "protocol": 1, "version": "0.2.0"}
 CARD = {
     "index": 0, "uuid": "GPU-1", "name": "NVIDIA H100", "utilization": 40, "memory_used_bytes": 8 << 30,
@@ -30,6 +31,12 @@ def far_side(folder: Path, *programs: str) -> list[str]:
     for place, program in enumerate(programs, start=1):
         (folder / str(place)).write_text(program)
     return [sys.executable, __file__, str(folder)]
+
+
+def real_side(folder: Path, data: Path) -> list[str]:
+    """Return a command that replaces `ssh` and runs the real `sae-tui` with another data folder."""
+    argv = "[sys.executable, '-P', '-m', 'sae_tui', *words]"
+    return far_side(folder, f"import os; os.environ[{DATA!r}] = {str(data)!r}; os.execv(sys.executable, {argv})")
 
 
 def runs_of(folder: Path) -> list[list[str]]:

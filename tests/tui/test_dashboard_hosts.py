@@ -101,9 +101,13 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"
-        # Actions that work only for jobs on this host are not offered for this job, and have no effect.
-        await pilot.press("space", "R", "D", "y")
+        # Actions that work only for jobs on this host are not offered for this job; their keys say where they work.
+        await pilot.press("space", "R", "N", "number_sign", "plus", "A", "h", "D")
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
+        commands = ("rename 9 NAME", "note 9 TEXT", "tag 9 --add WORD", "priority 9 --to N", "after 9 OTHER", "hold 9",
+                    "rm 9")  # fmt: skip
+        assert told(app)[-7:] == [f"! Job 9 is on gpu1, so use `ssh gpu1 sae-tui {one}`." for one in commands]
+        assert told(app)[-8].startswith("! Only jobs of this host can be marked")
         await pilot.press("down", "down")
         assert table.cursor == "gpu1 7"
         await pilot.press("slash", *"theirs", "enter")
@@ -210,7 +214,7 @@ async def test_a_read_only_app_changes_nothing_on_other_hosts_but_reads_their_lo
     async with app.run_test(size=(120, 40)) as pilot:
         await far_jobs(pilot)
         await pilot.press("end", "s", "p", "up", "g", "down")
-        await pilot.press("enter")
+        await pilot.press("l")
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
         await wait_until(pilot, lambda: "rank 0" in text(app, LogView))
         assert text(app, LogView).splitlines()[0] == "step 10 �[2J"

@@ -16,7 +16,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control, LeaseConflict
-from trainer.contract.store.rows import Job, Rank
+from trainer.contract.store.rows import Event, Job, Rank
 from trainer.contract.store.states import ACTIVE, JobState
 
 MakeJob = Callable[..., Job]
@@ -42,6 +42,19 @@ def test_jobs_are_listed_newest_first_and_filtered_by_state(control: Control, qu
     assert [job.id for job in control.jobs(iter([JobState.FAILED, JobState.QUEUED]))] == [ids[2], ids[0]]
     assert [job.id for job in control.active_jobs()] == [ids[1], ids[0]]
     assert control.jobs([]) == []
+
+
+def test_a_copy_of_a_job_replaces_the_copy_before_and_takes_no_gpus(control: Control, queued: MakeJob) -> None:
+    job = msgspec.structs.replace(queued(), id=7, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-1",))
+    rank = Rank(job_id=7, attempt=1, rank=0, pid=2, start_ticks=3, boot_id="boot")
+    event = Event(timestamp=5.0, level="info", kind="running", message="is running")
+    control.copy(job, [rank], ["stop"], [event])
+    ended = msgspec.structs.replace(job, state=JobState.FINISHED)
+    control.copy(ended, [rank], [], [msgspec.structs.replace(event, kind="finished")])
+    assert control.jobs() == [ended]
+    assert control.ranks(7) == [rank]
+    assert (control.leases(), control.open_requests(7)) == ([], set())
+    assert [(one.kind, one.timestamp) for one in control.events(7)] == [("running", 5.0), ("finished", 5.0)]
 
 
 def test_reading_a_job_that_does_not_exist_raises_an_error(control: Control) -> None:

@@ -136,6 +136,21 @@ class Control:
             self.record_rank(rank)
         return True
 
+    def copy(
+        self, job: Job, ranks: Iterable[Rank], requests: Iterable[RequestKind], events: Iterable[Event] = ()
+    ) -> None:
+        """Store the row of a job in another store, without leases, in place of an earlier copy; append the events."""
+        with self.together(), self._write() as db:
+            db.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
+            for table in ("ranks", "requests"):
+                db.execute(f"DELETE FROM {table} WHERE job_id = ?", (job.id,))
+            _insert(db, to_row(job))
+            db.executemany(_ADD_EVENT, [(job.id, *msgspec.structs.astuple(event)) for event in events])
+            for rank in ranks:
+                self.record_rank(rank)
+            for kind in requests:
+                self.request(job.id, kind)
+
     def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
         """Rewrite an unreadable row, taking unreadable columns from `fallback`; return the job.
 

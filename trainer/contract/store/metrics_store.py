@@ -36,12 +36,13 @@ def is_before_first_step(phase: str) -> bool:
 
 
 class MetricRow(msgspec.Struct, frozen=True):
-    """A metric value; `rank` is 0 for values reduced over all ranks."""
+    """A metric value; `rank` is 0 for values reduced over all ranks, and `timestamp` is None for the current time."""
 
     name: str
     step: int
     value: float
     rank: int = 0
+    timestamp: float | None = None
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -83,7 +84,16 @@ class SeriesWriter:
         with explain_errors(self.path), transaction(self._db) as db:
             rows = list(rows)
             keys = _key_ids(db, {row.name for row in rows})
-            stored = [(keys[row.name], row.rank, row.step, now, _finite(row.value)) for row in rows]
+            stored = [
+                (
+                    keys[row.name],
+                    row.rank,
+                    row.step,
+                    now if row.timestamp is None else row.timestamp,
+                    _finite(row.value),
+                )
+                for row in rows
+            ]
             db.executemany("INSERT OR REPLACE INTO metrics VALUES(?, ?, ?, ?, ?)", stored)
             _roll_up(db, {(key, rank, step) for key, rank, step, _, _ in stored})
             if heartbeat:

@@ -1,0 +1,327 @@
+"""A copy of one job of another host in a private folder here, kept up to date by a thread while the job is shown.
+
+The folder has the layout of a data folder, so the screens for the jobs of this host can show the copy. No store of the
+other host is opened: its rows are checked and written to new stores here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.hosts.causes import Cause, no_connection, no_message
+from sae_tui.hosts.follower import CUT_AFTER_S, FIRST_WAIT_S, GREETING_S, LONGEST_WAIT_S, Refused, messages
+from sae_tui.hosts.link import Allowance, Link
+from sae_tui.hosts.protocol import LARGEST_FILE, Curves, FilePart, JobRow, Message, RunState, Stamp, UpToDate
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir, free_disk, open_private, private_folder
+from trainer.contract.printable import printable
+from trainer.contract.process import boot_id
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import MetricRow, SeriesWriter
+from trainer.contract.wording import gibibytes
+
+_PREFIX, _LOCK = "sae-tui-far-", "in-use.lock"
+# No app needs this many seconds between creating a folder and locking it.
+_LOCKED_AFTER_S = 60.0
+# Limits for what another host can make this host store: all files, one log, the numbers of files, points and events.
+_MOST_BYTES, _LARGEST_LOG = 1 << 30, 4 << 20
+_MOST_FILES, _MOST_POINTS, _MOST_EVENTS = 5000, 5_000_000, 100_000
+# A feature file was requested and may be large, so it is read faster than messages that arrive by themselves.
+_FEATURES_BYTES_S = 64 << 20
+_ANOTHER_BOOT = "of-another-host"
+
+
+class CopyState(msgspec.Struct, frozen=True):
+    """Whether a copy is complete, when it was last up to date, and why it is not updated now.
+
+    `sentence` follows the host's name, or is "". `features` maps the labels of SAEs to the stamps of their feature
+    files on the other host.
+    """
+
+    is_complete: bool = False
+    since: float = 0.0
+    sentence: str = ""
+    features: Mapping[str, Stamp] = {}
+
+
+class JobCopy:
+    """Follows a job of another host. `state` and `data` may be read from any thread."""
+
+    def __init__(
+        self, host: str, job_id: int, argv: Sequence[str], features: Sequence[str], on_change: Callable[[], object]
+    ) -> None:
+        """Create the folder; raise `OSError` or `UserError` if that is impossible. `start` does the rest in a thread.
+
+        `argv` and `features` are the commands that write the job and its feature files.
+        """
+        self.host, self.job_id, self.state = host, job_id, CopyState()
+        self.on_change = on_change
+        self._argv, self._features = argv, features
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        self._lock = FileLock(Path(self._folder.name) / _LOCK)
+        self._lock.acquire()
+        self.data = DataDir(Path(self._folder.name) / "data")
+        self._files = CopiedFiles(self.data, job_id)
+        self._stopped = threading.Event()
+        self._links: set[Link] = set()
+        self._fetched: Mapping[str, Stamp] = {}
+        self._thread = threading.Thread(target=self._run, name="far-job", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the connections and delete the copy, without waiting for the threads."""
+        self._stopped.set()
+        for link in tuple(self._links):
+            link.stop()
+        self._files.close()
+        self._folder.cleanup()
+        self._lock.release()
+
+    def fetch_features(self, on_progress: Callable[[int, int], object]) -> None:
+        """Copy the feature files, unless they have not changed since the last call; raise `UserError` on failure.
+
+        `on_progress` is called with the numbers of bytes received so far and in total.
+        """
+        wanted, received, is_complete = self.state.features, 0, False
+        if wanted == self._fetched:
+            return
+        total = sum(stamp.bytes for stamp in wanted.values())
+        place, free = free_disk(self.data.root)
+        if free is not None and free < total:
+            raise UserError(f"{place} has {gibibytes(free)} free, but the features of job {self.job_id} need "
+                            f"{gibibytes(total)}")  # fmt: skip
+
+        def take(message: Message) -> None:
+            nonlocal received, is_complete
+            is_complete = isinstance(message, UpToDate)
+            if isinstance(message, FilePart) and message.path.endswith(FEATURES):
+                self._files.take(message)
+                received += len(message.data)
+                on_progress(received, total)
+
+        cause = self._read(self._features, take, Allowance(_FEATURES_BYTES_S, _FEATURES_BYTES_S))
+        if not is_complete:
+            raise UserError(f"{self.host} {cause.sentence or 'closed the connection'}; press the key again")
+        self._fetched = wanted
+
+    def _run(self) -> None:
+        remove_abandoned()
+        wait_s = FIRST_WAIT_S
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            try:
+                self._files.begin()
+            except (OSError, UserError) as error:
+                cause = self._not_copied(error)
+            else:
+                cause = self._read(self._argv, self._take)
+            if self._stopped.is_set():
+                return
+            self._change(sentence=cause.sentence or "closed the connection")
+            wait_s = FIRST_WAIT_S if time.monotonic() - began > LONGEST_WAIT_S else wait_s
+            self._stopped.wait(max(wait_s, cause.wait_s))
+            wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+    def _read(
+        self, argv: Sequence[str], take: Callable[[Message], object], allowance: Allowance | None = None
+    ) -> Cause:
+        """Pass the messages of one connection to `take`, and return why the connection ended."""
+        try:
+            link = Link(argv, lambda: _stop_if_silent(link), allowance)
+        except OSError as error:
+            return Cause(f"cannot be contacted: {argv[0]}: {error.strerror}; install an ssh client")
+        self._links.add(link)
+        greeted = False
+        try:
+            for message in messages(link):
+                greeted = True
+                if self._stopped.is_set():
+                    link.stop()
+                take(message)
+        except Refused as refusal:
+            return refusal.cause
+        except ValueError as error:
+            return no_message(printable(str(error)))
+        except (OSError, UserError) as error:
+            return self._not_copied(error)
+        except Exception as error:
+            # The thread must survive anything sent by the other host.
+            return Cause(printable(f"cannot be followed: {error!r}"))
+        finally:
+            code = link.close()
+            self._links.discard(link)
+        is_by_itself = greeted and not link.complaints
+        return Cause("") if is_by_itself else no_connection(self.host, code, link.complaints)
+
+    def _not_copied(self, error: Exception) -> Cause:
+        return Cause(f"cannot be copied to {self._folder.name}: {printable(sentence(error))}")
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, UpToDate):
+            has_news = self._files.has_news or not self.state.is_complete or self.state.sentence
+            self._files.has_news = False
+            self.state = CopyState(True, time.time(), "", message.features)
+            if has_news:
+                self.on_change()
+        else:
+            self._files.take(message)
+
+    def _change(self, **fields: object) -> None:
+        self.state = msgspec.structs.replace(self.state, **fields)
+        self.on_change()
+
+
+def _stop_if_silent(link: Link) -> None:
+    """Stop a connection without data; a host that only sends its greeting late gets more time."""
+    heard_at, started_at = link.heard[0], link.started_at
+    if time.monotonic() - heard_at > (GREETING_S if heard_at == started_at else CUT_AFTER_S):
+        link.stop()
+
+
+class CopiedFiles:
+    """Writes what another host sends into a data folder; raises `ValueError` for what no sae-tui sends."""
+
+    def __init__(self, data: DataDir, job_id: int) -> None:
+        self.has_news = False
+        self._data, self._job_id = data, job_id
+        self._control: Control | None = None
+        self._series: SeriesWriter | None = None
+        self._sizes: dict[str, int] = {}
+        self._n_points = self._n_events = self._n_run_events = 0
+        self._begins = self._is_closed = False
+        self._one_write = threading.Lock()
+
+    def begin(self) -> None:
+        """Expect all data again, because a new connection begins; create the folders and the store if necessary."""
+        with self._one_write:
+            self._begins = True
+            if self._control is None and not self._is_closed:
+                self._data.create()
+                self._control = Control(self._data.control_db)
+
+    def close(self) -> None:
+        """Refuse further messages, so that the folder can be deleted."""
+        with self._one_write:
+            self._is_closed = True
+            if self._control:
+                self._control.close()
+            if self._series:
+                self._series.abandon()
+
+    def take(self, message: Message) -> None:
+        with self._one_write:
+            if self._is_closed:
+                return
+            self.has_news = True
+            match message:
+                case JobRow():
+                    self._take_row(message)
+                case RunState():
+                    self._take_run(message)
+                case Curves():
+                    self._take_curves(message)
+                case FilePart():
+                    self._take_part(message)
+
+    def _take_row(self, row: JobRow) -> None:
+        assert self._control is not None
+        if row.job.id != self._job_id or row.first > min(self._n_events, _MOST_EVENTS):
+            raise ValueError("a row that was not requested")
+        # With this boot's id, the copy counts as a job of this machine: its own files never say that its host is
+        # silent. Without a process, no process here can be taken for one of the job's.
+        job = msgspec.structs.replace(
+            row.job, boot_id=boot_id(), machine_id=None, supervisor_pid=None, supervisor_start=None
+        )
+        ranks = [msgspec.structs.replace(one, job_id=job.id, boot_id=_ANOTHER_BOOT) for one in row.ranks]
+        events = row.events[self._n_events - row.first :]
+        self._control.copy(job, ranks, row.requests, events)
+        self._n_events += len(events)
+
+    def _take_run(self, run: RunState) -> None:
+        if run.first > min(self._n_run_events, _MOST_EVENTS):
+            raise ValueError("events that are not in order")
+        if self._series is None:
+            private_folder(self._data.run(self._job_id).root)
+            self._series = SeriesWriter(self._data.run(self._job_id).metrics_db)
+        beat, events = run.heartbeat, run.events[self._n_run_events - run.first :]
+        if beat and self._begins:
+            # The curves of the new connection may have other steps, if they are means over buckets of steps.
+            self._series.rewind(msgspec.structs.replace(beat, step=0))
+            self._begins, self._n_points = False, 0
+        elif beat and run.rewound:
+            self._series.rewind(beat)
+        self._series.write([], beat, events)
+        self._n_run_events += len(events)
+
+    def _take_curves(self, curves: Curves) -> None:
+        rows = [
+            MetricRow(part.name, step, float("nan") if value is None else value, part.rank, at)
+            for part in curves.parts
+            for step, at, value in zip(part.steps, part.times, part.values, strict=True)
+        ]
+        self._n_points += len(rows)
+        if self._series is None or self._n_points > _MOST_POINTS:
+            raise ValueError("too many points, or points before the run")
+        self._series.write(rows)
+
+    def _take_part(self, part: FilePart) -> None:
+        self._limit(part)
+        kind, *names = part.path.split("/")
+        file = (self._data.run(self._job_id).root if kind == "run" else self._data.sae(self._job_id)).joinpath(*names)
+        private_folder(file.parent)
+        if part.total is None:
+            _append(file, part.data, anew=self._sizes[part.path] == len(part.data))
+            return
+        begun = file.with_name(f".{file.name}.part")
+        _append(begun, part.data, anew=not part.offset)
+        if part.offset + len(part.data) == part.total:
+            os.replace(begun, file)
+
+    def _limit(self, part: FilePart) -> None:
+        """Raise `ValueError` if a part does not follow the part before, or if the files become too large."""
+        before = self._sizes.get(part.path, 0) if part.offset else 0
+        size = before + len(part.data)
+        if part.total is None:
+            size = size if size <= _LARGEST_LOG else len(part.data)
+        elif part.offset != before or size > part.total:
+            raise ValueError("parts of a file that are not in order")
+        elif part.total > LARGEST_FILE and not part.path.endswith(FEATURES):
+            raise ValueError(f"a file larger than {LARGEST_FILE >> 20} MiB")
+        self._sizes[part.path] = size
+        if len(self._sizes) > _MOST_FILES or sum(self._sizes.values()) > _MOST_BYTES:
+            raise ValueError("too many files, or files that are too large")
+
+
+def _append(file: Path, data: bytes, *, anew: bool) -> None:
+    with open(open_private(file, os.O_TRUNC if anew else os.O_APPEND), "wb") as stream:
+        stream.write(data)
+
+
+def remove_abandoned() -> None:
+    """Delete the copies of this user's apps that were killed."""
+    with contextlib.suppress(OSError):
+        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError, UserError):
+                _remove_if_abandoned(folder)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    status = os.stat(folder, follow_symlinks=False)
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if is_ours and time.time() - status.st_mtime > _LOCKED_AFTER_S and (lock := FileLock(folder / _LOCK)).acquire():
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()

@@ -1,0 +1,254 @@
+"""Reads one job's row, curves, logs and small files as messages for an app on another host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from sae_tui.hosts.protocol import (
+    LARGEST_FEATURES,
+    LARGEST_FILE,
+    LONGEST_LINE,
+    MOST_EVENTS,
+    MOST_RANKS,
+    MOST_SAES,
+    MOST_SENT_POINTS,
+    PART_BYTES,
+    CurvePart,
+    Curves,
+    FilePart,
+    JobRow,
+    Message,
+    RunState,
+    Stamp,
+    UpToDate,
+)
+from trainer.contract.errors import UserError
+from trainer.contract.files import open_plain
+from trainer.contract.json_file import decode_as
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.row_sums import SUMS
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.follower import StoreFollower
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Point, SeriesReader
+from trainer.contract.store.rows import Job
+
+# The number of points first sent for all curves together, and the fewest per curve. A longer curve is sent as means
+# over buckets of steps, because a screen shows at most a few hundred points of a curve.
+_FIRST_POINTS, _FEWEST_POINTS, _MOST_POINTS = 20_000, 100, 2000
+_LOG_END, _MOST_LOGS = 64 << 10, 8
+_OF_SAE = ("cfg.json", CARD, SUMS)
+
+
+class SentJob:
+    """Follows one job and yields what has changed since the last call."""
+
+    def __init__(self, data: DataDir, job_id: int) -> None:
+        self._job_id, self._paths, self._sae = job_id, data.run(job_id), data.sae(job_id)
+        self._rows = StoreFollower(data.control_db, lambda path: Control(path, readonly=True))
+        self._run = StoreFollower(self._paths.metrics_db, SeriesReader)
+        self._job: Job | None = None
+        self._row: JobRow | None = None
+        self._n_events = self._n_run_events = 0
+        self._step = -1
+        self._last: dict[tuple[str, int], int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the changes, and then `UpToDate`; raise `UserError` if the job does not exist."""
+        yield from self._read_row()
+        # A store that is locked or damaged is read again by the next call.
+        with contextlib.suppress(StoreError):
+            found: list[Message] = []
+            self._run.poll(lambda reader: found.extend(self._read_run(reader) if reader else ()))
+            yield from found
+        for path, file in self._files():
+            yield from self._file(path, file)
+        for path, file in self._logs():
+            yield from self._log(path, file)
+        yield UpToDate(self._features())
+
+    def close(self) -> None:
+        self._rows.close()
+        self._run.close()
+
+    def _read_row(self) -> Iterator[Message]:
+        found: list[JobRow] = []
+        self._rows.poll(lambda control: found.extend(self._row_of(control) if control else ()))
+        if self._job is None:
+            raise UserError(f"there is no job {self._job_id}; `sae-tui jobs` lists them")
+        yield from found
+
+    def _row_of(self, control: Control) -> list[JobRow]:
+        """Return the row with the events that have not been sent, in several messages if there are many."""
+        job, events = control.job(self._job_id), control.events(self._job_id)
+        self._job = job
+        if len(job.config) > LONGEST_LINE // 4:
+            job = msgspec.structs.replace(job, config="")
+        requests = tuple(sorted(control.open_requests(self._job_id)))
+        row = JobRow(job, tuple(control.ranks(self._job_id)[-MOST_RANKS:]), requests)
+        rows = [
+            msgspec.structs.replace(row, first=first, events=tuple(events[first : first + MOST_EVENTS]))
+            for first in range(self._n_events, len(events), MOST_EVENTS)
+        ]
+        if not rows and row != self._row:
+            rows = [msgspec.structs.replace(row, first=len(events))]
+        self._row, self._n_events = row, len(events)
+        return rows
+
+    def _read_run(self, reader: SeriesReader) -> Iterator[Message]:
+        beat, events = reader.heartbeat(), reader.events()
+        rewound = beat is not None and beat.step < self._step
+        if beat is not None and rewound:
+            self._last = {key: min(step, beat.step) for key, step in self._last.items()}
+        for first in range(self._n_run_events, len(events), MOST_EVENTS):
+            yield RunState(None, first, tuple(events[first : first + MOST_EVENTS]))
+        self._n_run_events = len(events)
+        self._step = beat.step if beat else self._step
+        yield RunState(beat, len(events), rewound=rewound)
+        yield from _packed(self._curves(reader))
+
+    def _curves(self, reader: SeriesReader) -> Iterator[CurvePart]:
+        names = reader.series()
+        most = min(_MOST_POINTS, max(_FEWEST_POINTS, _FIRST_POINTS // max(1, len(names))))
+        for name, rank in names:
+            last = self._last.get((name, rank))
+            points = reader.history(name, rank, most=most) if last is None else reader.points(name, rank, after=last)
+            for first in range(0, len(points), MOST_SENT_POINTS):
+                yield _part(reader, name, rank, points[first : first + MOST_SENT_POINTS])
+            if points:
+                self._last[name, rank] = points[-1].step
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the small files, each with its path in messages."""
+        assert self._job is not None
+        number, attempt = self._job.attempt, self._paths.attempt(self._job.attempt)
+        yield "run/job.toml", self._paths.job_file
+        yield "run/exit.json", self._paths.exit_file
+        names = ["plan.json", "data.json", *(f"rank{rank}.exit.json" for rank in range(_MOST_LOGS))]
+        yield from ((f"run/attempt{number}/{name}", attempt / name) for name in names)
+        for label, folder in self._saes().items():
+            yield from ((_of_sae(label, name), folder / name) for name in _OF_SAE)
+
+    def _saes(self) -> dict[str, Path]:
+        """Return a dict mapping each SAE's label ("" for a single SAE) to its folder."""
+        try:
+            with os.scandir(self._sae) as entries:
+                inner = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except OSError:
+            return {}
+        return {"": self._sae} | {name: self._sae / name for name in inner[: MOST_SAES - 1]}
+
+    def _features(self) -> dict[str, Stamp]:
+        stamps = {label: _stamp(folder / FEATURES) for label, folder in self._saes().items()}
+        return {label: Stamp(*stamp) for label, stamp in stamps.items() if stamp}
+
+    def _file(self, path: str, file: Path) -> Iterator[Message]:
+        """Yield the content of a file if it has changed; leave out links, and files that change meanwhile."""
+        stamp = _stamp(file)
+        if stamp is None or stamp == self._sizes.get(path) or stamp[0] > LARGEST_FILE:
+            return
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            with open_plain(file) as stream:
+                parts = list(_parts(path, stream, stamp[0]))
+            if _stamp(file) == stamp:
+                self._sizes[path] = stamp
+                yield from filter(_is_valid, parts)
+
+    def _logs(self) -> Iterator[tuple[str, Path]]:
+        assert self._job is not None
+        ranks = range(min(self._job.world_size, _MOST_LOGS))
+        names = [*(f"rank{rank}" for rank in ranks), "supervisor", "evaluation"]
+        yield from ((f"run/logs/{name}.log", self._paths.logs / f"{name}.log") for name in names)
+
+    def _log(self, path: str, file: Path) -> Iterator[Message]:
+        """Yield what was appended to a log; begin with its end if much was appended or the log is a new one."""
+        stamp = _stamp(file)
+        if stamp is None or stamp == self._sizes.get(path):
+            return
+        before, size = self._sizes.get(path, (0, 0))[0], stamp[0]
+        continues = 0 < before <= size <= before + _LOG_END
+        begin = before if continues else max(0, size - _LOG_END)
+        with contextlib.suppress(OSError), open_plain(file) as stream:
+            stream.seek(begin)
+            data = stream.read(size - begin)
+            if begin and not continues:
+                data = data.partition(b"\n")[2]
+            yield FilePart(path, data, offset=int(continues))
+            self._sizes[path] = stamp
+
+
+def feature_parts(data: DataDir, job_id: int) -> Iterator[Message]:
+    """Yield the feature files of a job's SAEs; raise `UserError` if one is too large or cannot be read."""
+    for label, folder in SentJob(data, job_id)._saes().items():
+        file = folder / FEATURES
+        stamp = _stamp(file)
+        if stamp is None:
+            continue
+        if stamp[0] > LARGEST_FEATURES:
+            raise UserError(f"{file} is larger than {LARGEST_FEATURES >> 20} MiB")
+        try:
+            with open_plain(file) as stream:
+                yield from _parts(_of_sae(label, FEATURES), stream, stamp[0])
+        except (OSError, EOFError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from None
+    yield UpToDate()
+
+
+def _parts(path: str, stream: BinaryIO, size: int) -> Iterator[FilePart]:
+    """Yield `size` bytes of a file in parts; raise `EOFError` if it is shorter."""
+    for offset in range(0, max(1, size), PART_BYTES):
+        length = min(PART_BYTES, size - offset)
+        data = stream.read(length)
+        if len(data) < length:
+            raise EOFError("it became shorter while it was read")
+        yield FilePart(path, data, offset, size)
+
+
+def _is_valid(part: FilePart) -> bool:
+    """Return whether the other host accepts a file: a folder of SAEs may have a name that no SAE has."""
+    try:
+        decode_as(msgspec.json.encode(part), FilePart)
+    except ValueError:
+        return False
+    return True
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Return the size of a file and its time of change, or None if there is no such file or it is a link."""
+    try:
+        status = os.stat(file, follow_symlinks=False)
+    except OSError:
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
+def _of_sae(label: str, name: str) -> str:
+    return "/".join(filter(None, ["sae", label, name]))
+
+
+def _part(reader: SeriesReader, name: str, rank: int, points: list[Point]) -> CurvePart:
+    steps = tuple(point.step for point in points)
+    return CurvePart(name, rank, steps, tuple(reader.timestamps(name, steps, rank)), tuple(p.value for p in points))
+
+
+def _packed(parts: Iterable[CurvePart]) -> Iterator[Curves]:
+    """Pack the parts of many curves into few messages."""
+    packed: list[CurvePart] = []
+    n_points = 0
+    for part in parts:
+        if packed and n_points + len(part.steps) > MOST_SENT_POINTS:
+            yield Curves(tuple(packed))
+            packed, n_points = [], 0
+        packed.append(part)
+        n_points += len(part.steps)
+    if packed:
+        yield Curves(tuple(packed))

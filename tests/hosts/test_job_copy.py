@@ -1,0 +1,319 @@
+"""Tests for copying a job of another host. Child processes replace ssh; most run the real `sae-tui stream`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.far_side import HELLO, far_side, real_side
+from support.features import features_file
+from support.report_cards import put_card
+from support.tui import NOW, record_job, record_metrics
+
+from sae_tui.hosts import job_copy
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.hosts.job_copy import CopiedFiles, CopyState, JobCopy
+from sae_tui.hosts.protocol import FilePart, Stamp, decode
+from sae_tui.jobs.evaluation.report_card import whole_cards
+from sae_tui.jobs.view.reader import JobReader
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
+from trainer.contract.store.rows import Event
+from trainer.contract.store.states import JobState
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(job_copy, "FIRST_WAIT_S", 0.05)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> DataDir:
+    """Return the data folder of the other host, with one running job."""
+    data = DataDir(tmp_path / "there")
+    data.create()
+    job_id = record_job(data, "theirs", JobState.RUNNING, step=200, total_steps=2000)
+    record_metrics(data, job_id)
+    data.run(job_id).job_file.write_text('name = "theirs"\n')
+    data.run(job_id).log(0).write_text("first line\nsecond line\n")
+    return data
+
+
+@contextlib.contextmanager
+def copied(ssh: list[str], job_id: int = 1) -> Iterator[JobCopy]:
+    copy = Hosts(["gpu1"], ssh).copy("gpu1", job_id)
+    copy.start()
+    try:
+        yield copy
+    finally:
+        copy.close()
+
+
+def wait_for(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def state_of(copy: JobCopy, holds: Callable[[CopyState], object]) -> CopyState:
+    wait_for(lambda: holds(copy.state))
+    return copy.state
+
+
+def curve(data: DataDir, name: str) -> list[tuple[int, float | None]]:
+    """Return the curve of job 1 in a data folder."""
+    reader = SeriesReader(data.run(1).metrics_db)
+    with contextlib.closing(reader):
+        return [(point.step, point.value) for point in reader.points(name)]
+
+
+def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        reader, theirs = JobReader(copy.data, 1), JobReader(there, 1)
+        assert reader.poll()
+        assert theirs.poll()
+        assert reader.view
+        assert (reader.view.name, reader.view.state, reader.view.heldout_fvu) == (
+            "theirs",
+            "running",
+            theirs.view.heldout_fvu,
+        )
+        assert reader.series == theirs.series
+        assert reader.events == theirs.events
+        assert reader.log_tail(0, 5) == ["first line", "second line"]
+        assert copy.data.run(1).job_file.read_text() == 'name = "theirs"\n'
+        assert copy.data.run(1).job_file.stat().st_mode & 0o777 == 0o600
+        assert copy.data.root.parent.stat().st_mode & 0o777 == 0o700
+        # Times of measurements are those of the other host, for curves over time.
+        ours, original = (SeriesReader(data.run(1).metrics_db) for data in (copy.data, there))
+        with contextlib.closing(ours), contextlib.closing(original):
+            assert ours.timestamps("fvu", [10, 200]) == original.timestamps("fvu", [10, 200])
+
+        with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
+            beat = Heartbeat("training", 210, 2000, 2100, time.time())
+            writer.write(
+                [MetricRow("fvu", 210, 0.5)], beat, [Event(timestamp=NOW, level="info", kind="x", message="new")]
+            )
+        with contextlib.closing(Control(there.control_db)) as control:
+            control.request(1, "stop")
+            control.add_event(1, "edited", "was renamed")
+        with there.run(1).log(0).open("a") as log:
+            log.write("third line\n")
+        wait_for(lambda: reader.poll() and reader.view and reader.view.stop_requested and reader.view.step == 210)
+        wait_for(lambda: reader.log_tail(0, 1) == ["third line"])
+        assert reader.series["fvu", 0][-1].value == 0.5
+        assert [event.message for event in reader.events].count("new") == 1
+        assert [event.message for event in reader.events].count("was renamed") == 1
+        reader.close()
+        theirs.close()
+    assert not copy.data.root.parent.exists()
+
+
+def test_the_card_is_copied_at_once_and_features_only_on_request(there: DataDir, tmp_path: Path) -> None:
+    put_card(there.sae(1))
+    (there.sae(1) / FEATURES).write_bytes(features_file())
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        size = len(features_file())
+        assert state_of(copy, lambda state: state.is_complete).features[""].bytes == size
+        assert whole_cards(copy.data.sae(1)).keys() == {""}
+        assert not (copy.data.sae(1) / FEATURES).exists()
+        seen: list[tuple[int, int]] = []
+        copy.fetch_features(lambda received, total: seen.append((received, total)))
+        assert seen == [(size, size)]
+        assert (copy.data.sae(1) / FEATURES).read_bytes() == features_file()
+        copy.fetch_features(lambda received, total: seen.append((received, total)))
+        assert len(seen) == 1
+
+
+def test_curves_go_back_with_a_resumed_run(there: DataDir, tmp_path: Path) -> None:
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
+            writer.rewind(Heartbeat("training", 100, 2000, 1000, time.time()))
+        wait_for(lambda: curve(copy.data, "fvu")[-1][0] == 100)
+        with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
+            writer.write([MetricRow("fvu", 110, 0.25)], Heartbeat("training", 110, 2000, 1100, time.time()))
+        wait_for(lambda: curve(copy.data, "fvu") == curve(there, "fvu"))
+
+
+def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the secret\n")
+    put_card(tmp_path / "sae")
+    for file in (there.run(1).job_file, there.run(1).log(0)):
+        file.unlink()
+        file.symlink_to(secret)
+    there.sae(1).symlink_to(tmp_path / "sae")
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        kept = [file.name for file in copy.data.root.rglob("*") if file.is_file()]
+        assert {"job.toml", "rank0.log", "card.json"}.isdisjoint(kept)
+        assert "metrics.db" in kept
+
+
+def test_a_file_that_grows_while_it_is_copied_is_copied_whole_in_the_end(there: DataDir, tmp_path: Path) -> None:
+    put_card(there.sae(1))
+    card, ends = there.sae(1) / "card.json", threading.Event()
+    whole = card.read_bytes() + b" " * (3 << 20)
+
+    def grow() -> None:
+        with card.open("wb", buffering=0) as stream:
+            for start in range(0, len(whole), 1 << 10):
+                stream.write(whole[start : start + (1 << 10)])
+                if start % (64 << 10) == 0:
+                    time.sleep(0.02)
+        ends.set()
+
+    threading.Thread(target=grow, daemon=True).start()
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        ours, read = copy.data.sae(1) / "card.json", set()
+        while not (ends.is_set() and ours.exists() and ours.stat().st_size == len(whole)):
+            read |= {ours.read_bytes()} if ours.exists() else set()
+            time.sleep(0.02)
+        assert ours.read_bytes() == whole
+        assert all(whole.startswith(one) for one in read)
+
+
+def test_a_broken_connection_is_told_with_its_time_and_the_copy_is_completed_again(
+    there: DataDir, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    ssh = real_side(tmp_path / "ssh", there.root)
+    program = tmp_path / "ssh" / "1"
+    program.write_text(f"open({str(pids)!r}, 'a').write(f'{{__import__(\"os\").getpid()}}\\n'); {program.read_text()}")
+    with copied(ssh) as copy:
+        before = state_of(copy, lambda state: state.is_complete)
+        os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
+        broken = state_of(copy, lambda state: state.sentence)
+        assert broken.is_complete
+        assert broken.since >= before.since
+        assert curve(copy.data, "fvu") == curve(there, "fvu")
+        again = state_of(copy, lambda state: not state.sentence)
+        assert again.since > broken.since
+        wait_for(lambda: curve(copy.data, "fvu") == curve(there, "fvu"))
+        reader = JobReader(copy.data, 1)
+        reader.poll()
+        assert len(reader.events) == len({(event.kind, event.message) for event in reader.events})
+        reader.close()
+
+
+def test_an_older_host_and_a_missing_job_are_told_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
+    old = "sys.stderr.write('sae-tui: error: unrecognized arguments: --job 1; see sae-tui stream --help'); sys.exit(2)"
+    with copied(far_side(tmp_path / "old", old)) as copy:
+        assert (
+            "has an older sae-tui, which sends only the logs" in state_of(copy, lambda state: state.sentence).sentence
+        )
+    with copied(real_side(tmp_path / "ssh", there.root), job_id=9) as copy:
+        assert "there is no job 9" in state_of(copy, lambda state: state.sentence).sentence
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"type": "file", "path": "run/../../../evil", "data": "AA==", "total": 1},
+        {"type": "file", "path": "sae/..\\/features.safetensors", "data": "AA==", "total": 1},
+        {"type": "file", "path": "sae//card.json", "data": "AA==", "total": 1},
+        {"type": "file", "path": "run/job.toml\n", "data": "AA==", "total": 1},
+        {"type": "file", "path": "run/job.toml", "data": "AA==", "total": 100 << 20},
+        {"type": "file", "path": "run/job.toml", "data": "AAAA", "total": 1},
+        {"type": "file", "path": "run/job.toml", "data": "AA==", "offset": 5, "total": 9},
+        {"type": "curves", "parts": [{"name": "fvu", "rank": 0, "steps": [1], "times": [1], "values": [0.5]}]},
+        {"type": "run", "first": 7, "events": []},
+        {"type": "run", "heartbeat": {"phase": "x", "step": -1, "total_steps": 0, "tokens": 0, "timestamp": 0}},
+        {"type": "job", "job": {"id": 8, "name": "other", "config": "", "user": "", "host": "", "device": "cpu",
+                                "gpu_source": "none"}},
+    ],
+)  # fmt: skip
+def test_what_no_sae_tui_sends_closes_the_connection_and_writes_nothing(message: dict, tmp_path: Path) -> None:
+    with copied(far_side(tmp_path / "ssh", f"say({HELLO!r}); say({message!r}); sys.stdin.read()")) as copy:
+        assert "sent an invalid message" in state_of(copy, lambda state: state.sentence).sentence
+        names = {file.name for file in tmp_path.rglob("*") if file.is_file()}
+        assert names.isdisjoint({"evil", "job.toml", "card.json", FEATURES})
+
+
+def test_a_full_disk_here_is_told_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
+    there.run(1).job_file.write_text("# " + "x" * 200_000)
+    # A limit for the size of files makes writes fail halfway, as a full disk does.
+    program = f"""
+import resource, signal, sys, tempfile, time
+from sae_tui.hosts.hosts import Hosts
+tempfile.tempdir = {str(tmp_path / "tmp")!r}
+copy = Hosts(["gpu1"], {real_side(tmp_path / "ssh", there.root)!r}).copy("gpu1", 1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+copy.start()
+while not copy.state.sentence:
+    time.sleep(0.02)
+print(copy.state.sentence)
+copy.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stderr == ""
+    assert "cannot be copied to" in ran.stdout
+    assert "File too large" in ran.stdout
+
+
+def test_features_that_do_not_fit_here_are_not_requested(there: DataDir, tmp_path: Path) -> None:
+    (there.sae(1)).mkdir()
+    (there.sae(1) / FEATURES).write_bytes(features_file())
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        copy.state = CopyState(True, 1.0, "", {"": Stamp(1 << 60, 1)})
+        with pytest.raises(UserError, match="free, but the features of job 1 need"):
+            copy.fetch_features(lambda received, total: None)
+
+
+def test_the_copy_of_a_killed_app_is_deleted_by_the_next(tmp_path: Path) -> None:
+    program = f"""
+import tempfile, time
+tempfile.tempdir = {str(tmp_path / "tmp")!r}
+from sae_tui.hosts.hosts import Hosts
+copy = Hosts(["gpu1"]).copy("gpu1", 1)
+print(copy.data.root.parent, flush=True)
+time.sleep(600)
+"""
+    app = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert app.stdout
+    folder = Path(app.stdout.readline().strip())
+    old = time.time() - 2 * job_copy._LOCKED_AFTER_S
+    os.utime(folder, (old, old))
+    job_copy.remove_abandoned()
+    assert folder.exists()
+    app.kill()
+    app.wait()
+    job_copy.remove_abandoned()
+    assert not folder.exists()
+    app.stdout.close()
+
+
+def test_a_long_log_is_kept_within_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_copy, "_LARGEST_LOG", 10)
+    files = CopiedFiles(DataDir(tmp_path / "data"), 1)
+    files.begin()
+    log = tmp_path / "data" / "runs" / "1" / "logs" / "rank0.log"
+    for text, kept in (("12345\n", "12345\n"), ("678\n", "12345\n678\n"), ("9\n", "9\n"), ("10\n", "9\n10\n")):
+        files.take(FilePart("run/logs/rank0.log", text.encode(), offset=1))
+        assert log.read_text() == kept
+    files.close()
+
+
+def test_the_details_of_a_job_are_stored_as_they_were_sent() -> None:
+    line = json.dumps({"type": "file", "path": "run/job.toml", "data": "bmFtZQ==", "total": 4}).encode()
+    assert decode(line) == FilePart("run/job.toml", b"name", 0, 4)

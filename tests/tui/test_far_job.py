@@ -1,0 +1,243 @@
+"""Tests for the screens of a job on another host: the real `sae-tui stream` with another data folder replaces ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.far_side import far_side, real_side
+from support.features import features_file
+from support.report_cards import put_card
+from support.tui import record_job, record_metrics, title_of, wait_until
+
+from sae_tui.hosts import follower, job_copy
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.panels.differences import ResultsPanel
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.latents import LatentDetail
+from sae_tui.screens.card import CardPanel, CardScreen
+from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.far_job import FarJobScreen
+from sae_tui.screens.far_log import FarLogScreen
+from sae_tui.screens.features import FeaturesScreen
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.metrics import MetricsScreen
+from sae_tui.widgets.footer import Footer
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.settings.job_file import any_job_of, dump_job, job_of
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+SCREEN = (120, 40)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(follower, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(job_copy, "FIRST_WAIT_S", 0.05)
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> DataDir:
+    """Return the data folder of the other host, with a finished job that has a report card and features."""
+    data = DataDir(tmp_path / "there")
+    data.create()
+    output = {"output_path": str(data.sae(1))}
+    job_id = record_job(data, "theirs", JobState.FINISHED, step=200, total_steps=200, **output)
+    record_metrics(data, job_id)
+    data.run(job_id).job_file.write_text(dump_job(job_of({"name": "theirs", "data": {"path": "data/sample"}})))
+    put_card(data.sae(job_id))
+    (data.sae(job_id) / "cfg.json").write_text("{}")
+    (data.sae(job_id) / FEATURES).write_bytes(features_file())
+    return data
+
+
+@pytest.fixture
+def hosts(there: DataDir, tmp_path: Path) -> Hosts:
+    return Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root))
+
+
+def text(app, panel) -> str:
+    """Return what a panel shows, or "" until the screen has the panel."""
+    return "\n".join(one.plain for one in app.screen.query(panel))
+
+
+def line(app) -> str:
+    return "".join(str(one.render()) for one in app.screen.query("#far-line"))
+
+
+def shown(app) -> str:
+    """Return everything that the panels of the screen show."""
+    return "\n".join(one.plain for one in app.screen.query(".panel") if hasattr(one, "plain"))
+
+
+def question(app) -> str:
+    return "".join(one.render().plain for one in app.screen.query("#question"))
+
+
+def told(app) -> str:
+    return str(list(app.notices)[-1].message)
+
+
+async def reach(pilot, *keys: str) -> None:
+    """Press these keys on the job of the other host in the jobs table."""
+    await wait_until(pilot, lambda: "theirs" in text(pilot.app, JobsPanel), 30)
+    await pilot.press("end", *keys)
+
+
+async def opened(pilot) -> None:
+    await reach(pilot, "enter")
+    app = pilot.app
+    await wait_until(pilot, lambda: isinstance(app.screen, FarJobScreen) and "theirs" in title_of(headline(app)), 30)
+    await wait_until(pilot, lambda: "connected" in line(app), 30)
+
+
+def headline(app) -> Headline:
+    return app.screen.query_one(Headline)
+
+
+async def test_everything_of_a_job_on_another_host_can_be_read(make_app, hosts) -> None:
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        job = app.screen
+        assert "held-out FVU" in headline(app).plain
+        assert "architecture" in "\n".join(panel.plain for panel in job.query("SettingsPanel"))
+        await pilot.press("v")
+        await wait_until(
+            pilot, lambda: isinstance(app.screen, CardScreen) and "0.2500 ± 0.0100" in text(app, CardPanel)
+        )
+        assert title_of(app.screen.query_one(CardPanel)).startswith("Job 1 of gpu1 · Report card")
+        await pilot.press("f")
+        await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen), 30)
+        await wait_until(pilot, lambda: "Lämb" in text(app, LatentDetail))
+        await pilot.press("escape", "escape", "a")
+        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen))
+        await pilot.press("escape", "c")
+        await wait_until(pilot, lambda: isinstance(app.screen, CompareScreen))
+        await pilot.press("escape", "l")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
+        await pilot.press("escape")
+        assert app.screen is job
+
+
+async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_app, hosts, there) -> None:
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        assert not any(word in text(app, Footer) for word in ("Evaluate", "Export", "Load"))
+        for key, answer in (
+            ("e", "Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`."),
+            ("x", "Job 1 is on gpu1, so use `ssh gpu1 sae-tui export 1 --out DIR`."),
+            ("L", f"The SAE of job 1 is in {there.sae(1)} on gpu1; load it there."),
+        ):
+            await pilot.press(key)
+            assert told(app) == f"! {answer}"
+        await pilot.press("v")
+        await wait_until(pilot, lambda: isinstance(app.screen, CardScreen))
+        await pilot.press("e")
+        await wait_until(pilot, lambda: told(app) == "! Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`.")
+
+
+async def test_a_job_on_another_host_is_compared_with_marked_jobs(make_app, data, hosts) -> None:
+    record_metrics(data, record_job(data, "mine", JobState.FINISHED, step=200, total_steps=200))
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "mine" in text(app, JobsPanel))
+        app.screen.query_one(JobsPanel).select("1")
+        await pilot.press("space")
+        await reach(pilot, "c")
+        await wait_until(pilot, lambda: isinstance(app.screen, CompareScreen), 30)
+        await wait_until(pilot, lambda: "1 of gpu1" in text(app, ResultsPanel))
+
+
+async def test_a_clone_opens_the_form_and_has_no_parent_here(make_app, hosts, data) -> None:
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await reach(pilot, "y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen), 30)
+        origin = app.screen.form.origin
+        assert (origin.was.name, origin.which, origin.parent) == ("theirs", "job 1 of gpu1", None)
+        await wait_until(pilot, lambda: not list((data.root.parent / "tmp").iterdir()))
+
+
+async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hosts, there) -> None:
+    command = {"name": "theirs", "kind": "command", "command": {"argv": ["make", "evil"]}}
+    there.run(1).job_file.write_text(dump_job(any_job_of(command)))
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await reach(pilot, "y")
+        await wait_until(pilot, lambda: "runs `make evil` as you" in question(app), 30)
+        await pilot.press("escape")
+        assert isinstance(app.screen, FarJobScreen)
+
+
+async def test_a_lost_connection_says_since_when_the_screen_is_old(make_app, hosts, there, tmp_path) -> None:
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        (tmp_path / "ssh" / "1").write_text("sys.stderr.write('ssh: connect to host: No route to host'); sys.exit(255)")
+        for link in app.screen._copy._links:
+            link.stop()
+        await wait_until(pilot, lambda: "No route to host · shown as of " in line(app))
+        assert "theirs" in title_of(headline(app))
+        await pilot.press("escape")
+        assert isinstance(app.screen.query_one(JobsPanel), JobsPanel)
+
+
+async def test_an_older_host_is_told_to_be_updated(make_app, tmp_path) -> None:
+    old = """
+if "--job" in words:
+    sys.stderr.write("sae-tui: error: unrecognized arguments: --job 7; see sae-tui stream --help"); sys.exit(2)
+say(HELLO); say({"type": "jobs", "jobs": [JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()
+"""
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(tmp_path / "old", old)))
+    async with app.run_test(size=SCREEN) as pilot:
+        await reach(pilot, "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarJobScreen) and "older sae-tui" in line(app))
+        assert line(app).strip().endswith("which sends only the logs of its jobs (l); update sae-tui there")
+        await pilot.press("l")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
+
+
+async def test_a_job_that_is_stopped_there_is_asked_about_here(make_app, there, tmp_path) -> None:
+    record_job(there, "theirs too", JobState.RUNNING)
+    app = make_app(4, hosts=Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root)))
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "theirs too" in text(app, JobsPanel), 30)
+        await pilot.press("home", "enter")
+        await wait_until(
+            pilot, lambda: isinstance(app.screen, FarJobScreen) and "theirs too" in title_of(headline(app)), 30
+        )
+        await pilot.press("s")
+        await wait_until(pilot, lambda: "Stop job 2 (theirs too) of gpu1?" in question(app))
+
+
+async def test_a_lost_job_says_nothing_about_checkpoints_which_are_not_copied(make_app, there, tmp_path) -> None:
+    job_id = record_job(there, "theirs is lost", JobState.LOST, error="its processes are gone", attempt=1)
+    there.run(job_id).create()
+    there.run(job_id).job_file.write_text(there.run(1).job_file.read_text())
+    app = make_app(4, hosts=Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root)))
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "theirs is lost" in text(app, JobsPanel), 30)
+        await pilot.press("home", "enter")
+        await wait_until(pilot, lambda: "g resumes job 2 of gpu1" in shown(app), 30)
+        assert "its processes are gone" in shown(app)
+
+
+async def test_a_command_with_control_characters_of_another_host_is_not_copied(make_app, hosts, there) -> None:
+    config = dump_job(job_of({"name": "theirs", "data": {"path": "rows\x1b[201~; evil"}}))
+    with contextlib.closing(Control(there.control_db)) as control:
+        control.update(1, config=config)
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        await pilot.press("Y")
+        assert told(app) == "! The settings contain control characters, so the command is not copied."
+        assert not app.clipboard
