@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from textual.app import App
-from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 from trainer.contract.paths import open_private
 
-# Textual's input thread looks up the parser and decoder classes under these names in its own module.
-vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
-
 _STDERR = 2
+_MOST_READ = 4096  # bytes
 # Without a handler, these signals would kill the app immediately and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # The number of seconds within which the app must quit after such a signal. systemd and container runtimes send SIGKILL
@@ -134,6 +131,10 @@ class TerminalDriver(LinuxDriver):
     _quitter: Quitter | None = None
     n_written = 0  # bytes
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._input_ends, self._end_input = os.pipe()
+
     def write(self, data: str) -> None:
         """Write to the terminal, and count the bytes."""
         before = self.n_written
@@ -159,6 +160,27 @@ class TerminalDriver(LinuxDriver):
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
         loop.add_signal_handler(signal.SIGCONT, self._sigcont_application)
+
+    def run_input_thread(self) -> None:
+        """Read keys until `disable_input` is called.
+
+        Textual looks for overdue keys every 0.1 s only, which delays the escape key and the exit by as much.
+        """
+        parser, decoder = PacketParser(), TerminalDecoder()
+        watched = [self.fileno, self._input_ends]
+        while self._input_ends not in (ready := select.select(watched, [], [], parser.left_s)[0]):
+            data = os.read(self.fileno, _MOST_READ) if ready else b""
+            if ready and not data:
+                watched.remove(self.fileno)  # the terminal is gone
+            text = decoder.decode(data)
+            for message in (*(parser.feed(text) if text else ()), *parser.tick()):
+                self.process_message(message)
+        os.read(self._input_ends, 1)
+
+    def disable_input(self) -> None:
+        if self._key_thread is not None and self._key_thread.is_alive():
+            os.write(self._end_input, b"!")
+        super().disable_input()
 
     def stop_application_mode(self) -> None:
         self._settings_before, self.attrs_before = self.attrs_before, None

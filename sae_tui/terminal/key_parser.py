@@ -7,6 +7,7 @@ an unknown sequence as keys.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from codecs import getincrementaldecoder
@@ -30,6 +31,9 @@ from textual.message import Message
 
 # At least this many characters in one read, some of them not bound to a command, are treated as pasted text.
 FEWEST_PASTED = 4
+# An escape is a key if nothing follows it for this many seconds. Terminals send a sequence in one write, which slow
+# connections rarely divide. Any other beginning of a sequence is kept for `constants.ESCAPE_DELAY`.
+_ESCAPE_S = constants.ESCAPE_DELAY if "ESCDELAY" in os.environ else 0.03
 # A paste is considered complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
@@ -112,6 +116,7 @@ class PacketParser(XTermParser):
         self._pending = ""
         self._pasting = False
         self._read_at = 0.0
+        self._escaped = False  # Whether the last input was an escape that was taken for a key.
 
     def feed(self, data: str) -> Iterable[Message]:
         """Return the messages for terminal input, preceded by a `Packet` for several keys; "" ends the input."""
@@ -121,17 +126,31 @@ class PacketParser(XTermParser):
         keys = [message for message in messages if isinstance(message, events.Key)]
         return [Packet(keys), *messages] if len(keys) >= FEWEST_PASTED else messages
 
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until `tick` stops waiting for the remainder of a sequence or paste; None if none has begun."""
+        ends = [] if self._timeout_time is None else [self._timeout_time]
+        if self._pasting or self._pending:
+            ends.append(self._read_at + self._longest_s)
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    @property
+    def _longest_s(self) -> float:
+        if self._pasting:
+            return _PAUSE_S
+        return _ESCAPE_S if self._pending == _ESC else constants.ESCAPE_DELAY
+
     def tick(self) -> Iterator[Message]:
         """Stop waiting for the remainder of an overdue sequence or paste, and yield what has arrived."""
         yield from super().tick()
-        longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
-        if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
+        if not (self._pasting or self._pending) or time.monotonic() - self._read_at < self._longest_s:
             return
         pending, self._pending = self._pending, ""
         if self._pasting:
             self._pasting = False
             yield _paste_event(pending)
         elif pending == _ESC:
+            self._escaped = True
             yield events.Key("escape", _ESC)
         elif len(pending) == 2:
             yield from super().feed(pending)  # alt with a key that can also start a sequence
@@ -156,8 +175,11 @@ class PacketParser(XTermParser):
         return keys
 
     def _messages(self, data: str) -> Iterator[Message]:
-        self._read_at = time.monotonic()
-        data, self._pending = self._pending + data, ""
+        now, before = time.monotonic(), self._read_at
+        # Complete a sequence whose remainder is late, which would otherwise be read as keys or leave a paste unmarked.
+        is_late = self._escaped and data[0] in "[O" and now - before < constants.ESCAPE_DELAY
+        self._read_at, self._escaped = now, False
+        data, self._pending = (_ESC if is_late else self._pending) + data, ""
         while data:
             if self._pasting:
                 text, marker, rest = data.partition(BRACKETED_PASTE_END)

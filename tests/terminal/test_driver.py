@@ -1,4 +1,4 @@
-"""Tests that the app handles ctrl+z while it has the terminal, and that the kernel handles it before and afterwards."""
+"""Tests that the app handles ctrl+z while it has the terminal, and that its driver reads keys without delay."""
 
 from __future__ import annotations
 
@@ -72,3 +72,49 @@ def test_a_second_ctrl_z_is_ignored_during_a_pause_and_stops_an_app_that_resumes
                 time.sleep(0.01)
             process.send_signal(signal.SIGCONT)
         assert process.communicate(timeout=20)[0] == f"resumed {n_stops}\n"
+
+
+KEYS_IN_A_TERMINAL = """
+import asyncio, os, pty, sys, threading
+from textual import events
+from textual.app import App
+from sae_tui.terminal import key_parser
+from sae_tui.terminal.driver import TerminalDriver
+
+key_parser._ESCAPE_S = float(sys.argv[1])
+terminal, own = pty.openpty()
+os.set_blocking(terminal, False)
+os.system(f"stty raw -echo < {os.ttyname(own)}")
+
+class Driver(TerminalDriver):
+    def process_message(self, message):
+        if isinstance(message, events.Key):
+            keys.append(message.key)
+            read.set()
+
+async def main():
+    driver = Driver(App())
+    driver.fileno = own
+    for pieces in (["\\x1b", "[A"], ["x"]):  # the second time after the terminal was given to another program
+        driver._key_thread = threading.Thread(target=driver.run_input_thread)
+        driver._key_thread.start()
+        for piece in pieces:
+            await asyncio.sleep(0.02)
+            os.write(terminal, piece.encode())
+        assert read.wait(20)
+        read.clear()
+        driver.disable_input()
+        driver._key_thread.join(20)
+        assert not driver._key_thread.is_alive()
+
+keys, read = [], threading.Event()
+asyncio.run(main())
+print(*keys)
+"""
+
+
+def test_the_driver_reads_a_divided_sequence_as_one_key_and_stops_reading_at_once() -> None:
+    # The machine may be busy, so let the sequence be late by up to 10 s.
+    command = [sys.executable, "-c", KEYS_IN_A_TERMINAL, "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "up x\n"), done.stderr

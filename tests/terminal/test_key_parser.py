@@ -82,7 +82,7 @@ def test_a_paste_in_delayed_pieces_is_one_paste_and_keys_work_after_it(
 
 @given(st.sets(st.integers(1, len(START) - 1)))
 def test_a_paste_marker_may_arrive_in_pieces(clock: Clock, cuts: set[int]) -> None:
-    assert sent(clock, PacketParser(), *in_pieces(START, cuts), "x" + END, pause_s=0.05) == ["pasted 'x'"]
+    assert sent(clock, PacketParser(), *in_pieces(START, cuts), "x" + END, pause_s=0.02) == ["pasted 'x'"]
 
 
 def test_a_paste_without_an_end_marker_times_out_and_keys_work_after_it(clock: Clock) -> None:
@@ -106,6 +106,31 @@ def test_escape_alone_is_a_key_as_soon_as_nothing_can_follow(clock: Clock) -> No
     assert sent(clock, PacketParser(), "\x1b", "x", pause_s=0.05) == ["escape", "x"]
     assert sent(clock, PacketParser(), "\x1b", "x", pause_s=0.15) == ["escape", "x"]
     assert sent(clock, PacketParser(), "\x1b\x1b", pause_s=0.15) == ["escape", "escape"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "pause_s"), [(("\x1b", "[A"), 0.02), (("\x1b[", "A"), 0.09), (("\x1bO", "A"), 0.09)]
+)
+def test_a_sequence_divided_by_a_slow_connection_is_one_key(
+    clock: Clock, pieces: tuple[str, ...], pause_s: float
+) -> None:
+    assert sent(clock, PacketParser(), *pieces, pause_s=pause_s) == ["up"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "keys"), [("[A", ["up"]), (f"[200~qD{END}", ["pasted 'qD'"]), ("[<35;1;1M", ["MouseMove"])]
+)
+def test_a_late_remainder_of_a_sequence_is_never_read_as_keys(clock: Clock, rest: str, keys: list[str]) -> None:
+    assert sent(clock, PacketParser(), "\x1b", rest, pause_s=0.05) == ["escape", *keys]
+
+
+def test_the_parser_says_how_long_a_sequence_may_remain_incomplete(clock: Clock) -> None:
+    parser = PacketParser()
+    waits = []
+    for data in ("x", "\x1b", "[", "A", START + "pasted", END):
+        list(parser.feed(data))
+        waits.append(parser.left_s)
+    assert waits == pytest.approx([None, 0.03, 0.1, None, 3.0, None])
 
 
 @given(st.text("dq?\r \x10é", min_size=1), st.integers(1, 3), st.sampled_from(["", "a", "\x1b[A"]))
@@ -138,7 +163,7 @@ def test_after_any_input_the_parser_still_reads_the_next_key(clock: Clock, parts
 def test_an_old_mouse_report_is_never_read_as_keys(clock: Clock, place: bytes, cuts: set[int]) -> None:
     data = b"a\x1b[M" + place + b"b"
     pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *sorted(cuts), len(data)])]
-    assert sent_bytes(clock, *pieces) == ["a", "b"]
+    assert sent_bytes(clock, *pieces, pause_s=0.02) == ["a", "b"]
 
 
 UNKNOWN = [
