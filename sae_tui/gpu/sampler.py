@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class _SampledGpu:
     took_s: float = 0.0  # The duration of the last read.
     buffered: tuple[RingReading, ...] | None = None  # The driver's buffer at the first healthy read.
     details: GpuDetails | None = None
-    shares: Mapping[int, ProcessShares] = field(default_factory=dict)  # Maps pids to their shares of the GPU.
+    shares: Mapping[int, ProcessShares] | None = None  # Maps pids to their shares of the GPU; None until read.
 
 
 class Sampler:
@@ -168,7 +168,7 @@ class Sampler:
 
         The dict is empty if the shares are not wanted or have not been read yet.
         """
-        return self._gpus[index].shares if self._shares_wanted and index < len(self._gpus) else {}
+        return (self._gpus[index].shares or {}) if self._shares_wanted and index < len(self._gpus) else {}
 
     def read_now(self) -> None:
         """Read all GPUs and their processes at once instead of at the next interval."""
@@ -274,13 +274,14 @@ class Sampler:
         """Sample one GPU once per clock interval; skip missed intervals."""
         index = gpu.sample.index
         deadline = processes_due = time.monotonic()
-        n_asked = self._n_asked
+        n_asked, was_unseen = self._n_asked, False
         while self._is_current(gpu):
             # Float sums are not exact, so allow a margin of half an interval.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Also list the processes if an unlisted process is using the GPU.
-            due = due or gpu.sample.is_used_unseen or n_asked != self._n_asked
-            n_asked = self._n_asked
+            # Also list the processes once an unlisted process begins to use the GPU. A process in another container is
+            # never listed, so trying with every sample would double the number of driver calls.
+            due = due or (gpu.sample.is_used_unseen and not was_unseen) or n_asked != self._n_asked
+            n_asked, was_unseen = self._n_asked, gpu.sample.is_used_unseen
             try:
                 self._turn(gpu, due)
             except Exception as error:
@@ -309,7 +310,9 @@ class Sampler:
         gpu.took_s = gpu.answered - begun
         if gpu.buffered is None and sample.healthy:
             gpu.buffered = self._read_buffer(index) if gpu.took_s < _QUICK_S else ()
-        if self._shares_wanted and (due or self._shares_with_every_sample or not gpu.shares):
+        if not self._shares_wanted:
+            gpu.shares = None
+        elif due or self._shares_with_every_sample or gpu.shares is None:
             gpu.shares = self._read_shares(sample)
         gpu.details = self._read_details(sample) if index == self._looked_at else None
 

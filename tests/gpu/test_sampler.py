@@ -477,3 +477,34 @@ def test_the_drivers_buffer_is_read_with_the_first_sample(on_nvml) -> None:
         assert 70 <= power <= 700
         assert memory is temperature is None
     assert (dumb, lost) == ([], [])
+
+
+def test_shares_of_a_gpu_without_any_are_not_read_again_with_every_sample(start: Start, until: Until) -> None:
+    n_read = 0
+
+    class Blank(Simulated):
+        def shares(self, index, sample):
+            nonlocal n_read
+            n_read += 1
+            return {}
+
+    sampler = start(Blank(4), 0.02)
+    until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
+    sampler.want_shares(True)
+    until(lambda: n_read)
+    n_samples, n_read = len(sampler.ring(3)), 0
+    until(lambda: len(sampler.ring(3)) >= n_samples + 40)
+    assert n_read < 10
+
+
+def test_the_processes_of_a_gpu_used_by_an_unlisted_process_are_read_at_intervals(start: Start, until: Until) -> None:
+    class Unlisted(Source):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            used = 0 if len(self.asked) < 5 else 20 << 30
+            return replace(super().sample(index, processes=processes), processes=(), memory_used_bytes=used)
+
+    source = Unlisted(1)
+    sampler = start(source, 0.02)
+    until(lambda: len(source.asked) >= 40)
+    assert sampler.latest()[0].is_used_unseen
+    assert [listed for _, listed, _ in source.asked[:8]] == [True, *[False] * 5, True, False]
