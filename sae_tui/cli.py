@@ -8,27 +8,32 @@ from sae_tui import own_trainer
 own_trainer.refuse_another()
 
 import argparse
+import functools
 import gc
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sae_tui.cli_commands import completion
-from sae_tui.cli_commands.context import CommandContext
-from sae_tui.cli_commands.output import warn
-from sae_tui.cli_commands.parser import Command, make_parser
-from sae_tui.gpu.once import is_stuck
-from sae_tui.jobs.shard_headers import ShardHeaders
+from sae_tui.cli_commands.parser import Command, CommandParser, make_parser
+from sae_tui.threads import is_stuck
 from sae_tui.web import BROWSER_DRIVER
 from trainer.contract.errors import BadUsage, JobFileError, UsageError, UserError
 from trainer.contract.exits import Exit
-from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, can_show, complain, run_command
 from trainer.contract.paths import keep_own_access
-from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import take_back_signals
-from trainer.contract.settings.shards import inspecting_by
+from trainer.contract.settings.inspectors import Inspector, inspecting_by
+
+if TYPE_CHECKING:
+    from sae_tui.cli_commands.context import CommandContext
+    from sae_tui.jobs.shard_headers import ShardHeaders
+    from trainer.contract.paths import DataDir
+
+# The shell sets this variable when requesting completions, and the other one to the command line.
+_ASKED, _LINE = "_ARGCOMPLETE", "COMP_LINE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +51,18 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         return _run(_flags(given))
     except BadUsage as error:
+        from trainer.contract.failure import asks_for_json
+
         return _refuse(error, as_json=asks_for_json(given))
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
 
 
 def _flags(given: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser(_open_app)
-    completion.complete(parser)
+    asked = _ASKED in os.environ
+    parser = make_parser(_open_app, re.findall(r"[\w-]+", os.environ.get(_LINE, "")) if asked else given)
+    if asked:
+        _complete(parser)
     flags = parser.parse_args(given)
     flags.given = [*given]
     if hasattr(flags, "only_gpus") and not flags.takes_only:
@@ -64,11 +73,21 @@ def _flags(given: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
+def _complete(parser: CommandParser) -> None:
+    """Print the completions requested by the shell, and exit."""
+    import argcomplete
+
+    # Also complete the flags listed only in the main program's help.
+    argcomplete.autocomplete(parser, print_suppressed=True)
+
+
 def _run(flags: argparse.Namespace) -> int:
     command: Command = flags.command
     try:
+        from sae_tui.cli_commands.context import CommandContext
+
         context = CommandContext(flags)
-        with inspecting_by(ShardHeaders(context.data).inspect):
+        with inspecting_by(_inspector(context.data)):
             return command(context, flags)
     except OutputLost:
         raise
@@ -76,9 +95,25 @@ def _run(flags: argparse.Namespace) -> int:
         return _refuse(error, as_json=getattr(flags, "json", False))
 
 
+def _inspector(data: DataDir) -> Inspector:
+    """Return the reader of shards that need torch or pyarrow, which few commands load."""
+
+    @functools.cache
+    def headers() -> ShardHeaders:
+        from sae_tui.jobs.shard_headers import ShardHeaders
+
+        return ShardHeaders(data)
+
+    return lambda root, files, field: headers().inspect(root, files, field)
+
+
 def _refuse(error: UserError, *, as_json: bool) -> Exit:
     """Report the error, as JSON for scripts or as one line per problem for people; return the exit code."""
+    from sae_tui.cli_commands.output import warn
+
     if as_json:
+        from trainer.contract.failure import show_failure
+
         show_failure(error)
     elif isinstance(error, BadUsage):
         complain(error.sentence)
@@ -102,6 +137,8 @@ def _exit_of(error: UserError) -> Exit:
 def _open_app(context: CommandContext, flags: argparse.Namespace) -> int:
     in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
     if in_browser:
+        from trainer.contract.prctl import end_with_parent
+
         # Exit when the server process exits.
         # If the server has already exited, the app finds its standard input closed.
         end_with_parent(os.getppid())

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from sae_tui.app import SaeApp
 from sae_tui.format import BLOCKS
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.gpu.once import on_thread
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
 from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.terminal.plain import Look, Plain, is_colourless, is_plain
+from sae_tui.threads import on_thread
 from trainer.contract.errors import Problem, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import can_show

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from sae_tui.gpu.once import THREAD_NAME
 from sae_tui.jobs.gpus.locks import lock_holder
+from sae_tui.threads import THREAD_NAME
 from trainer.contract import paths
 
 # Use one thread, because several test processes share the cores, and PyTorch's threads spin while they wait for each

@@ -6,10 +6,11 @@ import ast
 import graphlib
 import importlib.util
 import json
+import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
         "look_back",
         "offers",
         "process_list",
+        "process_page",
         "processes",
     }
 
@@ -110,6 +112,64 @@ def test_modules_for_other_hosts_are_loaded_only_if_a_host_is_named() -> None:
 
 def test_the_apps_command_line_loads_no_screen() -> None:
     assert loaded_by(["sae_tui.cli"], SCREEN) == {}
+
+
+# Modules that take a large part of a command's start-up time, for commands that need no job, and for lists.
+NEEDS_NO_JOBS = (
+    "sae_tui.gpu.base",
+    "sae_tui.jobs",
+    "sae_tui.settings",
+    "trainer.contract.prctl",
+    "trainer.contract.runs",
+    "trainer.contract.settings.catalog",
+    "trainer.contract.settings.declare",
+    "trainer.contract.store",
+)
+NEEDS_NO_PLAN = (
+    "sae_tui.cli_commands.past",
+    "sae_tui.jobs.detach",
+    "sae_tui.jobs.launch",
+    "trainer.contract.planning.check_job",
+    "trainer.contract.settings.extract",
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spared"),
+    [
+        (["--help"], NEEDS_NO_JOBS),
+        (["gpus", "--help"], NEEDS_NO_JOBS),
+        (["--version"], NEEDS_NO_JOBS),
+        (["completion", "bash"], NEEDS_NO_JOBS),
+        (["TAB"], NEEDS_NO_JOBS),
+        (["gpus"], NEEDS_NO_PLAN),
+        (["jobs"], NEEDS_NO_PLAN),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(arguments: list[str], spared: Sequence[str], tmp_path: Path) -> None:
+    code = """
+import json, os, sys
+import sae_tui.cli
+def say_loaded():
+    os.write(2, json.dumps([*sys.modules]).encode())
+if sys.argv[1] == "TAB":
+    leave = os._exit
+    os._exit = lambda code: (say_loaded(), leave(code))
+    sae_tui.cli.main([])
+sae_tui.cli.main(sys.argv[1:])
+say_loaded()
+"""
+    line = "sae-tui gpus --"
+    shell = {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": os.devnull,
+    }
+    environ = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data")} | (shell if arguments == ["TAB"] else {})
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True)
+    loaded = json.loads(done.stderr[done.stderr.index("[") :])
+    assert {*spared}.isdisjoint(loaded), {*spared} & {*loaded}
 
 
 def test_only_one_module_loads_the_driver_library() -> None:

@@ -43,10 +43,11 @@ from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, st
 from trainer.contract.settings.catalog import KINDS
 from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job import J, JobConfig
 from trainer.contract.settings.job_file import load_any, load_as, load_job, to_table
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
-from trainer.contract.settings.shards import ShardSet, inspect_shards, inspecting_by
+from trainer.contract.settings.shards import ShardSet, inspect_shards
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.wording import join_words
 from trainer.parser import make_parser

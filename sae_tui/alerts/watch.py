@@ -20,9 +20,9 @@ from sae_tui.alerts.hysteresis import FLAPS_AT, GONE, Hysteresis, Rule
 from sae_tui.alerts.record import Alert, of_last_day, read_alerts, to_keep, write_alerts
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.once import on_thread
 from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.settings import Settings
+from sae_tui.threads import on_thread
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir

@@ -8,12 +8,11 @@ import pwd
 import shlex
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import say, show_json, text
-from sae_tui.jobs.states import describe_state
-from sae_tui.jobs.user import home_folder
-from sae_tui.jobs.view.reader import JobsReader
+from sae_tui.cli_commands.parser import SHELLS
 from trainer.contract.errors import BadUsage, UserError, sentence
 from trainer.contract.exits import Exit
 from trainer.contract.files import open_plain, write_own
@@ -23,37 +22,35 @@ from trainer.contract.paths import private_folder
 from trainer.contract.trust import distrust_of_program, distrust_of_searched
 from trainer.contract.wording import plural
 
-SHELLS = ("bash", "zsh", "fish")
+if TYPE_CHECKING:
+    from sae_tui.jobs.view.reader import JobsReader
+
 PROGRAM = "sae-tui"
 _MARK = f"# Written by `{PROGRAM} completion --install`."
-# The shell sets this variable when requesting completions.
-_ASKED = "_ARGCOMPLETE"
-
-
-def complete(parser: argparse.ArgumentParser) -> None:
-    """If the shell requests completions, print them and exit; otherwise return immediately."""
-    if _ASKED in os.environ:
-        import argcomplete
-
-        # Also complete the flags listed only in the main program's help.
-        argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Return a dict mapping each job id to the job's name and state."""
+    return _described(_jobs(parsed_args))
+
+
+def _jobs(parsed_args: argparse.Namespace) -> JobsReader:
+    from sae_tui.jobs.view.reader import JobsReader
+
     reader = JobsReader(CommandContext(parsed_args).data)
     reader.poll()
-    return _described(reader)
+    return reader
 
 
 def _described(reader: JobsReader) -> dict[str, str]:
+    from sae_tui.jobs.states import describe_state
+
     return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
 
 
 def ids_and_tags(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Return a dict like `job_ids`, followed by each tag with the number of its jobs."""
-    reader = JobsReader(CommandContext(parsed_args).data)
-    reader.poll()
+    reader = _jobs(parsed_args)
     tags = Counter(tag for job in reader.jobs for tag in job.tags)
     named = {f"#{text(tag)}": plural(number, "job") for tag, number in tags.items()}
     return _described(reader) | named
@@ -123,6 +120,8 @@ def _install(context: CommandContext, shell: str) -> int:
 
 def file_for(shell: str) -> Path:
     """Return the path in the user's home folder from which a shell loads this program's completions."""
+    from sae_tui.jobs.user import home_folder
+
     home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")

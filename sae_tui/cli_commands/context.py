@@ -7,33 +7,22 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sae_tui.cli_commands.output import warn
-from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.cli_commands.values import job_id_in
-from sae_tui.gpu.once import on_thread, tell_when_slow
-from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
-from sae_tui.settings import Settings, load_settings
-from trainer.contract.errors import JobFileError, Problem, UserError
-from trainer.contract.failure import show_failure
+from sae_tui.threads import on_thread, tell_when_slow
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
-from trainer.contract.settings.consent import NO_CONSENT, Consent, problems_of, refused
-from trainer.contract.settings.job import AnyJob
-from trainer.contract.settings.job_file import (
-    apply_override,
-    bases_of,
-    load_any,
-    parse_any,
-    read_toml,
-    to_table,
-)
-from trainer.contract.settings.toml import Judged
-from trainer.contract.store.job_store import Control
-from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
+
+if TYPE_CHECKING:
+    from sae_tui.cli_commands.snapshot import Snapshot
+    from sae_tui.settings import Settings
+    from trainer.contract.store.rows import Job
 
 # How long the data folder may take to respond. A sleeping disk or a restarting file server needs some time.
 _LIMIT_S = 60.0
@@ -66,6 +55,8 @@ class CommandContext:
 
     @functools.cached_property
     def settings(self) -> Settings:
+        from sae_tui.settings import load_settings
+
         settings, problems = load_settings(self.data.settings_file)
         for problem in problems:
             warn(f"{self.data.settings_file}: {problem}")
@@ -80,6 +71,9 @@ class CommandContext:
 
     @functools.cached_property
     def _read(self) -> Snapshot:
+        from sae_tui.cli_commands.snapshot import take
+        from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
+
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return take(source, occupancy, self.data, warn).limited_to(self.only)
@@ -92,18 +86,25 @@ class CommandContext:
     def has_broken_driver(self) -> bool:
         """Return whether GPUs exist but cannot be read; if so, report the reason, as JSON for scripts."""
         if self.as_json and self._read.is_broken:
+            from trainer.contract.failure import show_failure
+
             show_failure(self._read.problem)
             return True
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
         """Yield a snapshot every `every_s` seconds until the output is closed. The driver stays open in between."""
+        from sae_tui.cli_commands.snapshot import watch
+        from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
+
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
         return (snapshot.limited_to(self.only) for snapshot in watch(source, occupancy, self.data, every_s))
 
     def past(self) -> list[Job]:
         """Return all jobs, latest first, or [] if the store cannot be read."""
+        from trainer.contract.store.job_store import Control
+
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -159,62 +160,3 @@ def _refuse_unusable(root: Path) -> None:
         raise UserError(f"{root} is not a folder; choose another with --data-dir")
     if why := distrust_of_folder(root):
         raise UserError(f"{why}, or choose another with --data-dir")
-
-
-def consent_of(context: CommandContext, flags: argparse.Namespace) -> Consent:
-    """Return which code in job files may run, according to the flags and settings."""
-    settings = context.settings
-    names = (settings.python, *settings.trusted_code)
-    return Consent(flags.allow_code, names)
-
-
-def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
-    """Return the job from a job file, with `--set` and `--gpus` applied; raise `JobFileError` listing all problems.
-
-    A command without a name is called after its command line, as it is by `run` and in the launch form.
-    """
-    from sae_tui.jobs.launch.kinds.command import with_own_name
-
-    judged = Judged(pipes=True)
-    job = load_any(path, overrides_of(overrides, gpus), read=judged)
-    _refuse_code(job, consent, overrides, judged)
-    return with_own_name(job)
-
-
-def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged: Judged) -> None:
-    if wrong := refused(to_table(job), consent.given(overrides), judged.distrust):
-        raise JobFileError(problems_of(wrong, judged.distrust))
-
-
-def examine_job(
-    path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
-) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its invalid settings, the problems in its settings, and the problems with refused code.
-
-    The returned job also omits settings that would run refused code, so that all other settings can be checked.
-    """
-    judged = Judged(pipes=True)
-    raw = read_toml(path, judged)
-    for override in overrides_of(overrides, gpus):
-        apply_override(raw, override)
-    bases = bases_of(path)
-    refusals = refused(raw, consent.given(overrides), judged.distrust)
-    job, problems = parse_any(raw, bases)
-    for path_of in (*(problem.path for problem in problems), *(code.path for code in refusals)):
-        section, _, key = path_of.rpartition(".")
-        table = raw.get(section) if section else raw
-        if isinstance(table, dict):
-            table.pop(key, None)
-    if problems or refusals:
-        job, _ = parse_any(raw, bases)
-    return job and job.with_paths(bases), problems, problems_of(refusals, judged.distrust)
-
-
-def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
-    """Return the `--set` overrides, with `--gpus` appended as one more override."""
-    return [*overrides, *([f"launch.gpus={gpus_value(gpus)}"] if gpus else [])]
-
-
-def gpus_value(gpus: str) -> str:
-    """Return a value of `--gpus` as TOML: `0,1` as a list, and `auto:2` or `cpu` as a string."""
-    return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

@@ -9,17 +9,18 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, cast
 
-from sae_tui.cli_commands.context import CommandContext, consent_of, read_job
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import consent_of, read_job
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report, report_without_forecast
 from sae_tui.doctor.base import FOLDER_LIMIT_S, CheckedMachine, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.queue_service import check_queue_service, install
-from sae_tui.gpu.once import on_thread
 from sae_tui.jobs.gpus.availability import choices
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.launch.ways import JobRow
+from sae_tui.threads import on_thread
 from trainer.contract.exits import Exit
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.catalog import KINDS

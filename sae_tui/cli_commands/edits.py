@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from sae_tui.cli_commands.context import CommandContext, overrides_of
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import overrides_of
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn

@@ -7,7 +7,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from sae_tui.cli_commands.context import CommandContext, consent_of
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import consent_of
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing

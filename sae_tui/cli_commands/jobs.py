@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sae_tui.cli_commands import cards
 from sae_tui.cli_commands.context import CommandContext
@@ -31,7 +31,6 @@ from sae_tui.cli_commands.selection import (
     refuse_without_terminal,
     select,
 )
-from sae_tui.jobs import edits
 from sae_tui.jobs.bulk import Change, unless_ended
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
@@ -41,7 +40,6 @@ from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.logs import n_logs_of
-from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
 from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract import wording
@@ -65,6 +63,9 @@ from trainer.contract.settings.series import (
 )
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes, ranges
+
+if TYPE_CHECKING:
+    from sae_tui.jobs.view.postmortem import Postmortem
 
 POLL_S = 0.25
 WATCH_S = 1.0
@@ -149,6 +150,8 @@ def _rows(context: CommandContext, jobs: Sequence[JobView]) -> list[dict[str, An
 
 def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one job and its events; with `--wait`, wait until it ends and return the exit code for its final state."""
+    from sae_tui.jobs.view.postmortem import examine, without_repeats
+
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
@@ -258,6 +261,8 @@ def stop(context: CommandContext, flags: argparse.Namespace) -> int:
         raise UsageError(
             "--evaluation: cannot be combined with --kill or --finish, which act on the job; leave them out"
         )
+    from sae_tui.jobs import edits
+
     chosen = select(context, flags.ids)
     if flags.evaluation:
         from sae_tui.jobs.evaluation.request import stop as stop_evaluation

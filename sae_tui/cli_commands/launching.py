@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sae_tui.cli_commands.context import CommandContext, consent_of, examine_job, read_job
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import consent_of, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.selection import named_jobs

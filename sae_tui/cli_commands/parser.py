@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-from sae_tui.cli_commands import completion
-from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.values import (
     array,
     card_name,
@@ -25,28 +23,22 @@ from sae_tui.cli_commands.values import (
     size,
     step,
 )
-from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
-from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 from trainer.contract.exits import Exit, in_short
-from trainer.contract.runs.features import Order
-from trainer.contract.settings.catalog import (
-    IS_TRANSCODER,
-    LAUNCH_BACKENDS,
-    READ_FORMATS,
-    SAES_CONFIG,
-    WHERE_SAE,
-    WRITTEN_FORMATS,
-)
 from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
-Command = Callable[[CommandContext, argparse.Namespace], int]
-Add = Callable[[str, str, str], argparse.ArgumentParser]
+if TYPE_CHECKING:
+    from sae_tui.cli_commands.context import CommandContext
+
+Command = Callable[["CommandContext", argparse.Namespace], int]
+Add = Callable[[str, str, str], "CommandParser"]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
-_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "running"})
+_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running"})
+# The shells with completion.
+SHELLS = ("bash", "zsh", "fish")
 # Runs a command with `--host` on that host.
 SEND = "sending.send"
 
@@ -200,7 +192,17 @@ ALSO = "Global flags: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; 
 
 
 class CommandParser(output.SafeParser):
-    """Reports incorrect usage on one line, without argparse's list of all flags, which would hide the error."""
+    """Reports incorrect usage on one line, without argparse's list of all flags, which would hide the error.
+
+    Unless `is_used`, the command is not on the command line, and its flags are ignored.
+    """
+
+    def __init__(self, *arguments: Any, is_used: bool = True, add_help: bool = True, **named: Any) -> None:
+        self.is_used = is_used
+        super().__init__(*arguments, add_help=is_used and add_help, **named)
+
+    def add_argument(self, *names: Any, **named: Any) -> argparse.Action:
+        return super().add_argument(*names, **named) if self.is_used else argparse.Action([], "")
 
     def sentence_on(self, message: str) -> str:
         return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
@@ -216,8 +218,12 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-def make_parser(open_app: Command) -> CommandParser:
-    """Return the parser for all commands and their flags; without a command, `open_app` runs."""
+def make_parser(open_app: Command, words: Collection[str] | None = None) -> CommandParser:
+    """Return the parser for all commands and their flags; without a command, `open_app` runs.
+
+    If `words` is given, only the flags of commands among these words are known. The flags of all commands take a third
+    of the start-up time.
+    """
     shared = _shared_flags()
     parser = CommandParser(
         prog="sae-tui",
@@ -238,7 +244,9 @@ def make_parser(open_app: Command) -> CommandParser:
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(name: str, function: str, summary: str) -> argparse.ArgumentParser:
+    def add(name: str, function: str, summary: str) -> CommandParser:
+        if words is not None and name not in words:
+            return commands.add_parser(name, help=summary, is_used=False)
         added = commands.add_parser(
             name,
             is_of_command=True,
@@ -257,6 +265,42 @@ def make_parser(open_app: Command) -> CommandParser:
     _add_edit_commands(add)
     _add_own_commands(add)
     return parser
+
+
+def _choices(command: CommandParser, load: Callable[[], Iterable[str]]) -> tuple[str, ...]:
+    """Return the choices of a flag, whose modules are loaded only if the command is on the command line."""
+    return tuple(load()) if command.is_used else ()
+
+
+def _backends() -> Iterable[str]:
+    from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+
+    return LAUNCH_BACKENDS
+
+
+def _written_formats() -> Iterable[str]:
+    from trainer.contract.settings.catalog import WRITTEN_FORMATS
+
+    return WRITTEN_FORMATS
+
+
+def _axes() -> Iterable[str]:
+    from sae_tui.compare.lines import AXES
+
+    return AXES
+
+
+def _orders_of_jobs() -> Iterable[str]:
+    from sae_tui.jobs.view.find import orders
+
+    return orders()
+
+
+def _orders_of_latents() -> Iterable[str]:
+    from trainer.contract.runs.features import Order
+
+    orders: tuple[str, ...] = get_args(Order)
+    return orders
 
 
 def _add_only(parser: argparse.ArgumentParser) -> None:
@@ -308,7 +352,7 @@ def _add_gpu_commands(add: Add) -> None:
     )
     add("receive", "receiving.receive", "Run a command that `run --host` or `launch --host` sent from another host")
     _add_serve(add)
-    metrics = add("metrics", "gpus.show_metrics", "Show the load of the GPUs, now and in the past")
+    metrics = add("metrics", "metrics.show_metrics", "Show the load of the GPUs, now and in the past")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument(
         "--since", type=seconds, metavar="10m", help="also show the history of this period, such as 10m or 24h"
@@ -335,7 +379,7 @@ def _add_serve(add: Add) -> None:
 
 
 def _add_job_file_commands(add: Add) -> None:
-    recommend = add("recommend", "gpus.recommend", "Recommend GPUs for a job")
+    recommend = add("recommend", "recommend.recommend", "Recommend GPUs for a job")
     recommend.add_argument("--count", type=positive, metavar="N", help="number of GPUs; default: as in the job file")
     validate = add("validate", "launching.validate", "List everything that would keep a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
@@ -407,7 +451,7 @@ def _add_run(add: Add) -> None:
     indices = "run the command for each index, at most 4 at once with %%4; {array_index} is replaced"
     run.add_argument("--array", type=array, metavar="0-31%4", help=indices)
     _add_at_once(run)
-    run.add_argument("--backend", choices=tuple(LAUNCH_BACKENDS), help="default: local")
+    run.add_argument("--backend", choices=_choices(run, _backends), help="default: local")
     _add_queue_flags(run)
     _add_launch_flags(run)
     _add_host(run)
@@ -434,6 +478,13 @@ def _checked_size(text: str) -> str:
 
 def _add_importing(add: Add) -> None:
     take = add("import", "importing.take_in", "Import an SAE from another tool as a job")
+    if take.is_used:
+        _add_import_flags(take)
+
+
+def _add_import_flags(take: argparse.ArgumentParser) -> None:
+    from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
+
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     data = "stored activations for evaluating the SAE and training it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
@@ -448,7 +499,9 @@ def _add_export(add: Add) -> None:
     share = add("export", "sharing.export", "Export the SAE of a job for other tools")
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
-    share.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default: %(default)s")
+    share.add_argument(
+        "--format", choices=_choices(share, _written_formats), default="saelens", help="default: %(default)s"
+    )
     share.add_argument(
         "--best", action="store_true", help="export the checkpoint with the lowest held-out FVU, not the last one"
     )
@@ -542,7 +595,7 @@ def _add_finding(add: Add) -> None:
     find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
     words = "list only jobs that match all of these: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
-    find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
+    find.add_argument("--sort", choices=_choices(find, _orders_of_jobs), default="newest", help="default: %(default)s")
     find.add_argument("--reverse", action="store_true", help="sort in the opposite direction")
     find.add_argument("--watch", action="store_true", help="repeat after every change; with --json, one line each time")
     find.add_argument("--limit", type=positive, metavar="N", help="list only the first N jobs")
@@ -550,13 +603,15 @@ def _add_finding(add: Add) -> None:
     find.add_argument("--all", action="store_true", help=each)
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of the jobs")
-    ids.completer = completion.job_ids  # type: ignore[attr-defined]
+    _complete_ids(ids)
     look.add_argument(
         "--metric",
         metavar="NAME",
         help="metric of the curves, such as loss; default: heldout_fvu, or all metrics in the CSV file",
     )
-    look.add_argument("--x", choices=tuple(AXES), default="step", help="x axis of the curves; default: %(default)s")
+    look.add_argument(
+        "--x", choices=_choices(look, _axes), default="step", help="x axis of the curves; default: %(default)s"
+    )
     look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="smoothing factor of a moving average")
     look.add_argument("--log", action="store_true", help="use a logarithmic scale")
     look.add_argument("--svg", type=Path, metavar="FILE", help="write the curves as an SVG image")
@@ -585,7 +640,7 @@ def _add_finding(add: Add) -> None:
     )
     latents = add("features", "features.features", "Show the latents of an SAE and their max-activating examples")
     run = latents.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
-    run.completer = completion.job_ids  # type: ignore[attr-defined]
+    _complete_ids(run)
     latents.add_argument(
         "latent", type=rank, nargs="?", metavar="LATENT", help="show only this latent, with its max-activating examples"
     )
@@ -594,7 +649,7 @@ def _add_finding(add: Add) -> None:
         "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
         " default: sparse"
     )
-    latents.add_argument("--sort", choices=get_args(Order), default="sparse", help=order)
+    latents.add_argument("--sort", choices=_choices(latents, _orders_of_latents), default="sparse", help=order)
     latents.add_argument(
         "--search",
         metavar="WORDS",
@@ -662,7 +717,7 @@ def _add_edit_commands(add: Add) -> None:
 def _add_own_commands(add: Add) -> None:
     script = add("completion", "completion.complete_in_shell", "Set up shell completion of commands and job ids")
     script.add_argument(
-        "shell", choices=completion.SHELLS, nargs="?", help="default: the shell in $SHELL, otherwise your login shell"
+        "shell", choices=SHELLS, nargs="?", help="default: the shell in $SHELL, otherwise your login shell"
     )
     script.add_argument(
         "--install",
@@ -688,7 +743,7 @@ def _job_ids(command: argparse.ArgumentParser) -> None:
 
 def _complete_selected(argument: argparse.Action) -> None:
     """Complete this argument with job ids and tags."""
-    argument.completer = completion.ids_and_tags  # type: ignore[attr-defined]
+    argument.completer = _completer("ids_and_tags")  # type: ignore[attr-defined]
 
 
 def _add_yes(command: argparse.ArgumentParser, does: str) -> None:
@@ -697,7 +752,18 @@ def _add_yes(command: argparse.ArgumentParser, does: str) -> None:
 
 def _complete_ids(job_id: argparse.Action) -> None:
     """Complete this argument with job ids."""
-    job_id.completer = completion.job_ids  # type: ignore[attr-defined]
+    job_id.completer = _completer("job_ids")  # type: ignore[attr-defined]
+
+
+def _completer(function: str) -> Callable[..., dict[str, str]]:
+    """Return a function of the completion, which is loaded only if the shell asks for job ids."""
+
+    def complete(**named: Any) -> dict[str, str]:
+        module = importlib.import_module(f"{__package__}.completion")
+        found: dict[str, str] = getattr(module, function)(**named)
+        return found
+
+    return complete
 
 
 def _examples(command: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from sae_tui.cli_commands.context import CommandContext, consent_of, read_job
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import consent_of, read_job
 from sae_tui.hosts.far_command import FarCommand, Request
 from sae_tui.jobs.launch.clone import grid
 from trainer.contract.paths import working_folder

@@ -11,12 +11,13 @@ from sae_tui.cli_commands.output import nobody_reads_for
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import ReopeningSource
-from sae_tui.gpu.once import close_source, open_source, read_all, tell_when_slow
+from sae_tui.gpu.once import close_source, open_source, read_all
 from sae_tui.gpu.visible import all_hidden, count_visible, of_these, refuse_missing, visible
 from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_other_users
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy
+from sae_tui.threads import tell_when_slow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 

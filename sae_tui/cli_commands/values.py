@@ -10,7 +10,6 @@ from typing import TypeVar
 import msgspec
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.typed import cut, parse_seconds, parse_size
 
 V = TypeVar("V")
 
@@ -30,13 +29,13 @@ def rank(text: str) -> int:
 
 def gpu_indices(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
-        raise argparse.ArgumentTypeError(f'must be GPU indices like 0,1, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be GPU indices like 0,1, not "{_cut(text)}"')
     return tuple(sorted(set(map(int, text.split(",")))))
 
 
 def port(text: str) -> int:
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f'must be a port from 0 to 65535, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a port from 0 to 65535, not "{_cut(text)}"')
     return int(text)
 
 
@@ -51,7 +50,7 @@ def host(text: str) -> str:
 
 def _integer(text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
-        raise argparse.ArgumentTypeError(f'must be an integer of at least {least}, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be an integer of at least {least}, not "{_cut(text)}"')
     return int(text)
 
 
@@ -61,7 +60,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f'must be a number from 0 to below 1, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a number from 0 to below 1, not "{_cut(text)}"')
     return value
 
 
@@ -71,11 +70,13 @@ def price(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f'must be a price like 2.5, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a price like 2.5, not "{_cut(text)}"')
     return value
 
 
 def seconds(text: str) -> float:
+    from trainer.contract.settings.typed import parse_seconds
+
     return _parsed(parse_seconds, text)
 
 
@@ -83,11 +84,13 @@ def step(text: str) -> int:
     """Return the step length, which must be a whole number of seconds."""
     value = seconds(text)
     if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f'must be a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be a step of whole seconds like 10s, 1m or 1h, not "{_cut(text)}"')
     return int(value)
 
 
 def size(text: str) -> int:
+    from trainer.contract.settings.typed import parse_size
+
     return _parsed(parse_size, text)
 
 
@@ -108,7 +111,7 @@ def array(text: str) -> ArraySpec:
     numbers, percent, limit = text.partition("%")
     parts = [_indices(part) for part in numbers.split(",")]
     if any(part is None for part in parts) or (percent and not (re.fullmatch(r"[0-9]{1,9}", limit) and int(limit))):
-        raise argparse.ArgumentTypeError(f'must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "{cut(text)}"')
+        raise argparse.ArgumentTypeError(f'must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "{_cut(text)}"')
     if (count := sum(len(part) for part in parts if part)) > MOST_IN_ARRAY:
         raise argparse.ArgumentTypeError(f"has {count:,} jobs, but at most {MOST_IN_ARRAY:,} are possible")
     indices = dict.fromkeys(index for part in parts if part for index in part)
@@ -175,8 +178,14 @@ def selector_in(word: str) -> Selector | None:
 def selector(word: str) -> Selector:
     """Parse an argument that selects jobs."""
     if (found := selector_in(word)) is None:
-        raise argparse.ArgumentTypeError(f'must be a job id, a range like 3-9 or a #tag, not "{cut(word)}"')
+        raise argparse.ArgumentTypeError(f'must be a job id, a range like 3-9 or a #tag, not "{_cut(word)}"')
     return found
+
+
+def _cut(text: str) -> str:
+    from trainer.contract.settings.typed import cut
+
+    return cut(text)
 
 
 def _parsed(parse: Callable[[str], V], text: str) -> V:

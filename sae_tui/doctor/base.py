@@ -16,9 +16,10 @@ from typing import Literal
 import msgspec
 
 from sae_tui.gpu.base import OPEN_LIMIT_S, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import close_source, on_thread, open_source, read_all
+from sae_tui.gpu.once import close_source, open_source, read_all
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs import named_python
+from sae_tui.threads import on_thread
 from trainer.contract.failure import failure_in
 from trainer.contract.paths import DataDir
 

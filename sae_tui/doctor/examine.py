@@ -24,7 +24,7 @@ from sae_tui.doctor import (
     trust,
 )
 from sae_tui.doctor.base import FOLDER_LIMIT_S, SIGNS, CheckedMachine, Finding
-from sae_tui.gpu.once import on_thread
+from sae_tui.threads import on_thread
 from trainer.contract.store.database import OTHER_FOLDER
 from trainer.contract.wording import join_words, plural
 

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 from sae_tui.gpu import faults, vendor_to_name
 from sae_tui.gpu.base import GPU_LIMIT_S, OPEN_LIMIT_S, GpuSample, GpuSource
 from sae_tui.gpu.detailed import vendor_of
+from sae_tui.threads import on_thread
 
-SLOW_AFTER_S = 2.0
 CLOSE_LIMIT_S = 2.0
-THREAD_NAME = "gpu-once"
-T = TypeVar("T")
-
-
-def on_thread(call: Callable[[], T]) -> Future[T]:
-    """Start `call`, which may never return, on a new thread; return a future for its result."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
-    return answer
-
-
-def is_stuck() -> bool:
-    """Return whether a call started by `on_thread` is running; if so, only `os._exit` reliably ends the process."""
-    return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
@@ -51,18 +27,6 @@ def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
     """Close the driver because a GPU cannot be reset while the driver is open; give up after `limit_s` seconds."""
     with contextlib.suppress(Exception):
         on_thread(source.close).result(limit_s)
-
-
-@contextlib.contextmanager
-def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
-    timer = threading.Timer(SLOW_AFTER_S, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = GPU_LIMIT_S) -> tuple[GpuSample, ...]:

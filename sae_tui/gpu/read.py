@@ -16,7 +16,8 @@ import msgspec
 
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import SourceUnavailable, samples_of
-from sae_tui.gpu.once import on_thread, open_source, read_all
+from sae_tui.gpu.once import open_source, read_all
+from sae_tui.threads import on_thread
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 

@@ -18,7 +18,7 @@ from sae_tui.gpu.base import (
     SourceUnavailable,
 )
 from sae_tui.gpu.detailed import DetailedSource, HurriedSource, RememberingSource, ReopeningSource, SharesSource
-from sae_tui.gpu.once import on_thread
+from sae_tui.threads import on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:

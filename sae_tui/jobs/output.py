@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.stored_extraction import n_stored_rows
-from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.catalog import KINDS, KindEntry
-from trainer.contract.settings.command import Command, CommandJob
-from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.job_file import class_of, parse_as, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.settings.typed import parse_time_limit
 from trainer.contract.store.rows import Job
+
+if TYPE_CHECKING:
+    from trainer.contract.settings.command import Command
+    from trainer.contract.settings.extract import ExtractJob
 
 # The reason a resumed extraction starts from the first row.
 NO_SHARD = "no shard was complete"
@@ -28,8 +28,7 @@ def output_of(data: DataDir, job: Job) -> str | None:
         return None
     if not extracts(job.config):
         return data.exported_folder(job.id)
-    extraction, _ = parse_as(ExtractJob, table_of(job.config))
-    if extraction is None:
+    if (extraction := _extraction(job.config)) is None:
         return None
     folders = map(extraction.folder, extraction.model.hooks)
     has_rows = any(any(folder.glob("*.safetensors")) for folder in folders)
@@ -45,6 +44,8 @@ def why_no_sae(job: Job) -> str:
 
 def rows_stored(job: Job) -> int:
     """Return the number of rows in complete shards; a resumed extraction continues after these rows."""
+    from trainer.contract.planning.stored_extraction import n_stored_rows
+
     extraction = _extraction(job.config)
     return n_stored_rows(extraction) if extraction else 0
 
@@ -59,6 +60,8 @@ def names_of_hooks(job: Job) -> dict[str, list[str]]:
 
     Once rows are stored, the other names include the module name.
     """
+    from trainer.contract.settings.hook_names import other_names
+
     extraction = _extraction(job.config)
     if extraction is None:
         return {}
@@ -69,6 +72,8 @@ def names_of_hooks(job: Job) -> dict[str, list[str]]:
 def _extraction(config: str) -> ExtractJob | None:
     if not extracts(config):
         return None
+    from trainer.contract.settings.extract import ExtractJob
+
     extraction, _ = parse_as(ExtractJob, table_of(config))
     return extraction
 
@@ -78,12 +83,16 @@ def command_of(config: str) -> Command | None:
     """Return the program that a recorded job file runs, or None if it runs none or this version cannot read it."""
     if not kind_of(config).is_program:
         return None
+    from trainer.contract.settings.command import CommandJob
+
     job, _ = parse_as(CommandJob, table_of(config))
     return job.command if job else None
 
 
 def may_tell_tokens(config: str) -> bool:
     """Return whether the data for a recorded job file may include tokens, or True if it is not on this machine."""
+    from trainer.contract.settings import tokens_of_data
+
     job, _ = parse_job(table_of(config))
     return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 
@@ -108,4 +117,4 @@ def time_limit_s(config: str) -> float | None:
 @functools.lru_cache(maxsize=256)
 def extracts(config: str) -> bool:
     """Return whether a recorded job file describes an extraction."""
-    return class_of(table_of(config)) is ExtractJob
+    return kind_of(config) is KINDS["extract"]

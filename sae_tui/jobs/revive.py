@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sae_tui.jobs import detach
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -36,6 +35,8 @@ def revive(data: DataDir) -> None:
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
+    from sae_tui.jobs import detach
+
     # Ignore errors because the log contains the reason, and the next command retries.
     with contextlib.suppress(UserError):
         detach.start_queue(data)

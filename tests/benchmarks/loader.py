@@ -41,8 +41,8 @@ from trainer.activations import foreign
 from trainer.activations.base import Empty, empty_rows
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import IndexedData
+from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job_file import parse_job
-from trainer.contract.settings.shards import inspecting_by
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.reporting.progress import RunProgress

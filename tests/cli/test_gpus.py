@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.driver import environment
 
-from sae_tui.cli_commands.context import read_job
+from sae_tui.cli_commands.job_files import read_job
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.gpus.availability import Holders, choices, fit
 from sae_tui.jobs.launch import job_form

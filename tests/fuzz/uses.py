@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from sae_tui.cli_commands import values
-from sae_tui.cli_commands.context import examine_job
+from sae_tui.cli_commands.job_files import examine_job
 from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
 from sae_tui.gpu.base import GpuSample

@@ -139,7 +139,7 @@ def test_a_hanging_gpu_does_not_block_another(on_amd: Run) -> None:
     script = """
 import json
 from sae_tui.gpu.amd import Amd
-from sae_tui.gpu.once import on_thread
+from sae_tui.threads import on_thread
 amd = Amd()
 amd.open()
 stuck, other = [on_thread(lambda index=index: amd.sample(index, processes=True)) for index in (0, 1)]

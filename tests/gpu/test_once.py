@@ -6,10 +6,11 @@ import threading
 
 import pytest
 
-from sae_tui.gpu import once
+from sae_tui import threads
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all, tell_when_slow
+from sae_tui.gpu.once import open_source, read_all
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.threads import tell_when_slow
 
 
 def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
@@ -47,11 +48,11 @@ import os; os._exit(0)
 
 def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = threading.Event()
-    monkeypatch.setattr(once, "SLOW_AFTER_S", 60.0)
+    monkeypatch.setattr(threads, "SLOW_AFTER_S", 60.0)
     with tell_when_slow(reported.set):
         pass
     assert not reported.is_set()
-    monkeypatch.setattr(once, "SLOW_AFTER_S", 0.0)
+    monkeypatch.setattr(threads, "SLOW_AFTER_S", 0.0)
     with tell_when_slow(reported.set):
         assert reported.wait(10)
 

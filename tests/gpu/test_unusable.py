@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.driver import environment
 
-from sae_tui.cli_commands.gpus import _show_gpu_table
+from sae_tui.cli_commands.gpus import show_gpu_table
 from sae_tui.gpu import nvml_memory
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
@@ -194,7 +194,7 @@ def test_a_table_of_gpus_groups_reserved_gpus_in_one_row(
 ) -> None:
     fields = ("name", "utilization", "memory_used", "memory_total", "temperature", "power_draw")
     rows = [dict.fromkeys(fields) | {"index": i, "reason": "" if i == 1 else "blocked"} for i in shown]
-    _show_gpu_table(rows, withheld=[0, 2])
+    show_gpu_table(rows, withheld=[0, 2])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (2 if len(shown) == 1 else 3)
     assert lines[-1].lstrip().startswith(words)

@@ -18,7 +18,8 @@ from trainer.activations import foreign
 from trainer.contract.errors import JobFileError
 from trainer.contract.extras import OtherInterpreter, judged_by
 from trainer.contract.paths import DataDir
-from trainer.contract.settings.shards import ShardSet, inspect_shards, inspecting_by
+from trainer.contract.settings.inspectors import inspecting_by
+from trainer.contract.settings.shards import ShardSet, inspect_shards
 
 
 @pytest.fixture

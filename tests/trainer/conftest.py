@@ -23,9 +23,9 @@ from trainer.activations import foreign
 from trainer.activations.open_source import open_source
 from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
+from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
-from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.store.metrics_store import MetricRow
 from trainer.parallel.base import Parallel
 from trainer.ranks import foreground_extraction

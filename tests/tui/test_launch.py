@@ -36,8 +36,9 @@ from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job_file import load_as, load_job, members
-from trainer.contract.settings.shards import Shard, ShardSet, inspecting_by
+from trainer.contract.settings.shards import Shard, ShardSet
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -160,6 +159,8 @@ class DataDir:
     @property
     def host_word(self) -> str:
         """This host's name, made safe for file names; hosts that share the data folder use separate files."""
+        import socket
+
         return _word(socket.gethostname()) or "localhost"
 
     @property

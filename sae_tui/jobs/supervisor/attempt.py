@@ -37,9 +37,9 @@ from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import load_any
-from trainer.contract.settings.shards import inspecting_by
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.settings.typed import parse_time_limit
 from trainer.contract.store.job_store import Control

@@ -12,10 +12,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from trainer.contract.store.rows import Device
+if TYPE_CHECKING:
+    from trainer.contract.store.rows import Device
 
 Cards = Sequence[tuple[int, str]]
 

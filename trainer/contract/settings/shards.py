@@ -22,6 +22,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as, read_json
+from trainer.contract.settings.inspectors import inspector
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor, rows_and_width
 from trainer.contract.wording import join_words, plural
@@ -147,21 +148,6 @@ def is_shuffled(shards: ShardSet) -> bool:
     return meta.get("shuffled") is True
 
 
-# Returns the shards at a path, given their files and the setting to mention in a `JobFileError`.
-Inspector = Callable[[Path, Sequence[Path], str], ShardSet]
-_INSPECTORS: list[Inspector] = []
-
-
-@contextlib.contextmanager
-def inspecting_by(inspector: Inspector) -> Iterator[None]:
-    """Use `inspector` for the formats that need torch or pyarrow, in all threads of this process."""
-    _INSPECTORS.append(inspector)
-    try:
-        yield
-    finally:
-        _INSPECTORS.remove(inspector)
-
-
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     """Read the headers of all shards at a path; raise `JobFileError` for the setting `field` if there is a problem."""
     root, files = shards_at(path, field)
@@ -169,9 +155,9 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         return shard_set(root, files, field, functools.partial(_read, field=field))
     if (name := _OF_INSPECTOR[kind]) and not is_installed("pyarrow"):
         raise _problem(field, files[0], f"cannot be read: {name} needs pyarrow: {install('parquet')}")
-    if not _INSPECTORS:
+    if (inspect := inspector()) is None:
         raise _problem(field, root, "is in a format that only the trainer reads; store the rows as safetensors")
-    return _INSPECTORS[-1](root, files, field)
+    return inspect(root, files, field)
 
 
 def shards_at(path: str | Path, field: str = "data.path") -> tuple[Path, list[Path]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from fractions import Fraction
 from typing import Any
 
 from trainer.contract.settings.toml import parse_toml
@@ -131,6 +130,8 @@ def _one(text: str) -> Any:
     scaled = _SCALED.fullmatch(text)
     if scaled is None or scaled[1].endswith("_") or "__" in scaled[1]:
         return parse_value(text)
+    from fractions import Fraction
+
     exact = Fraction(scaled[1].replace("_", "")) * _SCALES[scaled[2]]
     return exact.numerator if exact.denominator == 1 else float(exact)
 
