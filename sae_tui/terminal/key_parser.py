@@ -33,7 +33,7 @@ from textual.message import Message
 FEWEST_PASTED = 4
 # An escape is a key if nothing follows it for this many seconds. Terminals send a sequence in one write, which slow
 # connections rarely divide. Any other beginning of a sequence is kept for `constants.ESCAPE_DELAY`.
-_ESCAPE_S = constants.ESCAPE_DELAY if "ESCDELAY" in os.environ else 0.03
+_ESCAPE_S = constants.ESCAPE_DELAY if "ESCDELAY" in os.environ else 0.025
 # A paste is considered complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"

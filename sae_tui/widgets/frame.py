@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from textual.content import Content
+from textual.events import ScreenResume
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import Widget
@@ -36,12 +37,23 @@ class HeadingLine(Label):
 class FramedScreen(Screen[None]):
     """A screen with panels (widgets of class `panel`) showing as much of their frames as the window size allows."""
 
+    # The app's number of changes to its style sheet when this screen was last shown, or -1 before.
+    _styled_with = -1
+
     def on_compose(self) -> None:
         # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
         self._fit_frames(self.size)
+
+    def _on_screen_resume(self, event: ScreenResume) -> None:
+        """Keep the styles: Textual has set them on mounting, and setting them again takes half of the time to open.
+
+        Only another theme, chosen while this screen was closed, changes them.
+        """
+        now = self.app._css_update_count
+        event.refresh_styles, self._styled_with = self._styled_with not in (-1, now), now
 
     def watch_focused(self, before: Widget | None, now: Widget | None) -> None:
         """Give the class `-focus-within` to the focused widget and its ancestors.

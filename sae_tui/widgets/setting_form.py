@@ -175,6 +175,12 @@ class SettingRow(Horizontal):
         self.marks_usual = False
         self._problem = self._overridden = self._warning = self._drawn = ""
         self._editor: Menu | Input | None = None
+        self._last_text = field.show(value)
+
+    def has_new_text(self) -> bool:
+        """Return whether the text has changed since the last call."""
+        before, self._last_text = self._last_text, self.text
+        return self._last_text != before
 
     def fill(self) -> None:
         """Create the label, the input and the help, unless they exist or the form is being removed."""
@@ -469,9 +475,12 @@ class SettingForm(Vertical):
 
     @on(Input.Changed)
     @on(Select.Changed)
-    def _edited(self, event: Message) -> None:
+    def _edited(self, event: Input.Changed | Select.Changed) -> None:
         event.stop()
-        self.post_message(self.Edited())
+        row = event.control.parent
+        # A new editor posts its first value. Checking a form once for each row takes longer than drawing it.
+        if isinstance(row, SettingRow) and row.has_new_text():
+            self.post_message(self.Edited())
 
 
 def _section(field: Field) -> str:

@@ -130,7 +130,7 @@ def test_the_parser_says_how_long_a_sequence_may_remain_incomplete(clock: Clock)
     for data in ("x", "\x1b", "[", "A", START + "pasted", END):
         list(parser.feed(data))
         waits.append(parser.left_s)
-    assert waits == pytest.approx([None, 0.03, 0.1, None, 3.0, None])
+    assert waits == pytest.approx([None, 0.025, 0.1, None, 3.0, None])
 
 
 @given(st.text("dq?\r \x10é", min_size=1), st.integers(1, 3), st.sampled_from(["", "a", "\x1b[A"]))
