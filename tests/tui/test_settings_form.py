@@ -185,3 +185,17 @@ async def test_a_setting_shows_the_flag_that_overrides_it_and_search_finds_it(ma
         await pilot.press(*"disk", "enter")
         await wait_until(pilot, lambda: row_of(app, "alert_disk_gib").has_focus_within)
         assert isinstance(app.focused, Input)
+
+
+async def test_opening_the_form_checks_it_only_once(make_app, file, monkeypatch) -> None:
+    checks = []
+    check = SettingsScreen._wrong
+    monkeypatch.setattr(SettingsScreen, "_wrong", lambda screen: checks.append(screen) or check(screen))
+    app = make_app()
+    async with app.run_test(size=SIZE) as pilot:
+        screen = await opened(pilot)
+        await wait_until(pilot, lambda: not any(row.is_empty for row in screen.query(SettingRow)))
+        await pilot.pause()
+        assert len(checks) == 1
+        await put(pilot, sampling_interval_s="2")
+        await wait_until(pilot, lambda: len(checks) == 2)
