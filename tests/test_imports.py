@@ -90,7 +90,6 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
         "look_back",
         "offers",
         "process_list",
-        "process_page",
         "processes",
     }
 

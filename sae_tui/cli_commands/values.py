@@ -137,7 +137,7 @@ def card_name(text: str) -> CardName:
     match = re.fullmatch(r"(?:(\d{1,18}):)?([1-9]\d{0,8})?", text)
     if not match or not text:
         raise argparse.ArgumentTypeError(
-            f'must be a number of --cards like 2, or 8: or 8:2 for job 8, not "{cut(text)}"'
+            f'must be a number of --cards like 2, or 8: or 8:2 for job 8, not "{_cut(text)}"'
         )
     job, number = match.groups()
     return CardName(int(job) if job else None, int(number) if number else None)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from trainer.contract.settings.shards import ShardSet
-
-# Returns the shards at a path, given their files and the setting to mention in a `JobFileError`.
-Inspector = Callable[[Path, Sequence[Path], str], "ShardSet"]
+# Returns the `ShardSet` at a path, given its files and the setting to mention in a `JobFileError`.
+Inspector = Callable[[Path, Sequence[Path], str], Any]
 _INSPECTORS: list[Inspector] = []
 
 

@@ -157,7 +157,8 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         raise _problem(field, files[0], f"cannot be read: {name} needs pyarrow: {install('parquet')}")
     if (inspect := inspector()) is None:
         raise _problem(field, root, "is in a format that only the trainer reads; store the rows as safetensors")
-    return inspect(root, files, field)
+    found: ShardSet = inspect(root, files, field)
+    return found
 
 
 def shards_at(path: str | Path, field: str = "data.path") -> tuple[Path, list[Path]]:
