@@ -221,7 +221,11 @@ async def show_dashboard(pilot: Pilot[Any]) -> None:
     await wait_until(pilot, lambda: not (processes.display and is_busy) or processes.n_rows)
     preview = app.screen.query_one(PreviewText)
     await wait_until(pilot, lambda: not app.screen.query_one(PreviewPanel).display or preview.plain)
-    await pilot.pause()
+    # The layout follows from the rows that the last drawing has counted.
+    for _ in range(2):
+        app.screen.show_gpus()
+        app.screen.show_jobs()
+        await pilot.pause()
 
 
 def _n_jobs(app: Any) -> int:
