@@ -227,7 +227,7 @@ class Monkey:
         self._searched = 0
         self.result.starts += 1
         started = time.monotonic()
-        while b"RTX" not in self.terminal.raw:
+        while b" RT" not in self.terminal.raw:  # a narrow window shortens the names of the GPUs
             self.terminal.read(0.1)
             code = self.terminal.process.poll()
             self._fail_if(code is not None, f"the app exited with code {code} before it showed anything")
