@@ -219,11 +219,14 @@ def test_the_queue_process_stays_for_a_job_recorded_while_it_leaves(box, monkeyp
 
 
 def test_an_idle_queue_process_leaves_a_deleted_store_missing_so_that_the_loss_is_reported(box):
-    queue = box.start_queue()
-    box.wait_ended(box.enqueue("steps=1"))
+    job_id = box.enqueue("steps=1", hold=True)
+    queue = QueueProcess(box.data)
+    queue._plan()
+    assert box.control.transition(job_id, JobState.FAILED)
+    queue._plan()
     for file in box.data.root.glob("control.db*"):
         file.unlink()
-    box.wait_for(lambda: not queue.is_alive(), "the end of the queue process")
+    queue.run()
     assert not box.data.control_db.exists()
     assert "the job list is missing" in JobsReader(box.data).problem
 
