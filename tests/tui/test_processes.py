@@ -192,8 +192,6 @@ async def test_marked_processes_get_one_signal_after_one_question_that_names_the
             await pilot.press("m")
         await wait_until(pilot, lambda: all(f"●{process.pid}" in text(app) for process in two))
         assert "2 marked" in app.screen.query_one("#found", LineView).plain
-        two[0].kill()
-        two[0].wait()
         await pilot.press("s")
         await wait_until(pilot, lambda: isinstance(app.screen, Find))
         await pilot.press(*"term", "enter")
@@ -202,6 +200,8 @@ async def test_marked_processes_get_one_signal_after_one_question_that_names_the
         assert question.startswith(f"Send TERM (ask it to exit) to 2 processes: 2 of {user_name()} (pids ")
         assert all(str(process.pid) in question for process in two)
         await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
+        two[0].kill()
+        two[0].wait()
         await pilot.press("y")
         await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
         told = f"SIGTERM was sent to 1 of 2 processes; process {two[0].pid} has already exited."
