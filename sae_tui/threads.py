@@ -1,4 +1,4 @@
-"""Calls that may never return, such as those of a driver or of a hung disk, on threads of their own."""
+"""Runs calls that may never return in separate threads, for example calls to a driver or a hung disk."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Asked(NamedTuple):
 
     `stops`, `pauses` and `killed` are predicates appended to "job 5". `first` is a sentence about what happens before
     it stops, `asked` is the same as a clause of an event, and `lost` is what is lost if it is killed. `again` is what
-    `sae-tui resume` does with it after its end, and `stored` is what is deleted with it.
+    `sae-tui resume` does with it after its end, and `stored` is the files deleted together with it.
     """
 
     stops: str
@@ -56,7 +56,7 @@ def asked_of(config: str) -> Asked:
 
 
 def stored_with(jobs: Iterable[Job]) -> str:
-    """Return what is deleted with these jobs, as words."""
+    """Return words for the files deleted together with these jobs."""
     return max((asked_of(job.config).stored for job in jobs), key=len, default=_TRAINING.stored)
 
 

@@ -64,7 +64,7 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """The curves of a training job: a large one, and smaller ones beside it; an extraction job has one curve.
+    """The curves of a training job: a large one, and smaller ones next to it; an extraction job has one curve.
 
     Hidden for a command, whose metrics have any names.
     """
@@ -94,7 +94,7 @@ class CurvesPanel(Grid):
                 plot.show_detail(detail, span)
 
     def _arrange(self, n_curves: int) -> int:
-        """Lay out the grid, and return how many curves it shows: the first is as tall as all the curves beside it."""
+        """Lay out the grid, and return how many curves it shows: the first is as tall as all the curves next to it."""
         width, height = self.size
         n_columns = max(0, min(2 if n_curves > 4 else 1, width // _LEAST_WIDTH - 1, n_curves - 1))
         n_rows = max(1, min(-(-(n_curves - 1) // (n_columns or 1)), height // _LEAST_HEIGHT))

@@ -29,7 +29,7 @@ _GRIDS = {"map": map_grid, "per_gpu": card_grid}
 SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
 NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "work-processes": "Processes", "finder": "Jobs"}
-# The keys in a panel's frame: those that always work, and those that work while the panel has the focus.
+# The keys in a panel's frame: keys that always work, and keys that work only while the panel has the focus.
 _KEYS = {
     "aggregate": ("< > time span", ""),
     "gpus": ("v view · 0…9 one GPU", "⏎ open"),

@@ -63,8 +63,8 @@ class PanelHeights:
 class Contents:
     """What the panels have to show, in rows.
 
-    `n_active` jobs run or wait, `is_running` tells whether any of them runs, and `n_processes` is the number of
-    processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of cards or tiles. `previews`
+    `n_active` jobs run or wait, `is_running` is True if any of them runs, and `n_processes` is the number of
+    processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of tiles. `previews`
     means that a job can be previewed. `taken` is the number of rows taken by the panel for other hosts, and `words` the
     number taken by the explanation if there are no GPUs.
     """
@@ -195,7 +195,7 @@ class _Layout:
                 yield {"plot": plot, "totals": 2 * (plot + 1)}
 
     def _gpu_lines(self, *, always: bool = False) -> _Wishes:
-        """Yield two lines per GPU, in narrow windows only if `always`; cards and tiles grow to their full height."""
+        """Yield two lines per GPU, in narrow windows only if `always`; tiles grow to their full height."""
         n = self.of.n_gpus
         for lines in range(2, self.of.tallest + 1):
             yield {"gpus": n * lines}

@@ -51,14 +51,14 @@ class FarSession(Session):
     """The session of this machine, but with the copy of one job of another host as its jobs."""
 
     def __init__(self, home: Session, copy: JobCopy, watcher: CopyWatcher, actions: FarActions) -> None:
-        # The monitor, the settings and the alerts are those of this machine, and their threads run already.
+        # The monitor, the settings and the alerts belong to this machine, and their threads run already.
         self.__dict__.update(vars(home))
         self.home, self.data, self.watcher, self.actions = home, copy.data, watcher, actions
         self.place = f" of {copy.host}"
 
     @property
     def detail(self) -> JobDetail | None:
-        """The details of the copy. The copy has no checkpoints, so it cannot tell from which step a job resumes."""
+        """The details of the copy. The copy has no checkpoints, so the step at which a job resumes is unknown."""
         detail = self.watcher.detail
         if detail is None or detail.postmortem is None or not detail.postmortem.resumes:
             return detail
@@ -250,7 +250,7 @@ class FarJobScreen(JobScreen):
         home = self.session.home
         start = msgspec.structs.replace(was, name=free_name(was.name, (job.name for job in home.jobs)))
         home.go.open_clone(self.job_id, was, start, self._copy.host)
-        self.app.notify(f"Its paths are those of {self._copy.host}; F6 launches it on another host.", markup=False)
+        self.app.notify(f"Its paths are on {self._copy.host}; F6 launches it on another host.", markup=False)
 
     def _open_features(self, member: str) -> None:
         if self._copy.state.features:

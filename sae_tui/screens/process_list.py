@@ -32,7 +32,7 @@ _READ_EVERY_S = 3.0  # the interval at which the monitor lists the GPUs' process
 # A new process is read again after this time, since its CPU usage is unknown until then. While a process's page is
 # open, the processes are read with every sample.
 _READ_AGAIN_S = 0.4
-# The list reads so often and so many times after it opens, to show the first shares and CPU usage.
+# The interval and the number of reads after the list opens, to show the first shares and CPU usage.
 _LOOK_S = 0.2
 _MOST_LOOKS = 6
 _SILENT_AFTER_S = 10.0
@@ -219,7 +219,9 @@ class ProcessList(Filtered):
         if entry is None:
             return
         if entry.n_below or entry.is_parent:
-            self.notify("Only a process on a GPU can be marked; enter shows those of a job.", severity="warning")
+            self.notify(
+                "Only a process on a GPU can be marked; enter shows the processes of a job.", severity="warning"
+            )
             return
         one = entry.process
         others = {key: each for key, each in self._marked.items() if key != one.key}
