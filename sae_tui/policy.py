@@ -283,7 +283,7 @@ def _without_effect(own: Limits, usual: Limits, number: int) -> list[Problem]:
     problems = []
     for name, limit, outside in limits:
         if outside is None:
-            message = f"{why}, and there is none outside of them; set a lower {name} at the top of the file"
+            message = f"{why}, and no limit applies outside of them; set a lower {name} at the top of the file"
             problems.append(Problem(f"hours {number}: {name}", message))
         elif limit <= outside:
             message = f"{why}; set a lower {name} at the top of the file, or a higher one here"

@@ -37,9 +37,9 @@ def is_stuck() -> bool:
 
 
 @contextlib.contextmanager
-def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
-    timer = threading.Timer(SLOW_AFTER_S, tell)
+def warn_when_slow(warn: Callable[[], None]) -> Iterator[None]:
+    """Call `warn` on a thread if the context lasts longer than `SLOW_AFTER_S`."""
+    timer = threading.Timer(SLOW_AFTER_S, warn)
     timer.daemon = True
     timer.start()
     try:

@@ -248,7 +248,7 @@ def test_smaller_limits_in_some_hours_have_no_effect(place: Place) -> None:
     why = "has no effect, because hours can only raise a limit"
     assert list(map(str, policy.problems)) == [
         f"hours 1: gpus_per_user: {why}; set a lower gpus_per_user at the top of the file, or a higher one here",
-        f"hours 1: max_time: {why}, and there is none outside of them; set a lower max_time at the top of the file",
+        f"hours 1: max_time: {why}, and no limit applies outside of them; set a lower max_time at the top of the file",
     ]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.values import job_id_in
-from sae_tui.threads import on_thread, tell_when_slow
+from sae_tui.threads import on_thread, warn_when_slow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
@@ -139,7 +139,7 @@ def _check_folder(root: Path, limit_s: float) -> str:
     # Run the check in a thread, because a call hanging in the kernel cannot be interrupted, not even with Ctrl-C.
     answer, words = on_thread(check), f"the data folder {root} does not respond"
     try:
-        with tell_when_slow(lambda: warn(f"{words} yet")):
+        with warn_when_slow(lambda: warn(f"{words} yet")):
             answer.result(limit_s)
     except TimeoutError:
         return f"{words} within {limit_s:g} s: its disk or file server hangs; choose another with --data-dir"

@@ -23,7 +23,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     if context.has_broken_driver():
         return Exit.FAILED
     if context.only and flags.since and flags.view == "aggregated":
-        raise UserError("--only: the stored totals are those of all GPUs; add --view per_gpu, or leave --since out")
+        raise UserError("--only: the stored totals cover all GPUs; add --view per_gpu, or leave --since out")
     if flags.csv:
         _show_table_of_past(context, flags)
         return Exit.DONE

@@ -133,7 +133,7 @@ COMMAND_EXAMPLES = {
         "job 7 --wait     wait until it has ended",
         "job 7 --json | jq .heldout_fvu",
         "job 7 --cards    list its current and earlier report cards; job 7 --card 2 shows one",
-        "job 7 --against 1    compare the current report card with card 1; --against 8: with that of job 8",
+        "job 7 --against 1    compare the report card with its card 1; --against 8: with job 8's",
     ],
     "stop": [
         "stop 7",

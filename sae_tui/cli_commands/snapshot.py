@@ -17,7 +17,7 @@ from sae_tui.jobs.gpus.availability import GpuChoice, choices, with_other_users
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.gpus.occupancy import Occupancy
-from sae_tui.threads import tell_when_slow
+from sae_tui.threads import warn_when_slow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -56,7 +56,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
-        with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
+        with warn_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
             close_source(source)  # do not keep the driver open: `launch --wait` may run for days
     except SourceUnavailable as error:

@@ -65,7 +65,7 @@ ProcessKind = Literal["C", "G", "C+G"]
 class GpuProcess:
     """A process holding memory on a GPU; `ancestors` contains the pids of its parent, its grandparent and so on.
 
-    `kind` is None if the driver does not tell compute processes from graphics processes.
+    `kind` is None if the driver does not distinguish compute and graphics processes.
     """
 
     pid: Pid

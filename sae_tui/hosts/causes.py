@@ -26,7 +26,7 @@ class Cause(NamedTuple):
 
 
 def has_ssh_failed(exit_code: int) -> bool:
-    """Return whether ssh itself has failed; a negative exit code is that of a process ended by a signal."""
+    """Return whether ssh itself has failed; an exit code is negative if a signal ended the process."""
     return exit_code == SSH_FAILED or exit_code < 0
 
 

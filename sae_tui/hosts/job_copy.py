@@ -284,10 +284,10 @@ class CopiedFiles:
         file = (self._data.run(self._job_id).root if kind == "run" else self._data.sae(self._job_id)).joinpath(*names)
         private_folder(file.parent)
         if part.total is None:
-            _append(file, part.data, anew=self._sizes[part.path] == len(part.data))
+            _append(file, part.data, overwrites=self._sizes[part.path] == len(part.data))
             return
         begun = file.with_name(f".{file.name}.part")
-        _append(begun, part.data, anew=not part.offset)
+        _append(begun, part.data, overwrites=not part.offset)
         if part.offset + len(part.data) == part.total:
             os.replace(begun, file)
 
@@ -306,8 +306,8 @@ class CopiedFiles:
             raise ValueError("too many files, or files that are too large")
 
 
-def _append(file: Path, data: bytes, *, anew: bool) -> None:
-    with open(open_private(file, os.O_TRUNC if anew else os.O_APPEND), "wb") as stream:
+def _append(file: Path, data: bytes, *, overwrites: bool) -> None:
+    with open(open_private(file, os.O_TRUNC if overwrites else os.O_APPEND), "wb") as stream:
         stream.write(data)
 
 

@@ -215,7 +215,7 @@ class RunState(msgspec.Struct, frozen=True, tag="run", omit_defaults=True):
 class FilePart(msgspec.Struct, frozen=True, tag="file", omit_defaults=True):
     """The next bytes of a file, whose path starts with `run` or `sae`.
 
-    The file has `total` bytes. A log has no `total`: it begins anew at offset 0, and any other part is appended.
+    The file has `total` bytes. A log has no `total`: a part at offset 0 replaces it, and any other part is appended.
     """
 
     path: Annotated[str, Meta(pattern=PATH)]

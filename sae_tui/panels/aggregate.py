@@ -14,7 +14,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import RecentHistory
 from sae_tui.panels.load import heat_style, share_of, share_style
 from sae_tui.settings import Settings
-from sae_tui.widgets.area import area, beside, columns_of, with_marks
+from sae_tui.widgets.area import area, columns_of, side_by_side, with_marks
 from sae_tui.widgets.lines import Line, LineView
 
 _GAP = 2  # cells between two plots
@@ -110,7 +110,7 @@ def plots(totals: Sequence[Total], width: int, height: int, span_s: float) -> li
         _area(one, left if place % 2 == 0 else width - _GAP - left, height, busy, span_s)
         for place, one in enumerate(totals)
     ]
-    return [line for pair in zip(areas[::2], areas[1::2], strict=True) for line in beside(*pair, _GAP)]
+    return [line for pair in zip(areas[::2], areas[1::2], strict=True) for line in side_by_side(*pair, _GAP)]
 
 
 def _area(total: Total, width: int, height: int, others: Sequence[float | None], span_s: float) -> list[Line]:

@@ -167,7 +167,7 @@ def _failure_text(job: Job) -> str:
 
 def memory_words(job: JobView) -> list[str]:
     """Return wordings for a rank's peak memory and its estimate, most detailed first, or [] if both are unknown."""
-    # Before the launch, the need on a GPU is shown, which differs from that of a process on a simulated GPU.
+    # Before the launch, show the need on a GPU; a process on a simulated GPU needs another amount.
     used, expected = job.peak_memory_bytes, job.card_memory_bytes or job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""

@@ -126,7 +126,7 @@ class GpuMeters(LineView):
     """Shows the utilisation and memory of each GPU on a short line, or of several GPUs side by side."""
 
     def show_gpus(self, samples: Sequence[GpuSample], most_rows: int) -> None:
-        """Draw as many GPUs as fit into `most_rows` rows; the last cell tells how many more there are."""
+        """Draw as many GPUs as fit into `most_rows` rows; the last cell shows the number of the others."""
         rows = fold_withheld([GpuRow(sample, "", "", lambda *_: ()) for sample in samples])
         most_rows = max(1, most_rows)
         wanted = max(-(-len(rows) // most_rows), self.width // _WIDE)

@@ -117,12 +117,12 @@ class DashboardPanels:
         rows, view = arrange(*self._screen.size, contents, self.lower), self.view_of(n_gpus)
         if (rows, view) != self._applied:
             self.rows, self._applied = rows, (rows, view)
-            self._screen.set_class(rows.beside, "-side-by-side")
+            self._screen.set_class(rows.is_side_by_side, "-side-by-side")
             heights = {"aggregate": rows.totals, "gpus": rows.gpus, "work-processes": rows.processes}
             for name, inside in (heights | {"preview": rows.preview}).items():
                 panel: Widget = self._screen.query_one(f"#{name}")
                 panel.display = inside > 0
-                panel.styles.height = "1fr" if name == "preview" and rows.beside else inside + rows.chrome
+                panel.styles.height = "1fr" if name == "preview" and rows.is_side_by_side else inside + rows.chrome
             self._screen.query_one("#work").display = rows.jobs > 0
             self._leave_hidden()
         return rows

@@ -15,7 +15,7 @@ from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 Lower = Literal["", "processes", "jobs", "gpus"]
 
 # The minimum widths to show the totals as four plots, and to show the preview next to the jobs.
-PLOTS_FROM, BESIDE_FROM = 100, 160
+PLOTS_FROM, SIDE_BY_SIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
 _LEAST_JOBS = 5  # including the heading; the first steps without any job have as many lines
@@ -34,7 +34,8 @@ class PanelHeights:
     """The number of rows inside each panel's frame, or 0 if the panel is hidden.
 
     `plot` is the height of each of the four totals plots, or 0 if each total is a single line. `per_gpu` is the number
-    of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
+    of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `is_side_by_side`, the
+    preview is next to the jobs.
     """
 
     frame: Frame
@@ -45,7 +46,7 @@ class PanelHeights:
     processes: int = 0
     plot: int = 0
     per_gpu: int = 1
-    beside: bool = False
+    is_side_by_side: bool = False
 
     @property
     def chrome(self) -> int:
@@ -55,7 +56,7 @@ class PanelHeights:
     @property
     def height(self) -> int:
         """The number of rows taken by all panels, including their frames."""
-        stacked = [self.totals, self.gpus, self.processes, self.jobs, 0 if self.beside else self.preview]
+        stacked = [self.totals, self.gpus, self.processes, self.jobs, 0 if self.is_side_by_side else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
 
 
@@ -96,16 +97,17 @@ def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> P
     If there are no jobs, their panel explains what to do. `lower` names the panel that has the lower part for itself.
     """
     space = max(2, height - 2 - contents.taken)
-    rows = PanelHeights(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM and lower in ("", "jobs"))
+    side_by_side = width >= SIDE_BY_SIDE_FROM and lower in ("", "jobs")
+    rows = PanelHeights(frame_of(width, height), 0, 0, 0, is_side_by_side=side_by_side)
     rows = _least(rows, space, contents, lower)
     wishes = _Layout(width, height, contents, rows).wishes(lower)
     for wish in wishes:
         larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
         rows = larger if larger.height <= space else rows
     takes_rest = "processes" if rows.processes and not contents.is_running else "jobs"
-    rest = lower or ("preview" if rows.preview and not rows.beside else takes_rest)
+    rest = lower or ("preview" if rows.preview and not rows.is_side_by_side else takes_rest)
     rows = replace(rows, **{rest: getattr(rows, rest) + max(0, space - rows.height)})
-    return replace(rows, preview=rows.jobs) if rows.beside and contents.previews else rows
+    return replace(rows, preview=rows.jobs) if rows.is_side_by_side and contents.previews else rows
 
 
 def _least(rows: PanelHeights, space: int, contents: Contents, lower: Lower) -> PanelHeights:
@@ -203,7 +205,7 @@ class _Layout:
             yield {"gpus": 2 * n, "per_gpu": 2}
 
     def _previews(self, first: int, last: int) -> _Wishes:
-        if self.of.previews and self.least.beside:
+        if self.of.previews and self.least.is_side_by_side:
             yield {"jobs": last}
         elif self.of.previews:
             yield from ({"preview": rows} for rows in range(first, last + 1))

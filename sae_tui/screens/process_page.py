@@ -14,7 +14,7 @@ from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percen
 from sae_tui.gpu.process_history import Reading, in_columns
 from sae_tui.gpu.processes import ProcessDetails, Surroundings, surroundings
 from sae_tui.panels.processes import PROCESSES
-from sae_tui.widgets.area import area, beside, columns_of, time_axis
+from sae_tui.widgets.area import area, columns_of, side_by_side, time_axis
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import TextScreen
 
@@ -125,10 +125,10 @@ def graph_lines(readings: Sequence[Reading], width: int, height: int, now: float
     graphs = [_graph(one, readings, space, height, span_s, now) for one in known]
     lines: list[Line] = []
     for left, right in zip(graphs[::2], [*graphs[1::2], None], strict=False):
-        below = beside(left, right, _GAP) if right and n_beside == 2 else [*left, *(right or [])]
+        below = side_by_side(left, right, _GAP) if right and n_beside == 2 else [*left, *(right or [])]
         lines += below
     axis = time_axis(f"last {duration(span_s)}", "now", space, span_s)
-    return [*lines, beside([axis], [axis], _GAP)[0] if n_beside == 2 and len(graphs) > 1 else axis, _AIR]
+    return [*lines, side_by_side([axis], [axis], _GAP)[0] if n_beside == 2 and len(graphs) > 1 else axis, _AIR]
 
 
 def _graph(

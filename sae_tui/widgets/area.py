@@ -98,7 +98,7 @@ def _marked(row: str, style: str, cursor: int | None) -> Line:
     return ((row[:cursor], style), (mark, "title"), (row[cursor + 1 :], style))
 
 
-def beside(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:
+def side_by_side(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:
     """Return two plots of the same height side by side."""
     return [(*one, (" " * gap, "text"), *other) for one, other in zip(left, right, strict=True)]
 

@@ -10,7 +10,7 @@ from sae_tui import threads
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.threads import tell_when_slow
+from sae_tui.threads import warn_when_slow
 
 
 def test_a_driver_that_never_opens_is_reported_as_broken() -> None:
@@ -49,11 +49,11 @@ import os; os._exit(0)
 def test_only_a_slow_operation_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = threading.Event()
     monkeypatch.setattr(threads, "SLOW_AFTER_S", 60.0)
-    with tell_when_slow(reported.set):
+    with warn_when_slow(reported.set):
         pass
     assert not reported.is_set()
     monkeypatch.setattr(threads, "SLOW_AFTER_S", 0.0)
-    with tell_when_slow(reported.set):
+    with warn_when_slow(reported.set):
         assert reported.wait(10)
 
 

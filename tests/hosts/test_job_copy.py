@@ -101,7 +101,7 @@ def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
         assert copy.data.run(1).job_file.read_text() == 'name = "theirs"\n'
         assert copy.data.run(1).job_file.stat().st_mode & 0o777 == 0o600
         assert copy.data.root.parent.stat().st_mode & 0o777 == 0o700
-        # Times of measurements are those of the other host, for curves over time.
+        # Measurements keep their times from the other host, for curves over time.
         ours, original = (SeriesReader(data.run(1).metrics_db) for data in (copy.data, there))
         with contextlib.closing(ours), contextlib.closing(original):
             assert ours.timestamps("fvu", [10, 200]) == original.timestamps("fvu", [10, 200])

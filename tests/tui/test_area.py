@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from sae_tui.format import BLOCKS, RAIL
-from sae_tui.widgets.area import area, beside, columns_of, time_axis, with_marks
+from sae_tui.widgets.area import area, columns_of, side_by_side, time_axis, with_marks
 
 shares = st.lists(st.none() | st.floats(0, 1), max_size=80)
 
@@ -52,7 +52,7 @@ def test_the_cursor_is_drawn_in_its_column_on_every_row() -> None:
 
 def test_two_plots_are_side_by_side_with_a_time_axis_below() -> None:
     left, right = ([((name * 3, "text"),)] for name in "ab")
-    assert beside(left, right, 2) == [(("aaa", "text"), ("  ", "text"), ("bbb", "text"))]
+    assert side_by_side(left, right, 2) == [(("aaa", "text"), ("  ", "text"), ("bbb", "text"))]
     assert time_axis("last 1 h", "now", 30, 0)[0][0] == "      last 1 h            now "
 
 

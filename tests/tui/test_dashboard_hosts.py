@@ -55,7 +55,7 @@ def text(app, panel) -> str:
     return app.screen.query_one(panel).plain
 
 
-def told(app) -> list[str]:
+def messages_of(app) -> list[str]:
     return [str(notice.message) for notice in app.notices]
 
 
@@ -106,8 +106,8 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         commands = ("rename 9 NAME", "note 9 TEXT", "tag 9 --add WORD", "priority 9 --to N", "after 9 OTHER", "hold 9",
                     "rm 9")  # fmt: skip
-        assert told(app)[-7:] == [f"! Job 9 is on gpu1, so use `ssh gpu1 sae-tui {one}`." for one in commands]
-        assert told(app)[-8].startswith("! Only jobs of this host can be marked")
+        assert messages_of(app)[-7:] == [f"! Job 9 is on gpu1, so use `ssh gpu1 sae-tui {one}`." for one in commands]
+        assert messages_of(app)[-8].startswith("! Only jobs of this host can be marked")
         await pilot.press("down", "down")
         assert table.cursor == "gpu1 7"
         await pilot.press("slash", *"theirs", "enter")
@@ -127,7 +127,7 @@ async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app,
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
         assert "Stop job 7 (theirs) of gpu1?" in app.screen.query_one("#question").render().plain
         await pilot.press("y")
-        await wait_until(pilot, lambda: any("On gpu1: job 7 will stop." in note for note in told(app)))
+        await wait_until(pilot, lambda: any("On gpu1: job 7 will stop." in note for note in messages_of(app)))
         assert ["stop", "7"] in runs_of(folder)
         await pilot.press("p")
         await wait_until(pilot, lambda: ["pause", "7"] in runs_of(folder))
@@ -188,7 +188,7 @@ async def test_the_form_is_launched_on_another_host_with_its_current_values(make
         await pilot.press("enter")
         await wait_until(pilot, lambda: isinstance(app.screen, Ask))
         await pilot.press(*"auto:2", "enter")
-        await wait_until(pilot, lambda: any("On gpu1: job 8 is wide." in note for note in told(app)))
+        await wait_until(pilot, lambda: any("On gpu1: job 8 is wide." in note for note in messages_of(app)))
         assert ["launch", "/dev/stdin", "--gpus", "auto:2"] in runs_of(folder)
         assert isinstance(app.screen, LaunchScreen)
 
@@ -232,7 +232,7 @@ async def test_a_disconnected_host_shows_the_time_of_disconnection_and_keeps_its
         assert "theirs" in text(app, JobsPanel)
         assert "2 hosts · 4 GPUs · 0 running · 0 waiting" in text(app, StatusLine)
         await pilot.press("end", "s")
-        assert any("gpu1 is not connected." in note for note in told(app))
+        assert any("gpu1 is not connected." in note for note in messages_of(app))
 
 
 async def test_the_status_line_counts_gpus_on_other_hosts_if_this_host_has_none(make_app, folder) -> None:

@@ -60,7 +60,7 @@ def test_few_processes_leave_space_to_the_preview_of_a_finished_job() -> None:
 def test_a_large_window_shows_all_processes_and_most_jobs_before_taller_plots() -> None:
     of = Contents(8, 12, n_active=2, is_running=True, n_processes=10, previews=True)
     rows = arrange(200, 60, of)
-    assert rows.beside
+    assert rows.is_side_by_side
     assert rows.preview == rows.jobs >= 13
     assert rows.processes >= 11
     assert rows.plot <= 6

@@ -81,7 +81,7 @@ def question(app) -> str:
     return "".join(one.render().plain for one in app.screen.query("#question"))
 
 
-def told(app) -> str:
+def messages_of(app) -> str:
     return str(list(app.notices)[-1].message)
 
 
@@ -138,11 +138,11 @@ async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_ap
             ("L", f"The SAE of job 1 is in {there.sae(1)} on gpu1; load it there."),
         ):
             await pilot.press(key)
-            assert told(app) == f"! {answer}"
+            assert messages_of(app) == f"! {answer}"
         await pilot.press("v")
         await wait_until(pilot, lambda: isinstance(app.screen, CardScreen))
         await pilot.press("e")
-        await wait_until(pilot, lambda: told(app) == "! Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`.")
+        await wait_until(pilot, lambda: messages_of(app) == "! Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`.")
 
 
 async def test_a_job_on_another_host_is_compared_with_marked_jobs(make_app, data, hosts) -> None:
@@ -239,5 +239,5 @@ async def test_a_command_with_control_characters_of_another_host_is_not_copied(m
     async with app.run_test(size=SCREEN) as pilot:
         await opened(pilot)
         await pilot.press("Y")
-        assert told(app) == "! The settings contain control characters, so the command is not copied."
+        assert messages_of(app) == "! The settings contain control characters, so the command is not copied."
         assert not app.clipboard

@@ -204,8 +204,8 @@ async def test_marked_processes_get_one_signal_after_one_question_that_names_the
         two[0].wait()
         await pilot.press("y")
         await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
-        told = f"SIGTERM was sent to 1 of 2 processes; process {two[0].pid} has already exited."
-        await wait_until(pilot, lambda: told in [note.message for note in app._notifications])
+        message = f"SIGTERM was sent to 1 of 2 processes; process {two[0].pid} has already exited."
+        await wait_until(pilot, lambda: message in [note.message for note in app._notifications])
         await pilot.press("x")
         await wait_until(pilot, lambda: "●" not in text(app))
 

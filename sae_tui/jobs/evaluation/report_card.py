@@ -151,7 +151,7 @@ class OtherCard(msgspec.Struct, frozen=True):
 
 
 def other_cards(data: DataDir, job_id: int, label: str, others: Iterable[int]) -> list[OtherCard]:
-    """Return the report cards to compare a job's current one with: earlier ones, then those of other SAEs and jobs.
+    """Return the report cards to compare a job's current one with: earlier cards, then cards of other SAEs and jobs.
 
     `label` is the SAE of the current report card.
     """

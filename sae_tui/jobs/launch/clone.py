@@ -125,7 +125,7 @@ def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = "".join(f" {path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name")
-    # A long name is cut before the values, which tell the jobs apart.
+    # Truncate a long name before the values, because the jobs differ only in the values.
     return msgspec.structs.replace(job, name=f"{job.name[: max(1, LONGEST_NAME - len(values))]}{values}"[:LONGEST_NAME])
 
 

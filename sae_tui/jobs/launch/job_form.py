@@ -218,7 +218,7 @@ def _review(
 
 
 def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: Sequence[Job]) -> str:
-    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s, r takes it`, or "" if so many GPUs pay."""
+    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s, r takes it`, or "" if all of these GPUs pay."""
     job, n_gpus = proposal.job, proposal.devices
     if best is None or not best.gpus or not proposal.outlook.on_gpus or n_gpus <= best.count:
         return ""

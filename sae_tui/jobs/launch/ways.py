@@ -166,7 +166,7 @@ def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits
 
 
 def compared(rows: Sequence[JobRow]) -> Iterator[JobRow]:
-    """Yield the rows with their speed compared to that of the first row, which is for one device."""
+    """Yield the rows with their speed-up over the first row, which is for one device."""
     for row in rows:
         speed_up = row.tokens_per_s / rows[0].tokens_per_s
         yield msgspec.structs.replace(row, speed_up=speed_up, efficiency=speed_up / row.ranks)

@@ -161,7 +161,7 @@ def _pids() -> Iterator[int]:
 
 
 def _read(pids: Iterable[int]) -> dict[int, Process]:
-    """Return the processes with these pids, without those that have exited."""
+    """Return the live processes with these pids."""
     return {pid: process for pid in pids if (process := _process(pid))}
 
 

@@ -90,7 +90,7 @@ def fold(jobs: Sequence[JobView], *, families: bool = False) -> list[JobView | A
 
 
 def _group(job: JobView, parents: Mapping[int, int | None]) -> tuple[str, int]:
-    """Return the group that a job belongs to: its array, or the job from which it was cloned, directly or not."""
+    """Return the group that a job belongs to: its array, or the original job of its chain of clones."""
     if job.array is not None:
         return "array", job.array
     origin, seen = job.id, {job.id}

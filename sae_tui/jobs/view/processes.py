@@ -39,7 +39,7 @@ class Order:
     largest_first: bool = True
 
 
-# The sort orders by name: those of the columns from left to right, starting with the default.
+# The sort orders by name, in the order of the columns, starting with the default.
 ORDERS: Mapping[str, Order] = {
     "memory": Order(lambda one: one.memory_used_bytes),
     "SM": Order(lambda one: one.sm_percent),

@@ -133,7 +133,7 @@ _FIGURES = (
 
 
 def figures_of(card: Card) -> list[CardFigure]:
-    """Return the figures on a report card, without those that were not measured."""
+    """Return the measured figures of a report card."""
     found = [
         _figure(one.name, one.group, one.series, one.read(card), one.error(card), one.condition(card))
         for one in _FIGURES

@@ -49,7 +49,7 @@ class LaunchKind(Generic[J, L]):
     def ways(self, job: J, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
         """Forecast the job on the first 1, 2, … of these GPUs, for each number in `counts`.
 
-        If its time is unknown, forecast it only on one GPU: nobody knows whether it could use more.
+        If its time is unknown, forecast it only on one GPU, because the use of more GPUs is unknown.
         """
         fitting = propose(job.replace("launch", gpus=[gpus[0].index]), on)
         return [row_of(fitting.outlook, gpus[:1], 1.0, fits=not errors(fitting.memory_problems()))]
