@@ -14,7 +14,7 @@ from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.sensors import public_values
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UsageError
 from trainer.contract.exits import Exit
 
 
@@ -23,7 +23,7 @@ def show_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
     if context.has_broken_driver():
         return Exit.FAILED
     if context.only and flags.since and flags.view == "aggregated":
-        raise UserError("--only: the stored totals cover all GPUs; add --view per_gpu, or leave --since out")
+        raise UsageError("--only: the stored totals cover all GPUs; add --view per_gpu, or leave --since out")
     if flags.csv:
         _show_table_of_past(context, flags)
         return Exit.DONE

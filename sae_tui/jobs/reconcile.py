@@ -32,7 +32,7 @@ from trainer.contract.store.database import StoreMissing
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import join_words
+from trainer.contract.wording import join_words, plural
 
 # A job without a recorded supervisor is regarded as orphaned after this time, which is enough even for a slow launch.
 UNSUPERVISED_S = 30.0
@@ -281,8 +281,11 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
     since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
-        who = f"{len(living)} of its ranks are" if living else "a process of its run is"
-        does = "alive" if kind_of(job.config).is_program else "alive and saving"
+        is_program = kind_of(job.config).is_program
+        who = "its program is" if is_program else "a process of its run is"
+        if living and not is_program:
+            who = f"{plural(len(living), 'rank')} {'is' if len(living) == 1 else 'are'}"
+        does = "alive" if is_program else "alive and saving"
         message = f"its supervisor is gone; {who} still {does}"
         control.add_event(job.id, "orphaned", message, "warning")
         with contextlib.suppress(OSError):  # Without the file, clock jumps are not detected.

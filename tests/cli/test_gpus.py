@@ -60,7 +60,7 @@ def test_only_limits_every_view_to_some_gpus(shell):
         (("gpus", "--only", "0,9"), 1, "--only: there is no GPU 9 here; this machine has GPUs 0-3"),
         (("gpus", "--only", "a"), 2, '--only: must be GPU indices like 0,1, not "a"; see sae-tui gpus --help'),
         (("--only", "0", "jobs"), 2, "--only: works only in the app, in gpus and in metrics; leave it out"),
-        (("metrics", "--only", "0", "--since", "10m"), 1, "--only: the stored totals cover all GPUs"),
+        (("metrics", "--only", "0", "--since", "10m"), 2, "--only: the stored totals cover all GPUs"),
     ],
 )
 def test_only_is_refused_in_one_sentence_if_it_cannot_apply(shell, words, code, sentence):
