@@ -282,9 +282,8 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
         is_program = kind_of(job.config).is_program
-        who = "its program is" if is_program else "a process of its run is"
-        if living and not is_program:
-            who = f"{plural(len(living), 'rank')} {'is' if len(living) == 1 else 'are'}"
+        ranks = f"{plural(len(living), 'rank')} {'is' if len(living) == 1 else 'are'}"
+        who = "a process of its run is" if not living else "its program is" if is_program else ranks
         does = "alive" if is_program else "alive and saving"
         message = f"its supervisor is gone; {who} still {does}"
         control.add_event(job.id, "orphaned", message, "warning")
