@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from trainer.contract.runs.card_figures import CardFigure, figures_of, in_form
+from trainer.contract.runs.card_figures import CardFigure, figures_of, in_form, texts_of
 from trainer.contract.runs.recipe import MOST_L0_MISS
 from trainer.contract.runs.report_card import Card
 from trainer.contract.runs.row_sums import LEAD
@@ -76,7 +76,8 @@ class Difference(msgspec.Struct, frozen=True):
         if change is None or (self.here and self.there and self.here.text == self.there.text):
             return ""
         usual = in_form(abs(change), series)
-        return f"{'+' if change > 0 else '-'}{usual if usual.strip('0.%') else f'{abs(change):.0e}'}"
+        small = f"{100 * abs(change):.1g}%" if usual.endswith("%") else f"{abs(change):.0e}"
+        return f"{'+' if change > 0 else '-'}{usual if usual.strip('0.%') else small}"
 
 
 def differences(here: Card, there: Card) -> list[Difference]:
@@ -92,8 +93,14 @@ def limits_of(here: Card, there: Card) -> Iterator[str]:
         yield f"measured on rows of {here.data.place} here, of {there.data.place} there"
     elif here.figures.n_tokens != there.figures.n_tokens:
         yield f"measured on {here.figures.n_tokens:,} rows here, on {there.figures.n_tokens:,} there"
+    if here.data.dimensions != there.data.dimensions:
+        yield "other dimensions are left out or scaled down, so the reconstructions are not ranked"
     ours, theirs = here.figures.l0, there.figures.l0
-    if theirs and abs(ours / theirs - 1) > MOST_L0_MISS:
+    if max(ours, theirs) > (1 + MOST_L0_MISS) * min(ours, theirs):
         yield f"L0 is {ours:.1f} here, {theirs:.1f} there: a higher L0 alone lowers the FVU"
-    if here.spliced and there.spliced and here.spliced.ce != there.spliced.ce:
-        yield "the language model read other texts, so its losses are not ranked"
+    if here.spliced and there.spliced and texts_of(here) != texts_of(there):
+        left_out = [one.spliced.left_out or "no tokens" for one in (here, there) if one.spliced]
+        if left_out[0] == left_out[1]:
+            yield "the language model read other texts, so its losses and scores are not ranked"
+        else:
+            yield f"the losses leave out {left_out[0]} here, {left_out[1]} there, so they are not ranked"

@@ -142,6 +142,7 @@ class CardScreen(Evaluates, FramedScreen):
 
     def action_next_member(self, by: int) -> None:
         labels = list(self._sheets)
+        self.against = None  # it was chosen for the other SAE
         self.member = labels[(labels.index(self.member) + by) % len(labels)]
         self._draw()
 

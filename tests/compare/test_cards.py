@@ -65,8 +65,44 @@ def test_losses_on_other_texts_and_latents_on_other_rows_are_not_ranked() -> Non
     assert [found[name].mark for name in ("loss_with_sae", "dead")] == ["differs*", "differs"]
     assert list(limits_of(here, there)) == [
         "measured on 1,000 rows here, on 500 there",
-        "the language model read other texts, so its losses are not ranked",
+        "the language model read other texts, so its losses and scores are not ranked",
     ]
+
+
+def test_scores_on_other_texts_or_without_other_tokens_are_not_ranked() -> None:
+    for spliced in ({"text": "other.jsonl"}, {"n_tokens": 9}, {"n_texts": 9}, {"left_out": "first tokens"}):
+        found = named(card(), card(spliced | {"ce_score": 0.6, "kl_score": 0.6}))
+        assert [found[name].mark for name in ("ce_score", "kl_score")] == ["differs", "differs"]
+    there = card({"left_out": "first tokens"})
+    (limit,) = limits_of(card(), there)
+    assert limit == "the losses leave out no tokens here, first tokens there, so they are not ranked"
+
+
+def test_two_measurements_of_the_language_models_loss_may_differ_in_the_last_digits() -> None:
+    there = card({"ce": 3.5 + 1e-8, "ce_score": 0.6, "ce_with_sae": 3.9})
+    found = named(card(), there)
+    assert [found[name].mark for name in ("ce_score", "loss_with_sae")] == ["better", "better*"]
+    assert not list(limits_of(card(), there))
+
+
+def test_reconstructions_of_other_rows_are_not_ranked() -> None:
+    for data in ({"place": "elsewhere"}, {"dimensions": "dimension 3 is left out"}):
+        found = named(card(), card(data=data, fvu=0.5, median_row_fvu=0.5, cosine=0.5, mse=9.0, explained_variance=0.5))
+        names = ("fvu", "explained_variance", "median_row_fvu", "cosine", "mse")
+        assert {found[name].mark.rstrip("*") for name in names} == {"differs"}
+    (limit,) = limits_of(card(), card(data={"dimensions": "dimension 3 is left out"}))
+    assert limit == "other dimensions are left out or scaled down, so the reconstructions are not ranked"
+    assert named(card(), card(data={"place": "elsewhere"}, dead=0.5))["dead"].mark == "differs"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(106.0, 100.0), (100.0, 106.0), (5.0, 0.0), (0.0, 5.0)])
+def test_a_different_l0_is_reported_on_either_side(ours: float, theirs: float) -> None:
+    (limit,) = limits_of(card(l0=ours), card(l0=theirs))
+    assert limit.startswith(f"L0 is {ours:.1f} here, {theirs:.1f} there")
+
+
+def test_a_small_difference_of_shares_is_in_percent() -> None:
+    assert named(card(dead=0.02049), card(dead=0.02051))["dead"].signed == "-0.002%"
 
 
 def test_reasons_against_a_comparison_are_named() -> None:

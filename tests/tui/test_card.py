@@ -167,8 +167,14 @@ async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeAp
         await wait_until(pilot, lambda: "0.5000" in screen.query_one(CardPanel).plain)
         assert "k=16" in str(screen.query_one("#card-title", Label).content)
         assert "SAE" in screen.query_one(Footer).plain
+        await pilot.press("c")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find) and app.screen.query(Input))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Against" in screen.query_one(CardPanel).plain)
+        # The other report card was chosen for the first SAE.
         await pilot.press("m")
         assert "0.7500" in screen.query_one(CardPanel).plain
+        assert "Against" not in screen.query_one(CardPanel).plain
         await pilot.press("escape")
         assert app.screen.name == "job"
 

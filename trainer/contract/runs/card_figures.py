@@ -72,49 +72,66 @@ def _of(*path: str) -> Callable[[Card], float | None]:
     return read
 
 
-def _rows(card: Card) -> int:
-    return card.figures.n_tokens
-
-
 def _place(card: Card) -> str:
     return card.data.place
 
 
+def _rows(card: Card) -> tuple[object, ...]:
+    return card.data.place, card.figures.n_tokens
+
+
+def _transformed(card: Card) -> tuple[object, ...]:
+    """Return the place of the rows, and the dimensions that are left out or scaled down on them."""
+    return card.data.place, card.data.dimensions
+
+
+def texts_of(card: Card) -> tuple[object, ...] | None:
+    """Return what two report cards must share for the language model's losses to be comparable.
+
+    The loss without the SAE depends on the language model, but two measurements of it differ in the last digits.
+    """
+    if (spliced := card.spliced) is None:
+        return None
+    return spliced.text, spliced.n_tokens, spliced.n_texts, spliced.left_out, round(spliced.ce, 1)
+
+
 def _losses(group: Group, *path: str) -> Iterator[_Declared]:
     """Yield the figures of the language model's losses at a path of attributes."""
-    prefix, clean = "" if group == "model" else f"{group}_", _of(*path, "ce")
+    prefix = "" if group == "model" else f"{group}_"
     score = Series("CE score", better="higher", prominence="key")
     loss = Series("loss with SAE", better="lower", prominence="key")
     minor = Series("", prominence="minor")
     for name, series in {"ce_score": score, "kl_score": _like(score, "KL score")}.items():
-        yield _Declared(f"{prefix}{name}", group, series, _of(*path, name), _of(*path, f"{name}_error"))
-    yield _Declared(f"{prefix}loss_with_sae", group, loss, _of(*path, "ce_with_sae"), condition=clean)
-    yield _Declared(f"{prefix}loss", group, _like(minor, "loss without", "result"), clean)
+        error = _of(*path, f"{name}_error")
+        yield _Declared(f"{prefix}{name}", group, series, _of(*path, name), error, condition=texts_of)
+    yield _Declared(f"{prefix}loss_with_sae", group, loss, _of(*path, "ce_with_sae"), condition=texts_of)
+    yield _Declared(f"{prefix}loss", group, _like(minor, "loss without", "result"), _of(*path, "ce"))
     yield _Declared(
         f"{prefix}loss_with_zeros", group, _like(minor, "loss, zeros", "minor"), _of(*path, "ce_with_zeros")
     )
     if group == "model":
         yield _Declared("loss_with_mean", group, _like(minor, "loss, mean row", "minor"), _of(*path, "ce_with_mean"))
     kl = _like(loss, "KL with SAE")
-    yield _Declared(f"{prefix}kl_with_sae", group, kl, _of(*path, "kl_with_sae"), condition=clean)
+    yield _Declared(f"{prefix}kl_with_sae", group, kl, _of(*path, "kl_with_sae"), condition=texts_of)
     explained = _like(METRICS["explained_variance"].series, "explained variance", "minor", format=".2%")
-    yield _Declared(f"{prefix}explained", group, explained, _of(*path, "rows", "explained_variance"), condition=clean)
+    explains = _of(*path, "rows", "explained_variance")
+    yield _Declared(f"{prefix}explained", group, explained, explains, condition=texts_of)
     yield _Declared(f"{prefix}l0", group, _like(_L0, "L0", "minor"), _of(*path, "rows", "l0"))
 
 
 def _of_rows(name: str, series: Series, group: Group = "reconstruction", **more: Any) -> _Declared:
-    return _Declared(name, group, series, _of("figures", name), **more)
+    return _Declared(name, group, series, _of("figures", name), **{"condition": _transformed} | more)
 
 
 _FIGURES = (
     _of_rows("fvu", _FVU, error=_of("figures", "fvu_error")),
-    _of_rows("fvu_all_dimensions", _like(_FVU, "FVU, raw rows")),
+    _of_rows("fvu_all_dimensions", _like(_FVU, "FVU, raw rows"), condition=_place),
     _of_rows("median_row_fvu", _like(_FVU, "median row FVU")),
     # The explained variance is 1 - FVU, with the same error.
     _of_rows("explained_variance", _like(METRICS["explained_variance"].series, "explained variance", format=".2%"),
              error=_of("figures", "fvu_error")),
     _of_rows("cosine", Series("cosine", better="higher", prominence="minor")),
-    _of_rows("mse", Series("MSE", better="lower", format=".4g", prominence="minor"), condition=_place),
+    _of_rows("mse", Series("MSE", better="lower", format=".4g", prominence="minor")),
     # A value of 1 is best for both, so neither direction is better.
     _of_rows("l2_ratio", Series("shrinkage", prominence="minor")),
     _of_rows("relative_reconstruction_bias", Series("shrinkage, bias", prominence="minor")),
