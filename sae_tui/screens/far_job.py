@@ -33,7 +33,6 @@ from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import FooterOffer
 from trainer.contract.errors import UserError, sentence
-from trainer.contract.printable import printable
 from trainer.contract.settings.consent import code_in
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import to_table
@@ -198,15 +197,11 @@ class FarJobScreen(JobScreen):
         if detail is None:
             return
         try:
-            program, verb, rest = launch_line(detail.view.config).split(" ", 2)
+            program, verb, rest = launch_line(detail.view.config, detail.view.name).split(" ", 2)
         except UserError as error:
             self.notify(str(error), severity="warning", markup=False)
             return
         line = f"{program} {verb} --host {self._copy.host} {rest}"
-        if printable(line) != line:
-            # Pasted into a shell, control characters of another host could end the paste and run a command.
-            self.notify("The settings contain control characters, so the command is not copied.", severity="warning")
-            return
         self.app.copy_to_clipboard(line)
         self.notify(f"The command that launches this job on {self._copy.host} was sent to the terminal's clipboard.")
 

@@ -15,7 +15,7 @@ from textual.widget import Widget
 
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.features import has_features
-from sae_tui.jobs.launch.clone import launch_line
+from sae_tui.jobs.launch.clone import has_secrets, launch_line
 from sae_tui.jobs.launch.exporting import loading_snippets
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
@@ -285,13 +285,18 @@ class JobScreen(Evaluates, FramedScreen):
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return
+        secret = has_secrets(detail.view.config)
+        if secret and self.session.readonly:
+            self.notify("The command may contain secrets, and this view is read-only.", severity="warning")
+            return
         try:
-            line = launch_line(detail.view.config)
+            line = launch_line(detail.view.config, detail.view.name)
         except UserError as error:
             self.notify(str(error), severity="warning", markup=False)
             return
         self.app.copy_to_clipboard(line)
-        self.notify("The command that launches this job was sent to the terminal's clipboard.")
+        also = " It may contain secrets." * secret
+        self.notify(f"The command that launches this job was sent to the terminal's clipboard.{also}")
 
     def action_copy_snippet(self) -> None:
         """Copy Python that loads the SAE; another press copies the next way to load it."""

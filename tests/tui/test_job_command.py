@@ -184,7 +184,21 @@ async def test_a_key_copies_the_command_that_runs_the_program_again(make_app, da
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
         await pilot.press("Y")
-        assert app.clipboard == """sae-tui run --name probe -- sh -c 'echo '"'"'a b'"'"' --token=hf_kept'"""
+        assert app.clipboard == """sae-tui run --name=probe -- sh -c 'echo '"'"'a b'"'"' --token=hf_kept'"""
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+async def test_secrets_of_a_command_are_copied_with_a_warning_and_never_in_a_read_only_view(
+    make_app, data, readonly
+) -> None:
+    job_id = record(data, JobState.RUNNING, "python", "x.py", "--token", "hf_kept")
+    app = make_app(4, readonly=readonly)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("Y")
+        assert ("hf_kept" in app.clipboard) is not readonly
+        (message,) = [note.message for note in app._notifications]
+        assert "secrets" in message
 
 
 async def test_stopping_a_command_says_which_signal_its_program_gets(make_app, data) -> None:

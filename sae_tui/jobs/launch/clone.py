@@ -12,17 +12,20 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.gpu.secrets import masked_settings
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.launch.launching import refuse_options_of_others
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.printable import CONTROL
 from trainer.contract.settings.catalog import TRAINING
 from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import any_job_of, load_any, parse_any, to_table
 from trainer.contract.settings.sections import job_class, section_settings, words_of
 from trainer.contract.settings.toml import Judged, table_of
+from trainer.contract.settings.typed import parse_value
 from trainer.contract.trust import distrust_of_file
 
 MOST_AT_ONCE = 1000
@@ -55,22 +58,34 @@ def free_name(name: str, taken: Iterable[str]) -> str:
     return next(one for one in free if one not in names)
 
 
-def launch_line(config: str) -> str:
+def launch_line(config: str, name: str) -> str:
     """Return the shell command that launches a job with the same settings, like `sae-tui launch /dev/null --set …`.
 
-    The empty job file makes the command independent of this machine's files, except the data. Raise `UserError` if this
-    version cannot read the settings.
+    `name` is the job's current name. The empty job file makes the command independent of this machine's files, except
+    the data. Raise `UserError` if this version cannot read the settings, or if they contain control characters: pasted
+    into a shell, these could end the paste and run a command.
     """
     job, _ = parse_any(table_of(config))
     if job is None:
         raise UserError("the job's settings are from another version, so they cannot be written as a command")
     table = to_table(job)
     program = table.get("command", {}).pop("argv", None)
-    start = ["sae-tui", "launch", "/dev/null"] if program is None else ["sae-tui", "run", "--name", job.name]
-    named = [] if program is not None else [f"name={job.name}"]
+    start = ["sae-tui", "launch", "/dev/null"] if program is None else ["sae-tui", "run", f"--name={name}"]
+    named = [] if program is not None else [f"name={_as_override(name)}"]
     kind = [] if job.kind == TRAINING or program is not None else [f"kind={job.kind}"]
     flags = [word for one in (*kind, *named, *_changed(table, job.kind)) for word in ("--set", one)]
-    return shlex.join([*start, *flags, *(["--", *program] if program else [])])
+    words = [*start, *flags, *(["--", *program] if program else [])]
+    # Line ends are harmless, because they are quoted.
+    if any(CONTROL.search(word.replace("\n", "")) for word in words):
+        raise UserError("the settings contain control characters, so the command is not copied")
+    return shlex.join(words)
+
+
+def has_secrets(config: str) -> bool:
+    """Return whether the command line or the variables of a job may contain secrets."""
+    command = table_of(config).get("command")
+    settings = {f"command.{name}": value for name, value in command.items()} if isinstance(command, dict) else {}
+    return bool(masked_settings(settings) != settings)
 
 
 def _changed(table: dict[str, Any], kind: str) -> Iterator[str]:
@@ -79,8 +94,13 @@ def _changed(table: dict[str, Any], kind: str) -> Iterator[str]:
         for setting in section_settings(section, words_of(section, table[section])):
             value = table[section].get(setting.name)
             if value is not None and value != setting.default:
-                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                yield f"{section}.{setting.name}={text}"
+                yield f"{section}.{setting.name}={_as_override(value)}"
+
+
+def _as_override(value: object) -> str:
+    """Return a value as an override is written; a string is quoted only if it would be read as another value."""
+    is_plain = isinstance(value, str) and parse_value(value) == value
+    return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
 
 
 def _present_name(data: DataDir, job_id: int) -> str:

@@ -123,7 +123,7 @@ def test_halving_the_micro_batch_keeps_the_tokens_per_step(box, train, overrides
 )
 def test_the_command_that_launches_a_job_gives_the_same_job(raw) -> None:
     job = parse_any(raw)[0]
-    start, *words = shlex.split(launch_line(dump_job(job)).removeprefix("sae-tui launch "))
+    start, *words = shlex.split(launch_line(dump_job(job), job.name).removeprefix("sae-tui launch "))
     assert start == "/dev/null"
     assert words[0::2] == ["--set"] * (len(words) // 2)
     assert load_any(Path(start), words[1::2]) == job
@@ -131,7 +131,23 @@ def test_the_command_that_launches_a_job_gives_the_same_job(raw) -> None:
 
 def test_the_command_of_a_program_ends_with_its_own_command() -> None:
     program = {"argv": ["python", "-c", "print('a b')"], "folder": "/tmp", "env": ["A=1"]}
-    job = parse_any({"kind": "command", "name": "probe", "command": program, "launch": {"gpus": "cpu"}})[0]
-    flags = make_parser(lambda *_: 0).parse_args(shlex.split(launch_line(dump_job(job)))[1:])
-    assert (flags.name, flags.argv[-3:]) == ("probe", program["argv"])
+    job = parse_any({"kind": "command", "name": "-probe", "command": program, "launch": {"gpus": "cpu"}})[0]
+    flags = make_parser(lambda *_: 0).parse_args(shlex.split(launch_line(dump_job(job), "-renamed"))[1:])
+    assert (flags.name, flags.argv[-3:]) == ("-renamed", program["argv"])
     assert flags.overrides == ["command.folder=/tmp", 'command.env=["A=1"]', "launch.gpus=cpu"]
+
+
+@pytest.mark.parametrize("name", ['"q"', "'x'", "true", "[1]", " lead", "3e-4", "plain name", "-x"])
+def test_a_name_that_reads_as_another_value_is_quoted_in_the_command(name) -> None:
+    job = parse_any({"name": "first", "data": {"path": "/d"}})[0]
+    words = shlex.split(launch_line(dump_job(job), name))[3:]
+    assert load_any(Path("/dev/null"), words[1::2]).name == name
+
+
+@pytest.mark.parametrize("bad", ["\x03", "\x1b[201~", "\t", "\r", "\x9b"])
+def test_a_command_with_control_characters_is_refused_because_they_could_end_a_paste(bad) -> None:
+    job = parse_any({"kind": "command", "name": "x", "command": {"argv": ["echo", f"a{bad}\ntouch /tmp/x"]}})[0]
+    with pytest.raises(UserError, match="the settings contain control characters, so the command is not copied"):
+        launch_line(dump_job(job), "x")
+    lines = parse_any({"kind": "command", "name": "x", "command": {"argv": ["python", "-c", "a\nb"]}})[0]
+    assert shlex.split(launch_line(dump_job(lines), "x"))[-1] == "a\nb"
