@@ -112,7 +112,7 @@ COLUMNS = {
     "k": JobColumn(Column("K", 6, right=True, drop=1), lambda job: (job.k, "text"), "k"),
     "d_sae": JobColumn(Column("D_SAE", 8, right=True, drop=5), lambda job: (job.d_sae, "text"), "d_sae"),
     "state": JobColumn(Column("STATE", 10), _state, "state"),
-    "progress": JobColumn(Column("PROGRESS", 10), _progress, is_value=True),
+    "progress": JobColumn(Column("PROGRESS", 10), _progress, "progress", is_value=True),
     "percent": JobColumn(
         Column("DONE", 4, right=True), lambda job: (wording.done(job.progress), "text"), "progress", is_value=True
     ),
@@ -139,8 +139,8 @@ COLUMNS = {
     "memory": JobColumn(Column("MEMORY", 8, right=True, drop=13), _memory, "memory", is_value=True),
     "arch": JobColumn(Column("ARCH", 11, drop=11), lambda job: (architectures(job), "text"), "arch"),
     "started": JobColumn(Column("STARTED", 12, drop=14), _started, "started"),
-    "user": JobColumn(Column("USER", 8, drop=15), lambda job: (job.user, "text")),
-    "host": JobColumn(Column("HOST", 10, drop=16), lambda job: (job.host, "text")),
+    "user": JobColumn(Column("USER", 8, drop=15), lambda job: (job.user, "text"), "user"),
+    "host": JobColumn(Column("HOST", 10, drop=16), lambda job: (job.host, "text"), "host"),
     "note": JobColumn(Column("NOTE", 12, grow=True, drop=17), lambda job: (job.note, "dim")),
 }  # fmt: skip
 SHOWN = tuple(Settings().job_columns)

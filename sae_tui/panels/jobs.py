@@ -233,9 +233,14 @@ def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = 
     ]
     spill = [_NAME] if kind_of(job.config).is_program else []
     if words:
-        place = next((at for at, name in enumerate(names, len(LEADING)) if name in empty), len(cells) - 1)
-        cells[place] = words
-        spill.append(place)
+        # The columns with `drop` are missing in narrow windows.
+        stays = (at for at, name in enumerate(names, len(LEADING)) if name in empty and not COLUMNS[name].column.drop)
+        if place := next(stays, None):
+            cells[place] = words
+            spill.append(place)
+        else:
+            cells[_NAME] = (f"{cells[_NAME][0]} · {words[0]}", words[1])
+            spill = [_NAME]
     return Row(str(job.id), tuple(cells), spill=tuple(spill))
 
 

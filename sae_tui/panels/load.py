@@ -35,7 +35,8 @@ def heat_style(sample: GpuSample, settings: Settings) -> str:
 
 def share_style(share: float | None, percents: Sequence[float]) -> str:
     """Return the style for a share of a maximum; `percents` are the thresholds for yellow and red."""
-    return "text" if share is None else _style(100 * share, sorted(percents))
+    # 100 * (57 / 100) is less than 57.
+    return "text" if share is None else _style(round(100 * share, 6), sorted(percents))
 
 
 def share_of(value: float | None, top: float | None) -> float | None:

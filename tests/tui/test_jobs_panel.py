@@ -98,3 +98,12 @@ def test_a_sentence_takes_the_place_of_the_values_in_any_order_of_columns() -> N
     row = job_row(job(JobState.QUEUED, waits_for="GPU 0 is in use", config=config(k=8)), names)
     assert [text for text, _ in row.cells[2:]] == ["cpu", "GPU 0 is in use", "", "◌ queued", ""]
     assert row.spill == (3,)
+
+
+@pytest.mark.parametrize("names", [(), ("k", "state"), ("state", "step"), ("loss", "gpus", "state")])
+def test_a_sentence_follows_the_name_if_no_column_of_values_is_always_shown(names: tuple[str, ...]) -> None:
+    row = job_row(job(JobState.QUEUED, waits_for="GPU 0 is in use", config=config(k=8)), names)
+    assert row.cells[1][0] == "run · GPU 0 is in use"
+    assert row.spill == (1,)
+    shown = dict(zip(names, row.cells[2:], strict=True))
+    assert shown.get("state", ("◌ queued", ""))[0] == "◌ queued"

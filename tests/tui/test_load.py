@@ -37,6 +37,13 @@ def test_a_reading_is_green_then_yellow_then_red(field: str, values: tuple[float
     assert load_style(replace(SAMPLE, **{field: None}), field, Settings()) == "text"
 
 
+@pytest.mark.parametrize("percent", [29, 57, 58])
+def test_a_value_at_a_threshold_has_its_colour(percent: int) -> None:
+    settings = Settings(colour_util_percent=[percent, 99])
+    assert load_style(replace(SAMPLE, utilization=percent), "utilization", settings) == "middle"
+    assert load_style(replace(SAMPLE, utilization=percent - 1), "utilization", settings) == "low"
+
+
 def test_a_temperature_is_judged_by_the_gpus_own_limit_and_otherwise_by_a_usual_one() -> None:
     hot = replace(SAMPLE, temperature_c=USUAL_SLOWDOWN_C - 6, condition=None)
     assert load_style(hot, "temperature_c", Settings()) == "high"

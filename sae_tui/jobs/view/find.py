@@ -201,6 +201,8 @@ def orders() -> dict[str, Order]:
         "eta": Order(lambda job: getattr(job, "eta_s", None)),
         "took": Order(run_seconds, descends=True),
         "started": Order(lambda job: job.started, descends=True),
+        "user": Order(lambda job: job.user or None),
+        "host": Order(lambda job: job.host or None),
         "memory": Order(lambda job: job.peak_memory_bytes, descends=True),
         "gpus": Order(lambda job: job.gpu_ids or None),
         "arch": Order(lambda job: architectures(job) or None),
