@@ -29,6 +29,9 @@ _STDERR = 2
 _MOST_READ = 4096  # bytes
 # Without a handler, these signals would kill the app immediately and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# Sent to a thread to interrupt its write. SIGWINCH cannot be used, because Textual removes its handler before the app's
+# last output.
+_INTERRUPTS = signal.SIGURG
 # The number of seconds within which the app must quit after such a signal. systemd and container runtimes send SIGKILL
 # after 10 s or more.
 _QUIT_LIMIT_S = 5.0
@@ -90,7 +93,11 @@ class Quitter:
         threading.Thread(target=self._end_late, name="quitter", daemon=True).start()
 
     def take(self) -> None:
-        """Handle the signals from now on, except ignored ones, such as SIGHUP after `nohup`."""
+        """Handle the signals from now on, except ignored ones, such as SIGHUP after `nohup`.
+
+        `_INTERRUPTS` gets a handler too, because the kernel discards it otherwise.
+        """
+        signal.signal(_INTERRUPTS, lambda *_: None)
         for number in _END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -216,7 +223,7 @@ class TerminalDriver(LinuxDriver):
             # A signal interrupts that write, and its remaining output goes to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), drawn_on)
             if (writer := self._writer_thread) and writer.ident and writer.is_alive():
-                signal.pthread_kill(writer.ident, signal.SIGWINCH)
+                signal.pthread_kill(writer.ident, _INTERRUPTS)
             termios.tcflush(terminal, termios.TCOFLUSH)
             termios.tcflow(terminal, termios.TCOON)
             termios.tcsetattr(self.fileno, termios.TCSANOW, settings)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from support.terminal import Terminal
 
+from trainer.contract.exits import Exit
 from trainer.contract.process import state_of
 
 APP_WITHOUT_TERMINAL = """
@@ -118,3 +121,35 @@ def test_the_driver_reads_a_divided_sequence_as_one_key_and_stops_reading_at_onc
     command = [sys.executable, "-c", KEYS_IN_A_TERMINAL, "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True, check=False)
     assert (done.returncode, done.stdout) == (0, "up x\n"), done.stderr
+
+
+APP_THAT_CANNOT_WRITE = """
+import asyncio, os, select, signal, time
+from textual.app import App
+from sae_tui.terminal.driver import TerminalDriver
+
+async def main():
+    driver = TerminalDriver(App())
+    driver.start_application_mode()
+    driver.disable_input()
+    driver.write("x" * 1_000_000)
+    while select.select([], [1], [], 0)[1]:  # until the terminal's buffer is full
+        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_second_signal_restores_the_terminal_if_the_last_output_of_an_exiting_app_is_blocked() -> None:
+    terminal = Terminal([sys.executable, "-c", APP_THAT_CANNOT_WRITE], env=os.environ)
+    before = terminal.mode
+    try:
+        assert terminal.process.wait(30) == Exit.TERMINATED
+        terminal.read(0.2)
+        assert terminal.raw.endswith(b"\x1b[?1049l\x1b[?25h\x1b[?1004l")
+        assert terminal.mode == before
+    finally:
+        terminal.close()
