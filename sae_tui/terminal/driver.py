@@ -195,13 +195,14 @@ class TerminalDriver(LinuxDriver):
 
     def close(self) -> None:
         super().close()
-        if self._aside is not None:
-            self._aside.end()
-            self._aside = None
+        # Restore the settings first, because `_restore_at_once` cannot use the file after it is closed.
         if self._settings_before is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)
             self._settings_before = None
+        if self._aside is not None:
+            self._aside.end()
+            self._aside = None
 
     def _quit_app(self, loop: asyncio.AbstractEventLoop, code: int) -> None:
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
@@ -216,7 +217,8 @@ class TerminalDriver(LinuxDriver):
             return
         # Without this mask, the kernel would stop the process if it changes the terminal's settings in the background.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
-        with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+        # The terminal may be gone, or `close` may have just restored it.
+        with contextlib.suppress(termios.error, OSError, ValueError):
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
             terminal = os.dup(drawn_on)
             # A thread may be stuck in a write, which blocks all other writes.

@@ -153,3 +153,37 @@ def test_a_second_signal_restores_the_terminal_if_the_last_output_of_an_exiting_
         assert terminal.mode == before
     finally:
         terminal.close()
+
+
+APP_THAT_CLOSES = """
+import asyncio, os, pty, termios
+from textual.app import App
+from sae_tui.terminal.driver import StderrAside, TerminalDriver
+
+own = pty.openpty()[1]
+before = termios.tcgetattr(own)
+os.system(f"stty raw -echo < {os.ttyname(own)}")
+
+async def main():
+    class Aside(StderrAside):
+        def end(self):
+            print("restored", termios.tcgetattr(own) == before)
+            super().end()
+            driver._settings_before = before  # a signal's thread has read the settings before
+            driver._restore_at_once()
+            print("closed")
+
+    driver = TerminalDriver(App())
+    driver.fileno, driver._settings_before = own, before
+    driver._aside = Aside(None)
+    driver._file = driver._aside.screen
+    driver.close()
+
+asyncio.run(main())
+"""
+
+
+def test_the_settings_are_restored_before_the_file_is_closed_which_a_signal_may_find_closed() -> None:
+    command = [sys.executable, "-c", APP_THAT_CLOSES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "restored True\nclosed\n"), done.stderr
