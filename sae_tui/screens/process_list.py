@@ -242,7 +242,7 @@ class ProcessList(Filtered):
         if entry and entry.job:
             self._opened ^= {f"job:{entry.job.id}"}
             self._draw()
-        else:
+        elif self.check_action("mark", ()):
             self.action_mark()
 
     @on(KeyedTable.Chosen)

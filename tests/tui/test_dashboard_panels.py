@@ -10,7 +10,7 @@ from support.tui import StillMonitor, record_job, title_of, wait_until
 from textual._compositor import LayoutUpdate
 
 from sae_tui.gpu.base import GpuProcess
-from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.process_page import ProcessPage
@@ -77,6 +77,15 @@ async def test_no_signal_can_be_sent_from_the_dashboard(make_app, data) -> None:
         await pilot.press("tab", "tab", "s", "A", "D")
         assert app.screen.id == "dashboard"
         assert not {"Stop", "Signal", "Delete"} & set(app.screen.query_one(Footer).plain.split())
+
+
+async def test_space_marks_no_process_on_the_dashboard(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=MIDDLE) as pilot:
+        await wait_until(pilot, lambda: "python train.py" in processes(app))
+        await pilot.press("tab", "tab", "space")
+        assert isinstance(app.focused, ProcessTable)
+        assert MARK not in processes(app)
 
 
 async def test_keys_for_jobs_act_only_while_the_jobs_have_the_focus(make_app, data) -> None:
