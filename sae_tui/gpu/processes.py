@@ -268,6 +268,7 @@ SIGNALS = {
     signal.SIGSTOP: "pause it; it keeps its memory",
     signal.SIGCONT: "resume it",
 }
+ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGKILL})
 
 
 def send_signal(process: ProcessDetails, number: signal.Signals, source_name: str) -> str:

@@ -18,7 +18,7 @@ from textual.widgets import Input
 
 from sae_tui.gpu.base import GpuSample, ProcessShares
 from sae_tui.gpu.process_history import ProcessHistory
-from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_signal, send_signals
+from sae_tui.gpu.processes import ENDING_SIGNALS, SIGNALS, ProcessDetails, ProcessReader, send_signal, send_signals
 from sae_tui.jobs.asking import asked_of
 from sae_tui.jobs.view.processes import ORDERS, ProcessRow, arrange
 from sae_tui.panels.processes import PROCESSES, ProcessTable, process_name
@@ -311,7 +311,7 @@ class ProcessList(Filtered):
         elif name:
             number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
             has_others = entry.rank is not None and entry.job is not None and entry.job.world_size > 1
-            others = " The job's other ranks will exit too." if has_others else ""
+            others = " The job's other ranks will exit too." if has_others and number in ENDING_SIGNALS else ""
             question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{others}"
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
 
@@ -319,7 +319,8 @@ class ProcessList(Filtered):
         if not name:
             return
         number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
-        question = f"Send {name} ({SIGNALS[number]}) to {len(entries)} processes: {_whose(entries)}?{_others(entries)}"
+        others = _others(entries) if number in ENDING_SIGNALS else ""
+        question = f"Send {name} ({SIGNALS[number]}) to {len(entries)} processes: {_whose(entries)}?{others}"
         processes = [entry.process for entry in entries]
         self.session.actions.ask(question, f"Send {name}", partial(send_signals, processes, number, source))
 

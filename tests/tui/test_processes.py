@@ -210,7 +210,27 @@ async def test_marked_processes_get_one_signal_after_one_question_that_names_the
         await wait_until(pilot, lambda: "●" not in text(app))
 
 
-async def test_a_signal_to_a_marked_rank_warns_about_the_other_ranks(make_app, data, on_gpus, two) -> None:
+@pytest.mark.parametrize(("name", "warns"), [("kill", True), ("cont", False)])
+async def test_a_signal_that_ends_a_rank_warns_about_the_other_ranks(make_app, data, on_gpus, two, name, warns) -> None:
+    job_id = rank_of(data, two)
+    app = make_app(monitor=on_gpus)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, f"▸ job {job_id}, 2 ranks: minilm")
+        await pilot.press("end", "enter")
+        await wait_until(pilot, lambda: "rank 1" in text(app))
+        app.screen.query_one(ProcessTable).cursor = f"pid:{two[1].pid}"
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press(*name, "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question.startswith(f"Send {name.upper()} to rank 1 of job {job_id}")
+        assert app.screen.question.endswith(" The job's other ranks will exit too.") is warns
+
+
+@pytest.mark.parametrize(("name", "warns"), [("kill", True), ("stop", False)])
+async def test_a_signal_that_ends_a_marked_rank_warns_about_the_other_ranks(
+    make_app, data, on_gpus, two, name, warns
+) -> None:
     job_id = rank_of(data, two)
     app = make_app(monitor=on_gpus)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -224,10 +244,10 @@ async def test_a_signal_to_a_marked_rank_warns_about_the_other_ranks(make_app, d
         table.cursor = f"pid:{two[1].pid}"
         await pilot.press("m", "s")
         await wait_until(pilot, lambda: isinstance(app.screen, Find))
-        await pilot.press(*"kill", "enter")
+        await pilot.press(*name, "enter")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
         assert "1 of mallory (pid 31415)" in app.screen.question
-        assert app.screen.question.endswith(f"The other ranks of job {job_id} will exit too.")
+        assert app.screen.question.endswith(f" The other ranks of job {job_id} will exit too.") is warns
     assert [process.poll() for process in two] == [None, None]
 
 
