@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
 from textual.reactive import reactive
 
-from sae_tui.format import fit
+from sae_tui.format import fit, visible
 from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 
@@ -62,7 +62,7 @@ MOVES = (
 )
 
 
-_SHIFT = 20  # in characters
+_SHIFT = 20  # in cells
 
 
 class KeyedTable(LineView, can_focus=True):
@@ -107,7 +107,7 @@ class KeyedTable(LineView, can_focus=True):
         self.was_moved = False  # True once the user has moved the cursor
         self._awaited: str | None = None
         self.sorted_by, self.is_falling = "", False
-        self._left = 0  # number of characters of the growing columns hidden on the left
+        self._left = 0  # number of cells of the growing columns hidden on the left
 
     def show_rows(self, rows: Sequence[Row]) -> None:
         """Replace the rows. The cursor stays on its key, or moves to the nearest row if the key is gone."""
@@ -160,11 +160,13 @@ class KeyedTable(LineView, can_focus=True):
         return any(one.order == self.sorted_by for one in fit_columns(self.columns, self.size.width))
 
     def _hidden(self, widths: Mapping[Column, int]) -> int:
-        """Return how many characters of the growing columns' longest text do not fit, or 0 if they cannot shift."""
+        """Return how many cells of the growing columns' longest text do not fit, or 0 if they cannot shift."""
         growing = [(place, widths[one]) for place, one in enumerate(self.columns) if one.grow and one in widths]
         if not self.can_shift:
             return 0
-        return max((len(row.cells[place][0]) - width for row in self.rows for place, width in growing), default=0)
+        return max(
+            (cell_len(visible(row.cells[place][0])) - width for row in self.rows for place, width in growing), default=0
+        )
 
     def _headings(self, hidden: int) -> list[Span]:
         arrow = "▼" if self.is_falling else "▲"
@@ -262,14 +264,21 @@ def fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
 
 
 def _shifted(row: Row, columns: Sequence[Column], left: int) -> Row:
-    """Return the row without the first `left` characters of its growing cells, which then begin with an ellipsis."""
+    """Return the row whose growing texts begin with an ellipsis instead of the first `left` terminal cells."""
     if not left:
         return row
     cells = [
-        (f"…{text[left + 1 :]}" if column.grow and text else text, style)
+        (f"…{_without(text, left + 1)}" if column.grow and text else text, style)
         for (text, style), column in zip(row.cells, columns, strict=True)
     ]
     return replace(row, cells=tuple(cells))
+
+
+def _without(text: str, n_cells: int) -> str:
+    """Return the text without its first `n_cells` cells; a wide character cut in half leaves a space."""
+    text = visible(text)
+    rest = text[len(set_cell_size(text, n_cells)) :]
+    return " " * (cell_len(text) - n_cells - cell_len(rest)) + rest
 
 
 def _row_line(row: Row, widths: dict[Column, int], columns: Sequence[Column], marks: Mapping[str | None, str]) -> Line:

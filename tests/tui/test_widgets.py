@@ -145,6 +145,22 @@ async def test_long_cells_scroll_sideways_up_to_their_end_with_marks_where_text_
         assert "→" not in table.plain
 
 
+async def test_wide_and_unprintable_characters_scroll_sideways_by_the_cells_that_they_take() -> None:
+    app = ShiftedApp()
+    async with app.run_test(size=(40, 10)) as pilot:
+        table = app.query_one(KeyedTable)
+        table.focus()
+        table.show_rows([Row("1", (("1", "text"), ("字" * 30 + "\t" * 3 + "END", "text"), ("x", "text")))])
+        await pilot.pause()
+        await pilot.press("right")
+        # The ellipsis and the space replace 21 cells and half of a character.
+        assert f"… {'字' * 13}… x" in " ".join(table.plain.split())
+        await pilot.press("right", "right", "right")
+        heading, row = table.plain.splitlines()
+        assert "→" not in heading
+        assert row.rstrip().endswith("END x")
+
+
 async def test_a_click_on_a_heading_names_the_order_of_its_column_which_has_an_arrow() -> None:
     app = ShiftedApp()
     async with app.run_test(size=(40, 10)) as pilot:
