@@ -186,7 +186,7 @@ def _staying(data: DataDir, command: str) -> str:
 
 
 def _leave_on_hangup() -> None:
-    """Exit when the terminal is gone: Textual 8.2 would read end-of-file in an endless loop at full CPU load."""
+    """Exit when the terminal is gone. The kernel sends SIGHUP only if it was the controlling terminal."""
     terminal = select.poll()
     terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):
