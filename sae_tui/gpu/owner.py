@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sae_tui.gpu.base import GpuProcess, ProcessKind
 from sae_tui.gpu.proc_files import arguments_of
 from sae_tui.gpu.secrets import masked_arguments
-from trainer.contract.printable import printable
+from trainer.contract.printable import on_one_line, printable
 from trainer.contract.process import ancestors_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _read(process: psutil.Process) -> Owner:
     user = name = None
     with contextlib.suppress(psutil.Error, OSError):
         user = printable(str(process.username()))
-        name = printable(command_line(arguments_of(process.pid)))
+        name = on_one_line(command_line(arguments_of(process.pid)))
     return user, name
 
 

@@ -288,6 +288,12 @@ def test_a_process_with_an_unreadable_command_line_is_shown_by_its_program_name(
     assert read(GpuProcess(os.getpid(), None, None, GIB)).command == comm
 
 
+def test_line_ends_in_a_command_line_are_shown_as_spaces(monkeypatch) -> None:
+    monkeypatch.setattr(owner_module, "_known", {})
+    monkeypatch.setattr(owner_module, "arguments_of", lambda pid: ["python", "-c", "\nimport x\nx.run()\x1b"])
+    assert owner(os.getpid())[1] == "python -c  import x x.run()�"
+
+
 def test_the_owner_of_a_process_is_read_again_after_ten_seconds_and_for_another_process(monkeypatch) -> None:
     now, reads = 0.0, []
     monkeypatch.setattr(owner_module, "_known", {})
