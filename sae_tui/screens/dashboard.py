@@ -179,7 +179,9 @@ class Dashboard(FramedScreen):
         self._selected()
 
     def on_screen_suspend(self) -> None:
-        self.query_one(DashboardProcesses).rest()
+        processes = self.query_one(DashboardProcesses)
+        if not processes.is_covered:  # the page of a process shows the shares
+            processes.rest()
 
     def on_resize(self) -> None:
         self.show_gpus()

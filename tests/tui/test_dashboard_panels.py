@@ -15,6 +15,7 @@ from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens.dashboard_panels import DashboardProcesses
 from sae_tui.screens.process_page import ProcessPage
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.reading import Page
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
 
@@ -113,6 +114,24 @@ async def test_the_shares_of_processes_are_read_only_while_the_panel_is_displaye
         await pilot.press("z", "z")  # the jobs alone
         assert not app.screen.query_one(DashboardProcesses).display
         assert not monitor.shares_wanted
+
+
+async def test_the_shares_of_processes_are_read_without_a_break_when_the_page_of_one_is_opened(make_app) -> None:
+    wanted: list[bool] = []
+
+    class Recorded(StillMonitor):
+        def want_shares(self, is_wanted: bool, *, every_sample: bool = False) -> None:
+            wanted.append(is_wanted)
+
+    app = make_app(monitor=Recorded(4))
+    async with app.run_test(size=MIDDLE) as pilot:
+        await wait_until(pilot, lambda: "python train.py" in processes(app))
+        await pilot.press("tab", "tab")
+        wanted.clear()
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, ProcessPage) and app.screen.query(Page))
+        await pilot.pause()
+        assert set(wanted) == {True}
 
 
 @pytest.mark.parametrize("size", [SMALL, MIDDLE])
