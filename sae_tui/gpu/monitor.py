@@ -81,9 +81,9 @@ class Monitor:
     @property
     def hidden(self) -> str:
         """Text like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES` if some GPUs are hidden, or "" if all are shown."""
-        if self._only and len(self.latest()) < self._sampler.count:
-            return f"{len(self.latest())} of {self._sampler.count} GPUs, by --only"
-        return count_visible(len(self.latest()), self._sampler.count, self.source_name)
+        samples = self._sampler.latest()
+        shown = visible(samples, self.source_name)
+        return count_visible(len(shown), len(samples), self.source_name, n_shown=len(of_these(shown, self._only)))
 
     def start(self) -> None:
         self._started = time.monotonic()

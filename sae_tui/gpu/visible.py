@@ -57,9 +57,15 @@ def refuse_missing(only: Iterable[int], samples: Sequence[GpuSample]) -> None:
         raise UserError(f"--only: there is no GPU {missing[0]} here; this machine has {ranges(indices)}")
 
 
-def count_visible(n_visible: int, n_gpus: int, source_name: str) -> str:
-    """Return a string like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden."""
-    return f"{n_visible} of {n_gpus} GPUs, by {_variables(source_name)}" if n_visible < n_gpus else ""
+def count_visible(n_visible: int, n_gpus: int, source_name: str, *, n_shown: int | None = None) -> str:
+    """Return a string like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden.
+
+    `n_shown` is the number of visible GPUs that are left by `--only`.
+    """
+    n_shown = n_visible if n_shown is None else n_shown
+    causes = [_variables(source_name)] if n_visible < n_gpus else []
+    causes += ["--only"] if n_shown < n_visible else []
+    return f"{n_shown} of {n_gpus} GPUs, by {' and '.join(causes)}" if causes else ""
 
 
 def all_hidden(n_gpus: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -14,10 +14,10 @@ from trainer.contract.paths import DataDir
 def start(tmp_path):
     started = []
 
-    def run(source) -> Monitor:
+    def run(source, only=()) -> Monitor:
         data = DataDir(tmp_path / "data")
         data.create()
-        started.append(Monitor(source, data, dict, interval_s=0.05))
+        started.append(Monitor(source, data, dict, interval_s=0.05, only=only))
         started[-1].start()
         return started[-1]
 
@@ -34,6 +34,21 @@ def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypat
     assert [sample.index for sample in monitor.latest()] == [1, 3]
     # Hidden GPUs are also sampled, because the process storing the history stores it for all users.
     assert len(monitor._sampler.ring(0)) > 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "only", "hidden"),
+    [
+        ("0,1,2,3", {1}, "1 of 4 GPUs, by --only"),
+        ("1,3", {1, 3}, "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"),
+        ("1,3", {1}, "1 of 4 GPUs, by CUDA_VISIBLE_DEVICES and --only"),
+    ],
+)
+def test_each_cause_of_hidden_gpus_is_named(start, until, monkeypatch, devices, only, hidden):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    monitor = start(Cards(4), only=only)
+    until(lambda: {sample.index for sample in monitor.latest()} == only)
+    assert monitor.hidden == hidden
 
 
 def test_the_reason_is_shown_if_no_gpu_is_visible(start, until, monkeypatch):
