@@ -135,7 +135,7 @@ class GpuMeters(LineView):
         n_shown = len(rows) if len(rows) <= n_cells else n_cells - 1
         cells = [_meters(row, width) for row in rows[:n_shown]]
         if n_shown < len(rows):
-            cells.append(fill(((f" and {plural(len(rows) - n_shown, 'GPU')} more", "dim"),), width))
+            cells.append(fill(((f" and {plural(len(rows) - n_shown, 'more GPU')}", "dim"),), width))
         # From top to bottom, then from left to right.
         n_rows = -(-len(cells) // n_beside)
         self.show([tuple(span for cell in cells[row::n_rows] for span in cell) for row in range(n_rows)])

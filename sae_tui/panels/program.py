@@ -70,7 +70,7 @@ def gpu_lines(gpus: Sequence[tuple[int, Window]], width: int, height: int) -> li
     tall = max(1, min(_TALLEST, height // max(1, len(shown))))
     lines = [line for index, window in shown for line in _gpu(index, window, width, tall)]
     more = len(gpus) - len(shown)
-    return [*lines, *([((fit(f" and {plural(more, 'GPU')} more", width), "dim"),)] if more else [])]
+    return [*lines, *([((fit(f" and {plural(more, 'more GPU')}", width), "dim"),)] if more else [])]
 
 
 def _gpu(index: int, window: Window, width: int, tall: int) -> list[Line]:

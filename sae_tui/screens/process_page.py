@@ -173,7 +173,7 @@ class ProcessPage(TextScreen):
         listed = self._latest()
         self._process, self._seen = listed or self._process, self._readings() or self._seen
         rows = max(2, min(8, self.size.height // 8))
-        gone: list[Line] = [] if listed else [((" It has exited, or uses no GPU any more.", "warn"),), _AIR]
+        gone: list[Line] = [] if listed else [((" It has exited or no longer uses a GPU.", "warn"),), _AIR]
         return [
             *gone,
             *graph_lines(self._seen, width, rows, time.monotonic()),

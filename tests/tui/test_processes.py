@@ -317,7 +317,7 @@ async def test_meters_of_all_gpus_stand_above_the_processes(make_app, on_gpus, t
         assert "1.9/24.0Gi" in meters.plain
         meters.show_gpus(app.session.monitor.latest(), 1)
         assert meters.plain.split()[:2] == ["GPU", "0"]
-        assert "and 3 GPUs more" in meters.plain
+        assert "and 3 more GPUs" in meters.plain
 
 
 async def test_for_a_rank_the_first_choice_is_to_stop_its_job(make_app, data, on_gpus, two) -> None:
