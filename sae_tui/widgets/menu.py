@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import RenderableType
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
@@ -53,6 +53,11 @@ class Menu(Select[Any], inherit_bindings=False):
         chosen = [words for words, value in self._options if value == self._value != self.NULL]
         yield Chosen(self.prompt, chosen[0] if chosen else None)
         yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
+
+    def _on_mount(self, event: events.Mount) -> None:
+        """Skip the values of a menu that is removed while it is mounted, because it has no widgets to show them."""
+        if self._pruning or self._closing:
+            event.prevent_default()
 
     class Picked(Message):
         """The user picked a value from the open menu."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -230,6 +231,19 @@ async def test_a_menu_shows_its_value_or_its_prompt_in_its_first_picture() -> No
             assert isinstance(label, Static)
             assert str(label.content) == words
             assert str(menu.query_one("#label", Static).content) == words
+
+
+@pytest.mark.parametrize("n_steps", [0, 1])
+async def test_a_menu_can_be_removed_while_it_is_mounted(n_steps: int) -> None:
+    app = App[None]()
+    async with app.run_test() as pilot:
+        menu = Menu([("one", 1), ("two", 2)], value=1, allow_blank=False)
+        app.screen.mount(menu)
+        for _ in range(n_steps):
+            await asyncio.sleep(0)
+        menu.remove()
+        await pilot.pause()
+        assert not app.query(Menu)
 
 
 async def test_paging_through_a_menu_without_space_has_no_effect() -> None:
