@@ -192,7 +192,7 @@ def run(
     >>> run(["sh", "-c", "exit 3"], gpus=0).wait().exit_code
     3
     """
-    with named_as_arguments():
+    with named_as_arguments(overrides=_strings("settings", settings)):
         made = command_job(
             _words(argv),
             gpus=gpus,
@@ -211,11 +211,11 @@ def run(
             priority=priority,
             share=share,
             metrics=metrics,
-            settings=settings,
+            settings=_strings("settings", settings),
         )
         context = _context(data_dir)
         context.mend()
-        return Job(_launch(context, made, after=_ids(after), hold=hold, tags=listed(tags)), context)
+        return Job(_launch(context, made, after=_ids(after), hold=hold, tags=_strings("tags", tags)), context)
 
 
 def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
@@ -229,9 +229,16 @@ def _context(data_dir: str | os.PathLike[str] | None) -> CommandContext:
 
 
 def _words(argv: Sequence[object]) -> list[str]:
-    if isinstance(argv, (str, bytes)):
+    if isinstance(argv, (str, bytes)) or not isinstance(argv, Sequence):
         raise UsageError('argv: must be a list like ["python", "x.py"]; for a shell line, run ["sh", "-c", line]')
     return [os.fsdecode(word) if isinstance(word, (bytes, os.PathLike)) else str(word) for word in argv]
+
+
+def _strings(name: str, values: str | Iterable[str]) -> list[str]:
+    texts = listed(values)
+    if wrong := [one for one in texts if not isinstance(one, str)]:
+        raise UsageError(f"{name}: must be strings, not {wrong[0]!r}")
+    return texts
 
 
 def _ids(after: int | Job | Iterable[int | Job]) -> tuple[int, ...]:

@@ -127,10 +127,7 @@ def _refuse(error: UserError, *, as_json: bool) -> Exit:
 
 def _exit_of(error: UserError) -> Exit:
     """Return the exit code for an error; only errors in the command line itself are usage errors."""
-    if isinstance(error, JobFileError):
-        is_usage = all(problem.path.startswith("--") for problem in error.problems)
-    else:
-        is_usage = isinstance(error, UsageError)
+    is_usage = error.is_usage if isinstance(error, JobFileError) else isinstance(error, UsageError)
     return Exit.USAGE if is_usage else Exit.FAILED
 
 

@@ -6,6 +6,7 @@ alert also rings the bell or sends a desktop notification, depending on the sett
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections import deque
@@ -33,6 +34,7 @@ SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
 _LETTERS_PER_S = 25
+_BEGINS_WITH_WORD = re.compile("[a-z]+ ")
 # A symbol for each severity, so that colour is never the only indication.
 _MARKS = {"information": "", "warning": "! ", "error": "✗ "}
 _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
@@ -73,7 +75,8 @@ class Notices(App[None]):
         markup: bool = True,
     ) -> None:
         """Show a message for at least `timeout` seconds; may be called from any thread."""
-        text = _MARKS[severity] + (f"{title}: " if title else "") + (_plain(message) if markup else message)
+        text = _plain(message) if markup else message
+        text = _MARKS[severity] + (f"{title}: {text}" if title else text if severity == "information" else _full(text))
         if severity == "information":
             text = "; ".join(text.splitlines())
         shown_s = _UNTIL_A_KEY_S if severity == "error" else max(timeout or 0, SHOWN_S, len(text) / _LETTERS_PER_S)
@@ -126,6 +129,12 @@ def _plain(text: str) -> str:
         return Content.from_markup(text).plain
     except MarkupError:
         return text
+
+
+def _full(text: str) -> str:
+    """Return an error message as a sentence. One that begins with a path or a setting keeps its first letter."""
+    text = text[:1].upper() + text[1:] if _BEGINS_WITH_WORD.match(text) else text
+    return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def tell_end(app: App[None], job: JobView, how: str) -> None:

@@ -104,7 +104,7 @@ def test_a_job_waits_for_the_jobs_before_it_and_another_process_can_follow_it(tm
         ({"stop_signal": "KILL"}, "stop_signal: must be"),
         ({"retry_on": [999]}, "retry_on"),
         ({"backend": "cloud"}, "backend: must be"),
-        ({"settings": ["launch.nods=2"]}, "nods: is not a known setting"),
+        ({"settings": ["launch.nods=2"]}, "launch.nods: is not a known setting"),
         ({"gpus": 1.5}, "gpus: must be"),
         ({"gpus": True}, "gpus: must be"),
         ({"time": 0}, "time: must be longer than 0 s"),
@@ -120,6 +120,15 @@ def test_a_job_waits_for_the_jobs_before_it_and_another_process_can_follow_it(tm
         ({"after": [None]}, "after: must be jobs or ids of jobs, not None"),
         ({"after": 99}, "there is no job 99"),
         ({"tags": ["two words"]}, "a tag is one word"),
+        ({"tags": [1]}, "tags: must be strings, not 1"),
+        ({"settings": [1]}, "settings: must be strings, not 1"),
+        ({"settings": ["command.grace_s=-1"]}, "command.grace_s: must be a number of at least 0"),
+        ({"folder": 5}, "folder: must be a path, not 5"),
+        ({"env": {"A=B": 1}}, 'env: must be a name without "=", not "A=B"'),
+        ({"memory": 0}, "memory: must be more than 0"),
+        ({"memory": True}, "memory: must be a size like 20GiB"),
+        ({"memory": -1}, "memory: must be a size like 20GiB"),
+        ({"time": True}, "time: must be a time"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence_and_launches_nothing(data: DataDir, options, sentence: str) -> None:
@@ -169,6 +178,8 @@ def test_a_job_stays_queued_with_a_warning_if_the_queue_process_does_not_start(d
 def test_wrong_commands_and_unknown_jobs_are_refused() -> None:
     with pytest.raises(UserError, match="argv: must be a list like"):
         sae_tui.run("echo hello", gpus=0)
+    with pytest.raises(UserError, match="argv: must be a list like"):
+        sae_tui.run({"echo", "hello"}, gpus=0)
     with pytest.raises(UserError, match=r"command\.argv: is empty"):
         sae_tui.run([], gpus=0)
     with pytest.raises(UserError, match=r"command\.argv: there is no program no-such-program on"):

@@ -25,7 +25,7 @@ def show_cards(context: CommandContext, job: Job) -> None:
     if context.as_json:
         show_json([_row(label, one) for label, versions in cards.items() for one in versions])
     elif not cards:
-        say(why_no_sae(job) or f"job {job.id} has no report card; run `sae-tui eval {job.id}`")
+        say(_why_no_card(job))
     else:
         titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*cards] != [""] else []))
         show_table(titles, [_cells(label, one, titles) for label, versions in cards.items() for one in versions])
@@ -47,8 +47,9 @@ def show_differences(context: CommandContext, job_id: int, number: int | None, a
     """Print how each figure of a report card differs from another one; `number` is None for the current one."""
     other_id = job_id if against.job_id is None else against.job_id
     with existing(context.data, other_id) as control:
-        control.job(other_id)
-    ours, theirs = _chosen(context, job_id, number, "--card"), _chosen(context, other_id, against.number, "--against")
+        jobs = control.job(job_id), control.job(other_id)
+    ours = _chosen(context, jobs[0], number, "--card: " if number else "")
+    theirs = _chosen(context, jobs[1], against.number, "--against: ")
     pairs = _pairs(ours, theirs)
     if not pairs:
         raise UserError(f"--against: jobs {job_id} and {other_id} have no SAE with the same label")
@@ -66,18 +67,22 @@ def show_differences(context: CommandContext, job_id: int, number: int | None, a
             say(f"* {NO_ERROR}")
 
 
-def _chosen(context: CommandContext, job_id: int, number: int | None, flag: str) -> Mapping[str, Version]:
+def _chosen(context: CommandContext, job: Job, number: int | None, flag: str) -> Mapping[str, Version]:
     """Return a job's report cards with this number or, if it is None, the current ones, by the label of their SAE."""
-    versions = versions_of(context.data.sae(job_id))
+    versions = versions_of(context.data.sae(job.id))
     if not versions:
-        raise UserError(f"{flag}: job {job_id} has no report card; run `sae-tui eval {job_id}`")
+        raise UserError(flag + _why_no_card(job))
     if number is None:
         return {label: of_sae[0] for label, of_sae in versions.items()}
     shown = {label: one for label, of_sae in versions.items() for one in of_sae if one.number == number}
     if shown:
         return shown
     there = sorted({one.number for of_sae in versions.values() for one in of_sae})
-    raise UserError(f"{flag}: job {job_id} has the report cards {', '.join(map(str, there))}; give one of them")
+    raise UserError(f"{flag}job {job.id} has the report cards {', '.join(map(str, there))}; give one of them")
+
+
+def _why_no_card(job: Job) -> str:
+    return why_no_sae(job) or f"job {job.id} has no report card; run `sae-tui eval {job.id}`"
 
 
 def _pairs(ours: Mapping[str, Version], theirs: Mapping[str, Version]) -> dict[str, tuple[Version, Version]]:

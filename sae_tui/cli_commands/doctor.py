@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 from sae_tui.cli_commands.context import CommandContext
@@ -19,6 +20,8 @@ from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_wor
 from sae_tui.doctor.queue_service import check_queue_service, install
 from sae_tui.jobs.gpus.availability import choices
 from sae_tui.jobs.gpus.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.launch.best_gpus import refusal
+from sae_tui.jobs.launch.placement import machine
 from sae_tui.jobs.launch.ways import JobRow
 from sae_tui.threads import on_thread
 from trainer.contract.exits import Exit
@@ -75,7 +78,9 @@ def _report(context: CommandContext, flags: argparse.Namespace, job: AnyJob, box
     busy = () if job.launch.share else [choice.index for choice in here if choice.state == "busy"]
     speeds = read_box(context.data.box_file)
     training = cast(JobConfig, job)
-    return job_report(training, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda, busy=busy)
+    refused = partial(refusal, machine=machine(here, context.data, cuda=gpus.cuda))
+    price = flags.price_per_gpu_hour
+    return job_report(training, gpus.samples, price, speeds=speeds, cuda=gpus.cuda, busy=busy, refusal=refused)
 
 
 def _has_settings(context: CommandContext) -> bool:

@@ -380,7 +380,8 @@ def _add_serve(add: Add) -> None:
 
 def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", "recommend.recommend", "Recommend GPUs for a job")
-    recommend.add_argument("--count", type=positive, metavar="N", help="number of GPUs; default: as in the job file")
+    number = "number of GPUs; default: as in the job file, or for `auto`, the fewest that suffice"
+    recommend.add_argument("--count", type=positive, metavar="N", help=number)
     validate = add("validate", "launching.validate", "List everything that would keep a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
@@ -424,17 +425,17 @@ def _add_run(add: Add) -> None:
     number = "number of GPUs, or 0 for the CPU; default: 1 if there are GPUs; indices: 0,1 or [0]"
     run.add_argument("--gpus", metavar="N", help=number)
     needed = "memory needed on each GPU; default: idle GPUs are used"
-    run.add_argument("--memory", type=_checked_size, metavar="20GiB", help=needed)
+    run.add_argument("--memory", type=_checked(size), metavar="20GiB", help=needed)
     run.add_argument("--name", metavar="NAME", help="name of the job; default: the command")
     run.add_argument("--folder", metavar="DIR", help="working directory; default: the current one")
     run.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set a variable; may be repeated")
     run.add_argument("--clean-env", action="store_true", help="start without the variables of this shell")
     longest = "time limit, after which the program is asked to stop"
-    run.add_argument("--time", type=seconds, metavar="4h", help=longest)
+    run.add_argument("--time", type=_checked(seconds), metavar="4h", help=longest)
     signals = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2")
     run.add_argument("--stop-signal", choices=signals, default="TERM", help="default: %(default)s")
     grace = "time to stop before the program is killed; default: 60s"
-    run.add_argument("--grace", type=seconds, default=60.0, metavar="60s", help=grace)
+    run.add_argument("--grace", type=_checked(seconds), default="60s", metavar="60s", help=grace)
     run.add_argument(
         "--retries", type=rank, default=0, metavar="N", help="restart the program up to N times if it fails"
     )
@@ -471,9 +472,14 @@ def _add_at_once(command: argparse.ArgumentParser) -> None:
     command.add_argument("--at-once", type=positive, metavar="N", help=most)
 
 
-def _checked_size(text: str) -> str:
-    size(text)
-    return text
+def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Return a function that checks an argument by parsing it, and returns its text."""
+
+    def checked(text: str) -> str:
+        parse(text)
+        return text
+
+    return checked
 
 
 def _add_importing(add: Add) -> None:

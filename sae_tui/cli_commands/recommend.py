@@ -11,7 +11,7 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.job_files import read_job
 from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.jobs.launch import placement
-from sae_tui.jobs.launch.best_gpus import best_gpus
+from sae_tui.jobs.launch.best_gpus import best_gpus, refusal
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.memory_need import used_before
 from trainer.contract.exits import Exit
@@ -35,6 +35,8 @@ def recommend(context: CommandContext, flags: argparse.Namespace) -> int:
     took = kind.measured(job, look, "cuda" if gpus.cuda else "cpu", past)
     # Any idle GPU suits a job whose needs are unknown.
     advice = placement.recommend(gpus.choices, look.needs_bytes or 0, count)
+    if advice.gpus and (problem := refusal(asked.replace("launch", gpus=list(advice.gpus)), here, used_before(past))):
+        advice = msgspec.structs.replace(advice, gpus=(), shortfall=str(problem))
     if context.as_json:
         facts: dict[str, Any] = {"memory_required": look.needs_bytes, "memory_measured": took and took.peak_bytes}
         facts |= {"mode": look.mode, "why": best.why if best else ""}

@@ -32,9 +32,10 @@ def run(context: CommandContext, flags: argparse.Namespace) -> int:
     combinations = _combinations(flags.grid, flags.array)
     _refuse_unused(combinations[0], [*argv, *flags.env])
     array = _array_of(flags, len(combinations))
-    with named_as_arguments("--"):
-        with Progress("run", to_descriptor=False):
-            jobs = [_job(flags, argv, values) for values in track(combinations, "jobs")]
+    with named_as_arguments("--", overrides=flags.overrides), Progress("run", to_descriptor=False):
+        jobs = [_job(flags, argv, values) for values in track(combinations, "jobs")]
+    # The command line is correct, but this machine may lack what it asks for.
+    with named_as_arguments("--", overrides=flags.overrides, is_usage=False):
         return launch_all(context, flags, jobs, array=array)
 
 
@@ -103,11 +104,15 @@ def _env(flags: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
 
 def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, str]) -> str:
     """Return the job's name: the given name and the values of the grid, or the command; then the index."""
-    axes = [f"{name}={value}" for name, value in values.items() if name != INDEX]
-    stem = " ".join([flags.name, *axes]) if flags.name else _name_of_command(flags, argv)
-    shows_index = not flags.name and "{" + INDEX + "}" in (flags.shell or " ".join(flags.argv))
+    axes = "".join(f" {name}={value}" for name, value in values.items() if name != INDEX)
+    stem = flags.name or _name_of_command(flags, argv)
+    # The name of a command shows the values, unless it was cut.
+    is_whole = not flags.name and len(stem) < LONGEST_NAME
+    shows_index = is_whole and "{" + INDEX + "}" in (flags.shell or " ".join(flags.argv))
     index = f" [{values[INDEX]}]" if flags.array and not shows_index else ""
-    return stem[: LONGEST_NAME - len(index)] + index
+    # The beginning is the same for all jobs of a grid, so it is cut before the values.
+    end = ("" if is_whole else axes)[: LONGEST_NAME - len(index) - 1] + index
+    return stem[: LONGEST_NAME - len(end)] + end
 
 
 def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:

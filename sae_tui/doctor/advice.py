@@ -5,7 +5,7 @@ Time and modes are forecast only for training jobs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 
@@ -43,15 +43,22 @@ def job_report(
     speeds: MeasuredHardware | None = None,
     cuda: bool = True,
     busy: Collection[int] = (),
+    refusal: Callable[[AnyJob], Problem | None] = lambda _: None,
 ) -> JobReport:
     """Report all ways to run a job on these GPUs; raise `JobFileError` if its data cannot be read.
 
-    `cuda` is False for simulated GPUs; `busy` contains the indices of the GPUs in use.
+    `cuda` is False for simulated GPUs; `busy` contains the indices of the GPUs in use. GPUs for which `refusal` returns
+    a problem are left out, because the job cannot be launched on them.
     """
     data = job.data_shape()
     rows = job_rows(job, data, samples, speeds or MeasuredHardware(), price_per_gpu_hour, cuda=cuda, busy=busy)
-    findings = [_speeds(rows, gpus_for(job, samples), cuda), _recommend(job, rows, data)]
-    return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
+    gpus = {row.gpus for row in rows if row.gpus}
+    refused = {one: problem for one in gpus if (problem := refusal(job.replace("launch", gpus=list(one))))}
+    allowed = tuple(row for row in rows if row.gpus not in refused)
+    speed = _speeds(rows, gpus_for(job, samples), cuda)
+    if refused and not any(row.gpus for row in allowed):
+        return JobReport(job.name, (), (speed, _finding_of(refused[min(refused, key=len)])), price_per_gpu_hour)
+    return JobReport(job.name, allowed, (speed, _recommend(job, allowed, data)), price_per_gpu_hour)
 
 
 def report_without_forecast(job: AnyJob, choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool) -> JobReport:
@@ -75,7 +82,7 @@ def _start(proposal: Proposal[AnyJob], choices: Sequence[GpuChoice]) -> Finding:
     if job.on_cpu:
         return Finding("ok", "job", f"it runs on the CPU: --gpus {job.launch.gpus}")
     if not choices:
-        return Finding("note", "job", "this machine has no GPU for it", "it runs on the CPU, also with --gpus cpu")
+        return Finding("note", "job", "this machine has no GPU for it, so it runs on the CPU")
     named = chosen_indices(job)
     offered = [_shared(one) if job.launch.share else one for one in choices if not named or one.index in named]
     advice, needs = recommend(offered, look.needs_bytes or 0, look.ranks), launch_kind(job.kind).needs(look)

@@ -95,7 +95,7 @@ class Evaluates(Screen[None]):
             offer = self.session.actions.offer_evaluation(self.job_id)
         except (UserError, OSError) as error:
             words = sentence(error)
-            self.app.call_from_thread(self.notify, f"{words[:1].upper()}{words[1:]}.", severity="warning", markup=False)
+            self.app.call_from_thread(self.notify, words, severity="warning", markup=False)
             return
         if offer is not None:
             self.app.call_from_thread(self._ask, offer, then)

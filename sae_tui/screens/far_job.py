@@ -258,7 +258,7 @@ class FarJobScreen(JobScreen):
         try:
             self._copy.fetch_features(self._show_progress)
         except UserError as error:
-            self.app.call_from_thread(self.notify, f"{sentence(error)}.", severity="warning", markup=False)
+            self.app.call_from_thread(self.notify, sentence(error), severity="warning", markup=False)
         else:
             screen = FeaturesScreen(self.session, self.job_id, member)
             self.app.call_from_thread(self.app.push_screen, screen)

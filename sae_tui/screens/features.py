@@ -207,7 +207,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         try:
             apart = search(self._features, words) if words else (self._features.order(self.order), [])
         except UserError as error:
-            self.notify(f"{error}.".capitalize(), severity="warning", markup=False)
+            self.notify(str(error), severity="warning", markup=False)
             return
         self.words = words
         self._list(*apart, None)

@@ -80,9 +80,11 @@ def test_a_grid_of_training_jobs_is_an_array(shell):
         (["--grid", "lr=1,2"], "--grid: lr is not used; write {lr} in the command or in --env"),
         (["--grid", "gpus=1,2"], "--grid: {gpus} has another meaning; choose another name"),
         (["--grid", "a"], '--grid: must be a name and values like lr=1e-3,3e-4, not "a"'),
-        (["--time", "0"], "--time: must be longer than 0 s"),
+        (["--time", "0"], "--time: must be longer than 0 s and at most 10,000 days, not 0"),
+        (["--memory", "0GiB"], "--memory: must be more than 0; leave it out to use idle GPUs"),
+        (["--set", "command.log_limit_mib=0"], "command.log_limit_mib: must be an integer of at least 1"),
+        (["--set", "launch.backend=x"], 'launch.backend: must be "local" or "slurm", not "x"'),
         (["--env", "a"], '--env: must be NAME=VALUE, not "a"'),
-        (["--folder", "/nowhere"], "--folder: is not a folder: /nowhere"),
         (["--shell", "true"], "--shell: is given in addition to a command after --"),
         (["--grid", "array_index=1,2"], "--grid: array_index is the index of a job; choose another name"),
         (["--at-once", "0"], '--at-once: must be an integer of at least 1, not "0"'),
@@ -92,6 +94,23 @@ def test_an_invalid_array_is_refused_in_one_line(shell, flags, said):
     (line,) = shell.errors("run", "--gpus", 0, *flags, "--", "true", code=2)
     assert line.startswith(f"sae-tui: error: {said}")
     assert jobs(shell) == []
+
+
+def test_gpus_and_folders_that_this_machine_lacks_are_no_usage_error(shell):
+    (line,) = shell.errors("run", "--gpus", 0, "--folder", "/nowhere", "--", "true", code=1)
+    assert line.startswith("sae-tui: error: --folder: is not a folder: /nowhere")
+    (line,) = shell.errors("run", "--gpus", "auto:64", "--", "true", code=1)
+    assert line.startswith("sae-tui: error: --gpus: ")
+    (line,) = shell.errors("run", "--set", "launch.gpus=auto:64", "--", "true", code=1)
+    assert line.startswith("sae-tui: error: launch.gpus: ")
+
+
+def test_the_jobs_of_a_grid_have_different_names_even_if_the_names_are_cut(shell):
+    for flags in (["--name", "n" * 80], []):
+        shell.run("run", "--gpus", 0, "--hold", *flags, "--grid", "seed=0,1", "--", "echo", "x" * 100, "{seed}")
+    names = [job["name"] for job in jobs(shell)]
+    assert [name[-7:] for name in names] == [" seed=0", " seed=1"] * 2
+    assert {len(name) for name in names} == {80}
 
 
 def test_a_value_of_a_grid_is_inserted_as_it_is(shell):

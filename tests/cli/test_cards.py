@@ -16,13 +16,13 @@ from trainer.contract.store.rows import Job
 
 @pytest.fixture(autouse=True)
 def jobs(shell: Shell) -> None:
-    """Record job 1 with two report cards, job 2 with the SAEs of a sweep, and job 3 without a report card."""
+    """Record job 1 with two report cards, job 2 with the SAEs of a sweep, 3 without a report card, and 4 a command."""
     shell.data.create()
     put_store(shell.data.control_db, "control")
     with closing(Control(shell.data.control_db)) as control:
-        for name in "abc":
+        for name, config in zip("abcd", ("", "", "", 'kind = "command"'), strict=True):
             control.create_job(
-                Job(name=name, config="", user="ada", host="here", device="cpu", gpu_source="none", created=0.0)
+                Job(name=name, config=config, user="ada", host="here", device="cpu", gpu_source="none", created=0.0)
             )
     put_card(shell.data.sae(1), figures=FIGURES | {"fvu": 0.3})
     archive(shell.data.sae(1))
@@ -64,12 +64,20 @@ def test_the_only_sae_of_a_job_is_compared_with_each_sae_of_a_sweep(shell: Shell
         (["--against", "7"], "--against: job 1 has the report cards 1, 2; give one of them"),
         (["--card", "7", "--against", "1"], "--card: job 1 has the report cards 1, 2; give one of them"),
         (["--against", "3:"], "--against: job 3 has no report card; run `sae-tui eval 3`"),
+        (["--against", "4:"], "--against: job 4 runs a command and has no SAE"),
         (["--against", "9:1"], "there is no job 9; `sae-tui jobs` lists them"),
     ],
 )
 def test_a_report_card_that_does_not_exist_is_named(shell: Shell, flags: list[str], said: str) -> None:
     (line,) = shell.errors("job", 1, *flags, code=1)
     assert line == f"sae-tui: error: {said}"
+
+
+@pytest.mark.parametrize("flags", [["--against", "1:"], ["--card", "1", "--against", "1:"]])
+def test_a_flag_is_named_only_if_it_was_given(shell: Shell, flags: list[str]) -> None:
+    (line,) = shell.errors("job", 3, *flags, code=1)
+    named = "--card: " if "--card" in flags else ""
+    assert line == f"sae-tui: error: {named}job 3 has no report card; run `sae-tui eval 3`"
 
 
 @pytest.mark.parametrize("word", ["x", "0", "1:0", "", ":1"])

@@ -125,6 +125,14 @@ def test_recommend_without_a_number_takes_the_fewest_gpus_that_suffice_and_says_
         assert (answer["gpus"], answer["why"]) == ([0, 1], "")
 
 
+def test_numbers_of_gpus_that_a_launch_refuses_are_not_recommended(shell):
+    odd = ("--set", "parallel.mode=hybrid", "--set", "parallel.latent_ranks=3")
+    refused = shell.errors("launch", shell.job_file, *odd, "--gpus", "0,1", code=1)[0].removeprefix("sae-tui: error: ")
+    answer = shell.json("recommend", shell.job_file, *odd, "--count", 2, code=1)
+    assert (answer["gpus"], answer["shortfall"]) == ([], refused)
+    assert shell.json("recommend", shell.job_file, *odd, "--count", 3)["gpus"] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -162,7 +170,7 @@ def test_recommend_skips_an_unhealthy_gpu_and_explains_the_shortfall(shell):
 
 def test_recommend_skips_gpus_that_are_too_small(shell):
     # The job needs 11 GiB for pre-activations, too much for the RTX 3080.
-    big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
+    big = ("--set", "train.batch_size=1900", "--set", "sae.d_sae=3000000", "--set", "parallel.mode=ddp")
     answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
     assert answer["gpus"] == [0, 1]
     assert answer["reasons"]["2"].startswith("needs ")

@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 
 import pytest
 from support.cards import GIB, Cards
 
 from sae_tui.doctor.advice import job_report
-from sae_tui.doctor.base import look_at
+from sae_tui.doctor.base import Finding, look_at
+from sae_tui.jobs.gpus.availability import Holders, choices
+from sae_tui.jobs.launch.best_gpus import refusal
+from sae_tui.jobs.launch.placement import machine
 from sae_tui.jobs.launch.ways import LEAST_EFFICIENCY
+from trainer.contract.errors import Problem
+from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import CPU, MeasuredHardware, Speeds
 from trainer.contract.settings.job_file import parse_job
 
@@ -97,6 +103,17 @@ def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
     _, finding = advice(job(), gpus(1, 1.5))
     assert finding.level == "error"
     assert finding.remedy
+
+
+def test_gpus_on_which_the_job_cannot_be_launched_are_left_out(tmp_path) -> None:
+    odd = job(parallel={"mode": "hybrid", "latent_ranks": 3})
+    here = machine(choices(gpus(3), Holders()), DataDir(tmp_path), cuda=True)
+    report = job_report(odd, gpus(3), refusal=partial(refusal, machine=here))
+    assert {row.gpus for row in report.rows} == {(0, 1, 2), ()}
+    nowhere = job(parallel={"mode": "hybrid", "latent_ranks": 3}, launch={"gpus": [0, 1]})
+    report = job_report(nowhere, gpus(2), refusal=lambda _: Problem("parallel.latent_ranks", "is wrong; use 2"))
+    assert report.rows == ()
+    assert report.findings[-1] == Finding("error", "job", "parallel.latent_ranks: is wrong", "use 2")
 
 
 def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:

@@ -18,6 +18,7 @@ from sae_tui.jobs import detach, edits
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.adopt import adopt
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.launchers.attached import AttachedProgram
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.errors import JobFileError, UserError
@@ -277,6 +278,16 @@ def test_a_failed_command_is_restarted_only_after_the_chosen_exit_codes(box):
     assert "exit code 4" in job.error
 
 
+def test_a_resumed_job_is_queued_with_a_note_if_the_queue_process_does_not_start(box):
+    job_id = run(box, "false")
+    assert box.wait_ended(job_id).state == JobState.FAILED
+    log_file = box.data.root / "queue.log"
+    log_file.mkdir()
+    plan = resume(box.data, job_id, lambda _: box.placement())
+    assert plan.notes[-1].startswith(f"job {job_id} is queued, but the queue could not be started: ")
+    assert box.job(job_id).state == JobState.QUEUED
+
+
 def test_a_command_that_exits_with_the_chosen_code_is_queued_again(box):
     job_id = run_python(box, "sys.exit(75 if os.environ['SAE_TUI_ATTEMPT'] == '1' else 0)", requeue_on=[75])
     job = box.wait_ended(job_id, timeout_s=60.0)
@@ -427,6 +438,18 @@ def test_a_process_that_cannot_be_adopted_is_refused_in_one_sentence(box):
         with pytest.raises(UserError, match=message):
             adopt(box.data, pid, [], gpu_source="none")
     assert box.control.jobs() == []
+
+
+def test_the_name_of_an_adopted_process_contains_no_secrets(box):
+    box.make_store()
+    program = [sys.executable, "-c", "import time; time.sleep(100)", "--token", "s3cr3t"]
+    with ended(box, subprocess.Popen(program)) as process:
+        job_id = adopt(box.data, process.pid, [], gpu_source="none", start=detach.start)
+        box.wait(job_id, JobState.RUNNING)
+        name = box.job(job_id).name
+        assert "--token" in name
+        assert "s3cr3t" not in name
+    box.wait_ended(job_id)
 
 
 def test_a_process_without_a_name_can_be_adopted(box):

@@ -51,7 +51,7 @@ async def test_an_alert_is_shown_counted_in_the_status_line_and_listed_later(mak
         app.post_message(AlertsChanged())
         await pilot.pause()
         await pilot.pause()
-        assert [note.message for note in app.notices] == [f"! {HOT.words}"]
+        assert [note.message for note in app.notices] == [f"! {HOT.words}."]
         assert "⚠ 1 alert " in app.screen.query_one(StatusLine).plain
         await wait_until(pilot, app.session.alerts.recent)
         app.session.go.show_alerts()

@@ -180,7 +180,7 @@ async def test_a_key_pressed_before_an_error_could_be_read_does_not_close_it(mak
         app.notify("this went wrong", severity="error")
         await wait_until(pilot, lambda: messages(app))
         await pilot.press("v")
-        assert messages(app) == ["✗ this went wrong"]
+        assert messages(app) == ["✗ This went wrong."]
 
 
 # Help.

@@ -36,10 +36,15 @@ class BadUsage(UsageError):
 
 
 class JobFileError(UsageError):
-    """An error listing all the reasons why a job cannot run."""
+    """An error listing all the reasons why a job cannot run.
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    `is_usage` is whether the command line is wrong, by default if all problems are about flags.
+    """
+
+    def __init__(self, problems: Iterable[Problem], *, is_usage: bool | None = None) -> None:
         self.problems = tuple(problems)
+        about_flags = all(problem.path.startswith("--") for problem in self.problems)
+        self.is_usage = about_flags if is_usage is None else is_usage
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -13,7 +13,7 @@ from trainer.contract.output import show_text
 from trainer.contract.printable import printable_json
 
 # Matches a flag, an argument or a job file setting followed by a colon and a message.
-_FIELD = re.compile(r"(--[a-z][a-z-]*|[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|[A-Z][A-Z_]+(?:\.toml)?): (?=\S)")
+_FIELD = re.compile(r"(--[a-z][a-z-]*|[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+|[A-Z][A-Z_]*(?:\.toml)?): (?=\S)")
 
 
 class Failure(msgspec.Struct, frozen=True):

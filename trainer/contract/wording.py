@@ -10,7 +10,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
     """Format a number of bytes like `17.9 GiB`, or like `82 MiB` if `digits` is 1 and the size is below 0.1 GiB."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
-    return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
+    return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:,.{digits}f} GiB"
 
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:

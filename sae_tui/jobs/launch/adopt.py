@@ -12,6 +12,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.proc_files import arguments_of
 from sae_tui.jobs import detach
 from sae_tui.jobs.edits import LONGEST_NAME, as_tags
+from sae_tui.jobs.launch.kinds.command import name_of_command
 from sae_tui.jobs.launch.launching import Start, enqueue, fields_of, start_or_fail
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.launchers.attached import ADOPTED
@@ -110,9 +111,8 @@ def _job(pid: int, name: str, gpus: list[int]) -> CommandJob:
     except OSError as error:
         raise UserError(f"the folder of process {pid} cannot be read: {sentence(error)}") from None
     launch = Launch(gpus=gpus or "cpu")
-    words = name or " ".join([os.path.basename(argv[0]), *argv[1:]])
     command = Command(argv=argv, folder=folder if is_utf8(folder) else "/")
-    return CommandJob(command=command, launch=launch, name=printable(words)[:LONGEST_NAME])
+    return CommandJob(command=command, launch=launch, name=printable(name)[:LONGEST_NAME] or name_of_command(argv))
 
 
 def _prepare(data: DataDir, row: Job, job: CommandJob, pid: int) -> Job:

@@ -8,8 +8,8 @@ import msgspec
 
 from sae_tui.jobs.launch.kinds import launch_kind
 from sae_tui.jobs.launch.placement import of_one_vendor
-from sae_tui.jobs.launch.ways import JobRow, fewest, paying_more, why_not_more
-from trainer.contract.errors import errors
+from sae_tui.jobs.launch.ways import SAME_SIZE, JobRow, fewest, paying_more, why_not_more
+from trainer.contract.errors import Problem, errors
 from trainer.contract.planning.check_job import Machine, MachineGpu, UsedBefore, propose
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.wording import duration, plural
@@ -47,7 +47,7 @@ def best_gpus(
             return None
         more = paying_more(enough, rows)
         chosen = more or enough
-        if not _is_refused(job, machine, used_before, chosen):
+        if not refusal(job.replace("launch", gpus=list(chosen.gpus)), machine, used_before):
             return Best(chosen.gpus if chosen.fits_now else (), chosen.ranks, _why(enough, more, rows))
         rows = [row for row in rows if row.ranks != chosen.ranks]
     return None
@@ -64,18 +64,19 @@ def _offered(job: AnyJob, machine: Machine) -> Sequence[MachineGpu]:
 
 
 def _counts(gpus: Sequence[MachineGpu], *, several: bool) -> list[int]:
-    """Return the numbers of GPUs to compare: the powers of two, and all free GPUs."""
-    free = sum(not gpu.busy for gpu in gpus)
+    """Return the numbers of GPUs to compare: powers of two, the free GPUs, and the free GPUs of the largest size."""
+    free = [gpu.memory_total_bytes or 0 for gpu in gpus if not gpu.busy]
+    large = [size for size in free if size >= SAME_SIZE * max(free)]
     powers = [2**power for power in range(len(gpus).bit_length())]
-    return sorted({1, *powers, *([free] if free else [])}) if several else [1]
+    return sorted({1, *powers, *({len(free), len(large)} - {0})}) if several else [1]
 
 
-def _is_refused(job: AnyJob, machine: Machine, used_before: UsedBefore | None, row: JobRow) -> bool:
-    """Return whether the job's own settings rule out this number of GPUs."""
+def refusal(job: AnyJob, machine: Machine, used_before: UsedBefore | None = None) -> Problem | None:
+    """Return why the job's own settings rule out its number of GPUs, or None."""
     # A PyTorch that cannot use the GPUs rules out all numbers.
     able = msgspec.structs.replace(machine, cuda_problem="")
-    proposal = propose(job.replace("launch", gpus=list(row.gpus)), able, used_before)
-    return any(problem.path.startswith(_OF_COUNT) for problem in errors(proposal.problems()))
+    problems = errors(propose(job, able, used_before).problems())
+    return next((problem for problem in problems if problem.path.startswith(_OF_COUNT)), None)
 
 
 def _why(enough: JobRow, more: JobRow | None, rows: Sequence[JobRow]) -> str:

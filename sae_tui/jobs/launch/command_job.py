@@ -13,17 +13,30 @@ from msgspec.structs import replace
 from sae_tui.jobs.launch.kinds.command import name_of_command
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.command import CommandJob
+from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job_file import any_job_of
 from trainer.contract.settings.typed import TIMES, as_time_limit, parse_seconds
 
 # A longer time limit is a typing mistake.
 _LONGEST_S = 10_000 * 86_400
-# The argument that gives each setting, if it has another name. An error names the argument.
+# The argument that gives each setting. An error names the argument.
 _ARGUMENTS = {
-    "launch.max_restarts": "retries",
+    "name": "name",
+    "launch.gpus": "gpus",
     "launch.time_limit": "time",
+    "launch.max_restarts": "retries",
+    "launch.priority": "priority",
+    "launch.share": "share",
+    "launch.backend": "backend",
+    "command.memory": "memory",
+    "command.env": "env",
+    "command.folder": "folder",
+    "command.clean_env": "clean_env",
+    "command.stop_signal": "stop_signal",
     "command.grace_s": "grace",
+    "command.retry_on": "retry_on",
     "command.requeue_on": "requeue",
+    "command.metrics": "metrics",
 }
 
 
@@ -55,8 +68,8 @@ def command_job(
     """
     command = {
         "argv": list(argv),
-        "folder": os.path.abspath(folder or "."),
-        "memory": f"{memory}B" if isinstance(memory, int) else memory,
+        "folder": _folder(folder),
+        "memory": f"{memory}B" if isinstance(memory, int) and not isinstance(memory, bool) else memory,
         "env": _variables(env) or None,
         "clean_env": clean_env,
         "stop_signal": stop_signal,
@@ -80,20 +93,22 @@ def command_job(
 
 
 @contextmanager
-def named_as_arguments(prefix: str = "") -> Iterator[None]:
-    """Name the arguments instead of the settings in a `JobFileError`: `--time`, not `launch.time_limit`."""
+def named_as_arguments(prefix: str = "", *, overrides: Sequence[str] = (), is_usage: bool = True) -> Iterator[None]:
+    """Name the arguments instead of the settings in a `JobFileError`: `--time`, not `launch.time_limit`.
+
+    A setting given by one of the `overrides` keeps its name.
+    """
     try:
         yield
     except JobFileError as error:
-        problems = (replace(problem, path=_argument(problem.path, prefix)) for problem in error.problems)
-        raise JobFileError(problems) from None
+        problems = (replace(problem, path=_argument(problem.path, prefix, overrides)) for problem in error.problems)
+        raise JobFileError(problems, is_usage=is_usage) from None
 
 
-def _argument(path: str, prefix: str) -> str:
-    section, _, setting = path.partition(".")
-    if section not in ("command", "launch") or setting == "argv":
+def _argument(path: str, prefix: str, overrides: Sequence[str]) -> str:
+    name = _ARGUMENTS.get(path)
+    if name is None or sets(overrides, path):
         return path
-    name = _ARGUMENTS.get(path, setting)
     return prefix + name.replace("_", "-") if prefix else name
 
 
@@ -127,9 +142,17 @@ def _seconds(value: str | float, path: str) -> float:
         seconds = parse_seconds(value) if isinstance(value, str) else float(value)
     except (ValueError, TypeError):
         seconds = math.nan
+    seconds = math.nan if isinstance(value, bool) else seconds
     if math.isnan(seconds):
         raise JobFileError([Problem(path, f"must be {TIMES} or a number of seconds, not {value}")])
     return seconds
+
+
+def _folder(folder: str | os.PathLike[str] | None) -> str:
+    try:
+        return os.path.abspath(os.fsdecode(folder or "."))
+    except TypeError:
+        raise JobFileError([Problem("command.folder", f"must be a path, not {folder!r}")]) from None
 
 
 def _variables(env: Mapping[str, object] | Sequence[str]) -> list[str]:
@@ -137,6 +160,8 @@ def _variables(env: Mapping[str, object] | Sequence[str]) -> list[str]:
         return listed(env)
     if without := [name for name, value in env.items() if value is None]:
         raise JobFileError([Problem("command.env", f"{without[0]} has no value; leave it out")])
+    if wrong := [name for name in env if "=" in name]:
+        raise JobFileError([Problem("command.env", f'must be a name without "=", not "{wrong[0]}"')])
     return [f"{name}={value}" for name, value in env.items()]
 
 

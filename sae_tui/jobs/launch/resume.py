@@ -99,7 +99,7 @@ def resume(
     If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
     Raise `JobFileError` if an override would change a fixed setting, and `UserError` if the job cannot be resumed.
-    If the queue process does not start, raise `NotStarted`; the job is queued.
+    If the queue process does not start, the job is queued, and a note says so.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:
@@ -140,7 +140,7 @@ def resume(
         if start:
             start_or_fail(data, control, job_id, start)
         elif reason := enqueue(data):
-            raise NotStarted([job_id], reason)
+            plan = msgspec.structs.replace(plan, notes=(*plan.notes, str(NotStarted([job_id], reason))))
         return plan
 
 

@@ -27,10 +27,8 @@ from trainer.contract.wording import duration, plural
 LEAST_EFFICIENCY = 0.7
 # More devices must save at least this much time, because several ranks take some seconds longer to start than one.
 LEAST_SAVED_S = 30.0
-
-
 # GPUs of the same model differ by less than this in memory, because the driver and ECC reserve some of it.
-_SAME_SIZE = 0.9
+SAME_SIZE = 0.9
 
 
 class ForecastGpu(Protocol):
@@ -121,7 +119,7 @@ def job_rows(
     """
     gpus = sorted(gpus_for(job, samples), key=lambda gpu: gpu.index in busy)
     kinds = (
-        [_gpus(gpus, count, cuda, busy) for count in COUNTS]
+        [_gpus(gpus, count, cuda, busy) for count in _gpu_counts(job)]
         if gpus
         else [_processes(count) for count in _cpu_counts(job)]
     )
@@ -237,8 +235,14 @@ def _gpus(samples: Sequence[ForecastGpu], count: int, cuda: bool, busy: Collecti
         capacity,
         are_gpus=True,
         in_use=any(index in busy for index in gpus),
-        are_limited=bool(totals) and min(totals) < _SAME_SIZE * max(totals),
+        are_limited=bool(totals) and min(totals) < SAME_SIZE * max(totals),
     )
+
+
+def _gpu_counts(job: JobConfig) -> list[int]:
+    """Return the numbers of GPUs to forecast: the usual ones, the number requested by the job, and one hybrid group."""
+    group = job.parallel.latent_ranks if job.parallel.mode == "hybrid" else 1
+    return sorted({*COUNTS, wanted_devices(job), group})
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:

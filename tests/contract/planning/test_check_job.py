@@ -222,7 +222,7 @@ def test_a_full_disk_is_reported_as_an_error(checked: Callable[..., list[Problem
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # The SAE has 17e13 parameters, including the encoder's bias.
     # Each of the four checkpoints takes 8 bytes per parameter, and the exported SAE takes 4 bytes per parameter.
-    assert f"the checkpoints and the SAE need about {36 * 17e13 / GIB:.1f} GiB" in disk_problem.message
+    assert f"the checkpoints and the SAE need about {36 * 17e13 / GIB:,.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
 

@@ -48,6 +48,7 @@ def test_smaller_gpus_are_left_out_unless_the_job_needs_them(tmp_path) -> None:
     assert needed.gpus == (0, 1, 2, 3)
     assert needed.why == "it needs the memory of 4 GPUs"
     assert best([gpu(0), gpu(1, 10), gpu(3, 10)], tmp_path, **LONG).gpus == (0,)
+    assert best([gpu(0), gpu(1), gpu(2), gpu(3, 10)], tmp_path, **LONG).gpus == (0, 1, 2)
 
 
 def test_busy_gpus_are_not_taken_but_waited_for_if_no_other_gpu_suffices(tmp_path) -> None:

@@ -159,7 +159,8 @@ def _problems_of(command: Command) -> list[Problem]:
         problems.append(Problem("command.env", f"must be NAME=VALUE, not {show(wrong)}"))
     if command.memory is not None:
         try:
-            parse_size(command.memory)
+            if not parse_size(command.memory):
+                problems.append(Problem("command.memory", "must be more than 0; leave it out to use idle GPUs"))
         except ValueError as error:
             problems.append(Problem("command.memory", str(error)))
     return problems + _problems_of_patterns(command.metrics or [])
