@@ -143,7 +143,7 @@ class OtherCard(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """What the report card is of and says, as text."""
+        """The subject and the main figures, as text."""
         spliced, step = self.card.spliced, f"step {self.card.step:,}" if self.card.step else ""
         ce = f"CE score {with_error(spliced.ce_score, None)}" if spliced else ""
         fvu = f"FVU {self.card.figures.fvu:.4f}"
@@ -151,7 +151,7 @@ class OtherCard(msgspec.Struct, frozen=True):
 
 
 def other_cards(data: DataDir, job_id: int, label: str, others: Iterable[int]) -> list[OtherCard]:
-    """Return the report cards to compare a job's current one with: earlier cards, then cards of other SAEs and jobs.
+    """Return the report cards to compare a job's current one with: earlier ones, then those of other SAEs and jobs.
 
     `label` is the SAE of the current report card.
     """
