@@ -30,6 +30,8 @@ class SettingsScreen(FramedScreen):
     Saving writes only changed settings, so that other programs' changes to the file are kept.
     """
 
+    # `on_mount` focuses the first field. Textual would focus it earlier and scroll its heading out of view.
+    AUTO_FOCUS = ""
     BINDINGS = [
         Binding("escape", "back", "Back", id="settings.back",
                 tooltip="To the previous screen; unsaved changes are kept"),

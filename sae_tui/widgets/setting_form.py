@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from itertools import combinations, groupby, pairwise
 from typing import Any
 
+from rich.cells import set_cell_size
 from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.events import DescendantBlur, DescendantFocus
+from textual.content import Content
+from textual.events import Click, DescendantBlur, DescendantFocus
 from textual.message import Message
+from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Input, Label, Select, Static
 
@@ -143,26 +146,26 @@ class FieldHelp(Static):
         return max(20, parent.content_size.width - 2)
 
 
-class SettingRow(Horizontal):
-    """A label, an input field and, on the right, as much of the help or the problem as fits.
+# Widths of the parts of a row in cells; the value takes this share of the row.
+_LABEL_WIDTH, _LEAST_VALUE_WIDTH, _VALUE_SHARE = 25, 22, 0.3
+_GAP = "  "
 
-    A hidden row is empty until `fill` is called, because creating every editor makes opening a form four times slower.
+
+class SettingRow(Horizontal, can_focus=True):
+    """A label, a value and, on the right, as much of the help or the problem as fits.
+
+    The row draws its value until it gets the focus. Then an editor takes the place of the value: a form with an editor
+    in each row takes five times longer to open.
     """
 
     DEFAULT_CSS = """
-    SettingRow { height: 1; }
+    SettingRow { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     SettingRow.-advanced { display: none; }
     SettingForm.-all SettingRow.-advanced, SettingRow.-advanced.-wrong { display: block; }
     SettingRow.-advanced.-changed, SettingRow.-advanced.-found { display: block; }
-    SettingRow > Label { width: 25; color: $text-muted; }
-    SettingRow > Input { width: 22; }
-    SettingRow > Select { width: 22; }
-    SettingRow > .hint { width: 1fr; margin-left: 2; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
-    SettingRow.-wrong > .hint { color: $text-error; }
-    SettingRow.-warned > .hint { color: $text-warning; }
-    SettingRow.-unusual > Label { color: $foreground; text-style: bold; }
-    SettingRow.-changed > Label { color: $text-accent; text-style: bold; }
+    SettingRow > Input, SettingRow > Select { margin-left: 25; }
     SettingRow.-overridden > Input { color: $text-disabled; text-style: dim; }
+    SettingRow.-line { height: 2; }
     """
 
     def __init__(self, field: Field, value: Any) -> None:
@@ -173,7 +176,7 @@ class SettingRow(Horizontal):
         self.start = value
         self.original: str | None = None
         self.marks_usual = False
-        self._problem = self._overridden = self._warning = self._drawn = ""
+        self._problem = self._overridden = self._warning = ""
         self._editor: Menu | Input | None = None
         self._last_text = field.show(value)
 
@@ -182,32 +185,53 @@ class SettingRow(Horizontal):
         before, self._last_text = self._last_text, self.text
         return self._last_text != before
 
-    def fill(self) -> None:
-        """Create the label, the input and the help, unless they exist or the form is being removed."""
-        if self._editor is None and self.is_attached:
-            self._drawn = self._hint_text()
-            hint = Static(self._drawn, classes="hint", markup=False)
-            self.mount(Label(self.field.label or self.field.setting.name), self.editor, hint)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the row still has no editor."""
+    def allow_focus(self) -> bool:
+        """Give the focus to the row only if it has no editor, which would take the focus."""
         return self._editor is None
 
+    def on_focus(self) -> None:
+        self.screen.set_focus(self.fill())
+
+    def focus_on_click(self) -> bool:
+        """Wait for the whole click: it would go to an editor created when the button is pressed."""
+        return False
+
+    def on_click(self, event: Click) -> None:
+        """Edit the value at the place of the click, or open its menu. Later clicks on the value go to the editor."""
+        x, editor = event.x - _LABEL_WIDTH, self.fill()
+        # `focus` would take the focus later, also from the open menu.
+        self.screen.set_focus(editor)
+        if isinstance(editor, Input):
+            editor.cursor_position = len(fitted(editor.value, x))  # Textual keeps it within the text
+        elif 0 <= x < self._value_width:
+            editor.call_later(editor.action_show_overlay)
+
+    def fill(self) -> Menu | Input:
+        """Return the editor, and create it if there is none."""
+        if self._editor is None:
+            self._editor = self._new_editor()
+            self._editor.styles.width = self._value_width
+            self.mount(self._editor)
+        return self._editor
+
     def focus_editor(self) -> None:
-        self.fill()
-        self.editor.focus()
+        """Put the cursor in the editor."""
+        self.fill().focus()
+
+    def on_resize(self) -> None:
+        if self._editor is not None:
+            self._editor.styles.width = self._value_width
+
+    def _new_editor(self) -> Menu | Input:
+        value = self.field.show(self.start)
+        if self.field.options:
+            return Menu(self._options(), value=value, allow_blank=False, compact=True)
+        kind = CommandLine if self.field.setting.is_command_line else Input
+        return kind(value, compact=True, placeholder=self._placeholder(), select_on_focus=False)
 
     @property
-    def editor(self) -> Menu | Input:
-        if self._editor is None:
-            value = self.field.show(self.start)
-            if self.field.options:
-                self._editor = Menu(self._options(), value=value, allow_blank=False, compact=True)
-            else:
-                kind = CommandLine if self.field.setting.is_command_line else Input
-                self._editor = kind(value, compact=True, placeholder=self._placeholder(), select_on_focus=False)
-        return self._editor
+    def label(self) -> str:
+        return self.field.label or self.field.setting.name
 
     @property
     def help(self) -> str:
@@ -216,12 +240,13 @@ class SettingRow(Horizontal):
 
     @property
     def text(self) -> str:
-        there = self._editor is not None and self._editor.is_mounted
-        return str(self.editor.value) if there else self.field.show(self.start)
+        editor = self._editor
+        return str(editor.value) if editor is not None and editor.is_mounted else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
         """Set a value without marking it as changed by the user."""
         self.start = value
+        self.refresh()
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
             self._editor.value = self.field.show(value)
@@ -237,21 +262,52 @@ class SettingRow(Horizontal):
         self.set_class(self.is_changed, "-changed")
         self.set_class(bool(overridden), "-overridden")
         self.set_class(self.marks_usual and self.is_unusual, "-unusual")
-        if problem or self.is_changed:
-            self.fill()
-        if (text := self._hint_text()) != self._drawn:
-            self._drawn = text
-            for hint in self.query(".hint").results(Static):
-                hint.update(text, layout=False)
+        self.refresh()
+
+    def render(self) -> Content:
+        label = (fitted(self.label, _LABEL_WIDTH), self._look("changed", "unusual", usual="label"))
+        gap = "\n" + " " * _LABEL_WIDTH if self.field.setting.is_command_line else _GAP
+        hint = (self.hint, self._look("wrong", "warned", usual="hint"))
+        return Content.assemble(label, *self._drawn_value(), gap, hint)
+
+    def _drawn_value(self) -> list[tuple[str, Style]]:
+        """Return the value as its editor would show it."""
+        width, look = self._value_width, self._form.look
+        if self.field.options:
+            arrow = "▼ "
+            chosen = fitted(visible(self.text), width - 1 - len(arrow))
+            return [(chosen, look("chosen")), (f" {arrow}", look("arrow"))]
+        if not self.text:
+            example = fitted(self._placeholder(), min(width, len(self._placeholder())))
+            return [(example, look("placeholder")), (" " * (width - len(example)), look("typed"))]
+        return [(fitted(visible(self.text), width), self._look("overridden", usual="typed"))]
+
+    @property
+    def _value_width(self) -> int:
+        """The width of the value and of its editor. A command line takes the whole width, with its hint below it."""
+        width = self.size.width
+        if self.field.setting.is_command_line:
+            return max(0, width - _LABEL_WIDTH)
+        return max(_LEAST_VALUE_WIDTH, int(_VALUE_SHARE * width))
+
+    @property
+    def _form(self) -> SettingForm:
+        return next(node for node in self.ancestors if isinstance(node, SettingForm))
+
+    def _look(self, *states: str, usual: str) -> Style:
+        """Return the style of the first state that the row is in, or else the usual style."""
+        return self._form.look(next((state for state in states if self.has_class(f"-{state}")), usual))
 
     @property
     def explanation(self) -> str:
         """The name of the field, its help or problem, and how to type its value."""
         typing = "" if self._problem else self.field.typing
         typing = typing and f" {typing[:1].upper()}{typing[1:]}."
-        return f"{self.field.label or self.field.setting.name}: {self._hint_text()}{typing}"
+        return f"{self.label}: {self.hint}{typing}"
 
-    def _hint_text(self) -> str:
+    @property
+    def hint(self) -> str:
+        """The problem, the warning, or what there is to say about the value, and the help."""
         usual = f"default {self._placeholder()}" if self.marks_usual and self.is_unusual else ""
         was = f"was {self.original or 'default'}" if self.is_changed else ""
         was = "" if usual and self.original in ("", self._placeholder()) else was
@@ -289,8 +345,6 @@ class SettingRow(Horizontal):
 
 # A form is divided into at most this many columns, which are next to each other in a wide window.
 _COLUMNS = 3
-# Rows filled between two redraws, so that a form with all settings does not delay its first picture.
-_FILLED_AT_ONCE = 12
 
 
 class SettingForm(Vertical):
@@ -315,7 +369,27 @@ class SettingForm(Vertical):
     SettingForm.-all .section { display: block; }
     SettingForm.-all.-wide { layout: horizontal; }
     SettingForm.-all.-wide > Vertical { width: 1fr; padding-right: 2; }
+    SettingForm > .row--label, SettingForm > .row--hint { color: $text-muted; }
+    SettingForm > .row--unusual { color: $foreground; text-style: bold; }
+    SettingForm > .row--changed { color: $text-accent; text-style: bold; }
+    SettingForm > .row--wrong { color: $text-error; }
+    SettingForm > .row--warned { color: $text-warning; }
+    /* As Textual draws an editor. */
+    SettingForm > .row--typed, SettingForm > .row--chosen { background: $surface; color: $foreground; }
+    SettingForm > .row--arrow { background: $surface; color: $foreground 50%; }
+    SettingForm > .row--placeholder { background: $surface; color: $text-disabled; }
+    SettingForm > .row--overridden { background: $surface; color: $text-disabled; text-style: dim; }
+    SettingForm:ansi > .row--chosen, SettingForm:ansi > .row--arrow { background: ansi_default; color: ansi_default; }
+    SettingForm:ansi > .row--typed, SettingForm:ansi > .row--overridden {
+        background: ansi_default; color: ansi_default; text-style: underline;
+    }
+    SettingForm:ansi > .row--placeholder { background: ansi_default; color: ansi_default; text-style: underline dim; }
     """
+    # The styles of all rows: styles in each row would take as long as its editor.
+    COMPONENT_CLASSES = {
+        "row--label", "row--unusual", "row--changed", "row--hint", "row--wrong", "row--warned",
+        "row--typed", "row--chosen", "row--arrow", "row--placeholder", "row--overridden",
+    }  # fmt: skip
 
     class Edited(Message):
         """A value was changed."""
@@ -356,32 +430,18 @@ class SettingForm(Vertical):
             row.original = field.show(self._original.get(field.path, field.setting.default))
         return row
 
-    def on_mount(self) -> None:
-        self._fill_some()
-
-    def _fill_some(self) -> None:
-        """Fill the first shown rows that are still empty, and the others after the next redraws."""
-        waiting = [row for row in self._shown if row.is_empty]
-        for row in waiting[:_FILLED_AT_ONCE]:
-            row.fill()
-        if len(waiting) > _FILLED_AT_ONCE:
-            self.call_after_refresh(self._fill_some)
-
-    @property
-    def _shown(self) -> list[SettingRow]:
-        return [row for row in self.rows if self.has_class("-all") or not row.field.setting.advanced]
+    def look(self, name: str) -> Style:
+        """Return the style of a part of a row."""
+        return self.get_visual_style(f"row--{name}")
 
     def toggle_all(self) -> None:
         """Show all settings, or only the usual ones."""
         self.toggle_class("-all")
-        for row in self._shown:
-            row.fill()
 
     def widen(self, *, is_wide: bool) -> None:
         """Show all settings in columns if the window is wide, or only the usual ones in a single column."""
         if is_wide != self.has_class("-wide"):
             self.set_class(is_wide, "-wide", "-all")
-            self._fill_some()
 
     @property
     def rows(self) -> list[SettingRow]:
@@ -440,7 +500,7 @@ class SettingForm(Vertical):
 
     @on(DescendantFocus)
     def _remember(self, event: DescendantFocus) -> None:
-        self._last = next((row for row in event.widget.ancestors if isinstance(row, SettingRow)), None)
+        self._last = next((row for row in event.widget.ancestors_with_self if isinstance(row, SettingRow)), None)
         self._explain(self._last)
 
     @on(DescendantBlur)
@@ -481,6 +541,11 @@ class SettingForm(Vertical):
         # A new editor posts its first value. Checking a form once for each row takes longer than drawing it.
         if isinstance(row, SettingRow) and row.has_new_text():
             self.post_message(self.Edited())
+
+
+def fitted(text: str, width: int) -> str:
+    """Return the text cut or padded to a width in cells."""
+    return set_cell_size(text, max(0, width))
 
 
 def _section(field: Field) -> str:

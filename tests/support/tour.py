@@ -69,7 +69,7 @@ class Camera:
 
     def field(self) -> str:
         """Return the setting whose field has the cursor."""
-        rows = [node for node in self.app.focused.ancestors if isinstance(node, SettingRow)]
+        rows = [node for node in self.app.focused.ancestors_with_self if isinstance(node, SettingRow)]
         return rows[0].field.path if rows else ""
 
     async def type(self, text: str, caption: str) -> None:

@@ -20,6 +20,7 @@ from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.host import Host, HostLoad
+from sae_tui.widgets.setting_form import SettingRow
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job_file import dump_job, job_of
@@ -158,6 +159,15 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
 def title_of(panel: Widget) -> str:
     """Return the title in the top border of a panel."""
     return panel._border_title.plain if panel._border_title else ""
+
+
+async def put_into_row(pilot: Pilot[Any], name: str, text: str) -> None:
+    """Replace the text in a row of a form, such as `sae-k`, as if it was typed; the focus stays where it is."""
+    row = pilot.app.screen.query_one(f"#row-{name}", SettingRow)
+    editor = row.fill()
+    await wait_until(pilot, lambda: editor.is_mounted)
+    editor.value = text
+    await pilot.pause()
 
 
 async def wait_until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 10) -> None:

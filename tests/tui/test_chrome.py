@@ -27,6 +27,7 @@ from sae_tui.settings import load_settings
 from sae_tui.theme import THEMES
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer, FooterKey, arrange
+from sae_tui.widgets.setting_form import SettingForm
 from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
@@ -57,9 +58,11 @@ async def test_with_the_terminals_own_colours_bar_tracks_and_inputs_stay_visible
         bar, rail = (app.screen.query_one(GpuPanel)._style(name) for name in ("spark", "rail"))
         assert bar.color != rail.color
         await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.query(SettingForm))
+        await pilot.press("f3")
         await wait_until(pilot, lambda: app.screen.query("SettingRow Input"))
-        await pilot.pause()
         assert app.screen.query("SettingRow Input").first(Input).rich_style.underline
+        assert app.screen.query_one(SettingForm).look("typed").underline
 
 
 # The footer.
@@ -322,9 +325,9 @@ async def test_a_field_uses_the_available_width(make_app, width, least) -> None:
     app = make_app(2)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.query("SettingRow Input"))
-        await pilot.pause()
-        assert app.screen.query("SettingRow Input").first().size.width >= least
+        await wait_until(pilot, lambda: app.screen.query(SettingForm))
+        await pilot.press("f3")
+        await wait_until(pilot, lambda: any(one.size.width >= least for one in app.screen.query("SettingRow Input")))
 
 
 async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_can_be_scrolled(make_app) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.combinations import slow_except
 from support.features import features_file
-from support.tui import StillMonitor, record_job, record_metrics, wait_until
+from support.tui import StillMonitor, put_into_row, record_job, record_metrics, wait_until
 from textual.geometry import Region
 from textual.widgets import Input
 
@@ -281,11 +281,11 @@ async def test_a_changed_draft_is_kept_while_another_kind_of_job_is_filled_in(ma
         await wait_until(pilot, shows("gpt2-activations"))
         await pilot.press("escape", "n")
         await wait_until(pilot, shows("quick"))
-        app.screen.query_one("#row-name Input").value = "mine"
+        await put_into_row(pilot, "name", "mine")
         await pilot.press("escape", "e")
         await wait_until(pilot, shows("gpt2-activations"))
         # `n` shows the form with changes, even if another form was shown last.
-        app.screen.query_one("#row-name Input").value = "rows"
+        await put_into_row(pilot, "name", "rows")
         await wait_until(pilot, shows("rows"))
         await pilot.press("escape", "n")
         await wait_until(pilot, shows("rows"))

@@ -13,8 +13,8 @@ import pytest
 from support import toy_architecture, toy_optimizer
 from support.environments import answer as answer_of_python
 from support.environments import stand_in
-from support.tui import StillMonitor, record_job, wait_until
-from textual.widgets import Button, Input, Select, Static
+from support.tui import StillMonitor, put_into_row, record_job, wait_until
+from textual.widgets import Button, Input, Static
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
@@ -67,8 +67,7 @@ async def reviewed(pilot, screen, *words: str) -> str:
 
 async def type_into(pilot, screen, path: str, text: str) -> SettingRow:
     row = screen.query_one(f"#row-{path.replace('.', '-')}", SettingRow)
-    row.query_one(Input).value = text
-    await pilot.pause()
+    await put_into_row(pilot, path.replace(".", "-"), text)
     return row
 
 
@@ -263,9 +262,8 @@ async def test_an_invalid_value_is_reported_at_its_field_and_blocks_the_launch(m
             row = screen.query_one(f"#row-{path.replace('.', '-')}", SettingRow)
             right = row.text
             await type_into(pilot, screen, path, value)
-            hint = row.query_one(".hint", Static)
             await wait_until(pilot, lambda row=row: row.has_class("-wrong"))
-            assert problem in str(hint.render())
+            assert problem in row.hint
             assert screen.query_one("#launch-button", Button).disabled
             await pilot.press("ctrl+l")
             await wait_until(pilot, lambda: not screen.form.has_to_answer)
@@ -461,7 +459,7 @@ async def test_on_a_cluster_the_user_chooses_the_number_of_gpus_per_node(make_ap
         await pilot.press("home", "space")
         await reviewed(pilot, screen, "6 GPUs")
         await pilot.press("ctrl+t")
-        screen.query_one("#row-launch-backend Select", Select).value = "local"
+        await put_into_row(pilot, "launch-backend", "local")
         await wait_until(pilot, lambda: len(picker.rows) == 3)
         assert picker.gpus == [0]
         await open_file(pilot, app, path)
@@ -556,7 +554,7 @@ async def test_an_output_folder_containing_rows_is_reported_at_its_field(make_ap
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
         row = screen.query_one("#row-extract-output")
         await wait_until(pilot, lambda: row.has_class("-wrong"))
-        assert "contains unrelated shards" in str(row.query_one(".hint", Static).content)
+        assert "contains unrelated shards" in row.hint
         await type_into(pilot, screen, "extract.output", str(tmp_path / "new"))
         await wait_until(pilot, lambda: not row.has_class("-wrong"))
 
@@ -679,7 +677,7 @@ async def test_another_data_source_shows_its_own_settings(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        screen.query_one("#row-data-source Select", Select).value = "synthetic"
+        await put_into_row(pilot, "data-source", "synthetic")
         await wait_until(pilot, lambda: screen.query("#row-data-n_features"))
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).data.source == "synthetic")
         assert job_of(screen).data_shape() == (64, None, 10_000_000)
@@ -690,18 +688,17 @@ async def test_changing_the_architecture_keeps_the_focus(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        select = screen.query_one("#row-sae-architecture Select", Select)
 
         def has_focus(row: str) -> bool:
             return any(widget.has_focus_within for widget in screen.query(row))
 
-        select.focus()
-        select.value = "jumprelu"
+        screen.query_one("#row-sae-architecture", SettingRow).focus_editor()
+        await put_into_row(pilot, "sae-architecture", "jumprelu")
         await wait_until(pilot, lambda: screen.query("#row-sae-bandwidth"))
         # The form is being rebuilt, so a row may be missing for a moment.
-        await wait_until(pilot, lambda: has_focus("#row-sae-architecture") and screen.query("#row-sae-k Input"))
-        screen.query_one("#row-sae-k Input").focus()
-        screen.query_one("#row-sae-architecture Select", Select).value = "gated"
+        await wait_until(pilot, lambda: has_focus("#row-sae-architecture") and screen.query("#row-sae-k"))
+        screen.query_one("#row-sae-k", SettingRow).focus_editor()
+        await put_into_row(pilot, "sae-architecture", "gated")
         await wait_until(pilot, lambda: not screen.query("#row-sae-bandwidth"))
         await wait_until(pilot, lambda: has_focus("#row-sae-k"))
 
@@ -715,7 +712,7 @@ async def test_a_boolean_setting_offers_both_values(make_app) -> None:
         assert row.text == "false"
         await pilot.press("ctrl+t")
         assert row.text == "false"
-        row.query_one(Select).value = "true"
+        await put_into_row(pilot, "train-deterministic", "true")
         await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).train.deterministic)
 
 
@@ -726,7 +723,7 @@ async def test_the_help_for_the_focused_field_is_shown_in_full_below_the_form(ma
         screen = await opened(pilot, app)
         row, below = screen.query_one("#row-data-path", SettingRow), screen.query_one(FieldHelp)
         assert not below.display
-        row.query_one(Input).focus()
+        row.focus()
         await wait_until(pilot, lambda: below.display and below.size.height)
         assert str(below.content).startswith(f"path: {row.help}")
         assert below.size.width > size[0] - 6
@@ -741,7 +738,7 @@ async def test_a_wide_window_shows_all_settings_in_columns(make_app) -> None:
     async with app.run_test(size=(200, 60)) as pilot:
         screen = await opened(pilot, app)
         form = screen.query_one(SettingForm)
-        await wait_until(pilot, lambda: all(row.size.height and row.query(".hint") for row in form.rows))
+        await wait_until(pilot, lambda: all(row.size.height for row in form.rows))
         assert len({row.region.x for row in form.rows}) == 3
         assert max(row.region.bottom for row in form.rows) <= screen.query_one("#form-scroll").region.bottom
         await pilot.press("ctrl+t")
@@ -760,7 +757,7 @@ async def test_the_launched_job_has_the_current_values_and_not_those_from_an_old
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "train.n_tokens", "60000")
         await reviewed(pilot, screen, "GPUs")
-        screen.query_one("#row-sae-d_sae", SettingRow).query_one(Input).value = "999"
+        await put_into_row(pilot, "sae-d_sae", "999")
         screen.action_launch()
         await wait_until(pilot, data.run(1).job_file.exists)
         assert load_job(data.run(1).job_file).sae.d_sae == 999
@@ -876,12 +873,11 @@ async def test_an_overridden_setting_is_dimmed_and_shows_its_effective_value(mak
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         row = screen.query_one("#row-sae-expansion_factor", SettingRow)
-        hint = row.query_one(".hint", Static)
-        await wait_until(pilot, lambda: str(hint.render()).startswith("1.333 (from d_sae) · "))
+        await wait_until(pilot, lambda: row.hint.startswith("1.333 (from d_sae) · "))
         assert row.has_class("-overridden")
         await type_into(pilot, screen, "train.n_steps", "10")
-        steps = screen.query_one("#row-train-n_tokens .hint", Static)
-        await wait_until(pilot, lambda: str(steps.render()).startswith("122,880 (from n_steps) · "))
+        steps = screen.query_one("#row-train-n_tokens", SettingRow)
+        await wait_until(pilot, lambda: steps.hint.startswith("122,880 (from n_steps) · "))
         await type_into(pilot, screen, "sae.d_sae", "")
         await wait_until(pilot, lambda: not row.has_class("-overridden"))
 
@@ -893,7 +889,7 @@ async def test_an_empty_field_shows_and_uses_its_default(make_app) -> None:
         row = await type_into(pilot, screen, "train.batch_size", "")
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == "auto")
         assert row.query_one(Input).placeholder == "auto"
-        assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
+        assert screen.query_one("#row-sae-d_sae", SettingRow).fill().placeholder == "none"
 
 
 @pytest.mark.slow
@@ -909,7 +905,7 @@ async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -
         await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · ")
         assert shown_bindings(screen)["ctrl+g"] == "Each"
         row = await type_into(pilot, screen, "sae.d_sae", "512,768")
-        await wait_until(pilot, lambda: "may be one number or several" in str(row.query_one(".hint").render()))
+        await wait_until(pilot, lambda: "may be one number or several" in row.hint)
 
 
 async def test_choosing_the_current_preset_again_resets_the_form_after_confirmation(make_app) -> None:
@@ -964,16 +960,16 @@ async def test_a_registered_architecture_and_optimizer_show_their_settings(make_
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        screen.query_one("#row-sae-architecture Select", Select).value = "loudest"
-        await wait_until(pilot, lambda: screen.query("#row-sae-n_loudest Input"))
+        await put_into_row(pilot, "sae-architecture", "loudest")
+        await wait_until(pilot, lambda: screen.query("#row-sae-n_loudest"))
         await type_into(pilot, screen, "sae.n_loudest", "10000")
         await reviewed(pilot, screen, "must be at most the number of latents")
         await type_into(pilot, screen, "sae.n_loudest", "16")
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.settings.n_active == 16)
         await pilot.press("ctrl+t")
-        await wait_until(pilot, lambda: screen.query("#row-train-optimizer Select"))
-        screen.query_one("#row-train-optimizer Select", Select).value = "heavy_ball"
-        await wait_until(pilot, lambda: screen.query("#row-train-heaviness Input"))
+        await wait_until(pilot, lambda: screen.query("#row-train-optimizer"))
+        await put_into_row(pilot, "train-optimizer", "heavy_ball")
+        await wait_until(pilot, lambda: screen.query("#row-train-heaviness"))
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.optimizer == "heavy_ball")
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from support.commands import command_file
-from support.tui import record_job, wait_until
+from support.tui import put_into_row, record_job, wait_until
 from textual.widgets import Input, Static
 
 from sae_tui.jobs.launch import kept_draft
@@ -44,7 +44,7 @@ def row(screen, name: str) -> SettingRow:
 
 
 def hint(screen, name: str) -> str:
-    return str(row(screen, name).query_one(".hint", Static).content)
+    return row(screen, name).hint
 
 
 async def type_line(pilot, screen, line: str) -> None:
@@ -92,7 +92,7 @@ async def test_each_kind_of_job_keeps_its_own_form_and_its_own_draft(make_app, d
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         training = await opened(pilot, "n")
-        row(training, "name").query_one(Input).value = "mine"
+        await put_into_row(pilot, "name", "mine")
         await wait_until(pilot, lambda: training.form.changed)
         commands = await opened(pilot, "f9")
         await type_line(pilot, commands, "sh train.sh")
@@ -224,7 +224,7 @@ async def test_a_launched_job_keeps_the_forms_of_the_other_kinds(make_app, data,
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         training = await opened(pilot, "n")
-        row(training, "name").query_one(Input).value = "mine"
+        await put_into_row(pilot, "name", "mine")
         await wait_until(pilot, lambda: training.form.changed)
         commands = await opened(pilot, "f9")
         await type_line(pilot, commands, "sh train.sh")

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from support.tui import StillMonitor, record_job, wait_until
-from textual.widgets import Input
+from support.tui import StillMonitor, put_into_row, record_job, wait_until
 
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
@@ -37,7 +36,7 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
         pilot, lambda: screen.query_one("#row-name", SettingRow).text == "quick" and "Weights" in panel.plain
     )
     # With this batch size, ddp is the fastest parallel mode.
-    screen.query_one("#row-train-batch_size Input", Input).value = "1024"
+    await put_into_row(pilot, "train-batch_size", "1024")
     await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
     return screen, panel
 
@@ -113,7 +112,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         small = "under one cell: Weights " if size[0] > 100 else "Weights+Grad+Opt+Acts "
         assert small in panel.plain
         before = screen.form.review.need.parts
-        screen.query_one("#row-sae-d_sae Input", Input).value = "294912"
+        await put_into_row(pilot, "sae-d_sae", "294912")
         await wait_until(pilot, lambda: screen.form.review.need.parts.weights > 60 * before.weights)
         await wait_until(pilot, lambda: "Weights 0.3Gi" in panel.plain)
         screen.query_one(GpuPicker).choose([1])
@@ -125,8 +124,8 @@ async def test_a_job_too_large_for_its_gpus_is_reported_and_leaves_space_for_the
     app = make_app(monitor=StillMonitor(8))
     async with app.run_test(size=size) as pilot:
         screen, panel = await opened(pilot, app)
-        screen.query_one("#row-train-batch_size Input", Input).value = "14000"
-        screen.query_one("#row-sae-d_sae Input", Input).value = "8000000"
+        await put_into_row(pilot, "train-batch_size", "14000")
+        await put_into_row(pilot, "sae-d_sae", "8000000")
         await wait_until(pilot, lambda: "✗" in panel.plain)
         await wait_until(pilot, lambda: "fits with" in panel.plain)
         await wait_until(pilot, lambda: panel.size.height == len(panel.plain.splitlines()))
@@ -140,7 +139,7 @@ async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_sta
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
         before = panel.region
-        screen.query_one("#row-sae-k Input", Input).value = "many"
+        await put_into_row(pilot, "sae-k", "many")
         await wait_until(pilot, lambda: screen.form.review.errors)
         await wait_until(pilot, lambda: panel.plain.strip() == "F4 Review")
         assert panel.region.height == before.height
@@ -188,7 +187,7 @@ async def test_the_peak_memory_of_a_past_job_with_the_same_shape_is_used(make_ap
         await wait_until(pilot, lambda: app.session.jobs)
         screen.query_one(SettingForm).post_message(SettingForm.Edited())
         await wait_until(pilot, lambda: "measured 3.0 GiB in job 1, libraries included" in panel.plain)
-        screen.query_one("#row-sae-d_sae Input", Input).value = "999"
+        await put_into_row(pilot, "sae-d_sae", "999")
         await wait_until(pilot, lambda: "measured" not in panel.plain)
 
 

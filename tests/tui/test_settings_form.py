@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 from support.far_side import far_side
-from support.tui import wait_until
-from textual.widgets import Input, Static
+from support.tui import put_into_row, wait_until
+from textual.widgets import Input
 
 from sae_tui.panels.far_gpus import FarGpus
 from sae_tui.screens.settings_form import SettingsScreen
@@ -33,13 +33,12 @@ def row_of(app, name: str) -> SettingRow:
 
 
 def hint(app, name: str) -> str:
-    return str(row_of(app, name).query_one(".hint", Static).content)
+    return row_of(app, name).hint
 
 
 async def put(pilot, **values: str) -> None:
     for name, value in values.items():
-        row_of(pilot.app, name).editor.value = value
-    await pilot.pause()
+        await put_into_row(pilot, name, value)
 
 
 def told(app) -> str:
@@ -194,7 +193,7 @@ async def test_opening_the_form_checks_it_only_once(make_app, file, monkeypatch)
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
         screen = await opened(pilot)
-        await wait_until(pilot, lambda: not any(row.is_empty for row in screen.query(SettingRow)))
+        await wait_until(pilot, lambda: screen.query(SettingRow))
         await pilot.pause()
         assert len(checks) == 1
         await put(pilot, sampling_interval_s="2")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.scenes import FINDINGS, lively_monitor, record_box, record_sweep, show_dashboard
-from support.tui import wait_until
+from support.tui import put_into_row, wait_until
 
 from sae_tui.panels import gpu_picker
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
-from sae_tui.widgets.setting_form import SettingForm
+from sae_tui.widgets.menu import Menu
 
 SMALL, LARGE = (80, 24), (120, 40)
 
@@ -55,7 +55,7 @@ def test_the_launch_screen_with_an_invalid_value_matches_its_snapshot(snap_compa
     async def ready(pilot) -> None:
         await pilot.press("n")
         await wait_until(pilot, lambda: app.screen.name == "launch" and "GPU" in app.screen.form.review.text)
-        app.screen.query_one("#row-sae-k Input").value = "0"
+        await put_into_row(pilot, "sae-k", "0")
         await wait_until(pilot, lambda: app.screen.form.review.errors)
         await pilot.pause()
 
@@ -70,7 +70,7 @@ def test_the_settings_match_their_snapshot(snap_compare, make_app, data, size) -
     async def ready(pilot) -> None:
         await pilot.press("comma")
         await wait_until(pilot, lambda: app.screen.name == "settings")
-        await wait_until(pilot, lambda: not any(row.is_empty for row in app.screen.query_one(SettingForm).rows))
+        await wait_until(pilot, lambda: isinstance(app.focused, Menu))
         # The path of the real data folder differs between test runs.
         app.screen._path = "~/.local/share/sae-tui/settings.toml"
         app.screen._entitle()
