@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import Distribution, distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def check_environments(box: CheckedMachine) -> Iterator[Finding]:
 def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
     """Report what `import trainer` finds, which packages own its files, and which code `python -m trainer` runs."""
     folder = Path(exits.__file__).parents[1]
-    others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
+    others = sorted(_owners_of("trainer") - {PACKAGE})
     if others:
         whose = f"{folder} also has files of {join_words(others)}, which may have replaced files of {PACKAGE}"
         yield Finding(
@@ -49,6 +49,21 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
                 "note", "trainer", f"in this folder `python -m trainer` runs {printable(str(here))}",
                 "use `sae-train`, which works in any folder; jobs are not affected",
             )  # fmt: skip
+
+
+def _owners_of(name: str) -> set[str]:
+    """Return the installed distributions with a package of this name.
+
+    `packages_distributions` makes an object for each file of each distribution: 7 MiB if torch is installed.
+    """
+    return {one.metadata["Name"] for one in distributions() if _has_package(one, name)}
+
+
+def _has_package(one: Distribution, name: str) -> bool:
+    """Return whether a distribution lists this package or, if it lists none, has files in its folder."""
+    if listed := (one.read_text("top_level.txt") or "").split():
+        return name in listed
+    return f"\n{name}/" in "\n" + (one.read_text("RECORD") or "")
 
 
 def lack_of(box: CheckedMachine) -> str:

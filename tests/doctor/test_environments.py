@@ -58,6 +58,17 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 
+def test_doctor_names_a_package_that_lists_only_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name, file in (("taking", "trainer/x.py"), ("harmless", "my/trainer/x.py")):
+        (folder := tmp_path / "site" / f"{name}-1.0.dist-info").mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{file},,\n")
+    (other,) = check_trainer_code(box_of(tmp_path))
+    assert "also has files of taking, which may" in other.sentence
+
+
 def test_an_environment_that_cannot_train_is_one_error_with_its_remedy(tmp_path: Path) -> None:
     python = answering(tmp_path / "env", answer(trainer=None))
     box = box_of(tmp_path, str(python))
