@@ -258,12 +258,10 @@ class CopiedFiles:
             private_folder(self._data.run(self._job_id).root)
             self._series = SeriesWriter(self._data.run(self._job_id).metrics_db)
         beat, events = run.heartbeat, run.events[self._n_run_events - run.first :]
-        if beat and self._begins:
-            # The curves of the new connection may have other steps, if they are means over buckets of steps.
-            self._series.rewind(msgspec.structs.replace(beat, step=0))
+        if self._begins or run.rewound:
+            # The curves that follow may have other steps, if they are means over buckets of steps.
+            self._series.clear()
             self._begins, self._n_points = False, 0
-        elif beat and run.rewound:
-            self._series.rewind(beat)
         self._series.write([], beat, events)
         self._n_run_events += len(events)
 

@@ -203,7 +203,7 @@ class Curves(msgspec.Struct, frozen=True, tag="curves"):
 class RunState(msgspec.Struct, frozen=True, tag="run", omit_defaults=True):
     """A run's heartbeat, and the events written by the run from the event `first` on.
 
-    With `rewound`, the run has gone back to the heartbeat's step, and all later points are invalid.
+    With `rewound`, the run has gone back to an earlier step: all points sent before are invalid, and all curves follow.
     """
 
     heartbeat: Heartbeat | None = None

@@ -57,9 +57,8 @@ class SentJob:
         self._run = StoreFollower(self._paths.metrics_db, SeriesReader)
         self._job: Job | None = None
         self._row: JobRow | None = None
-        self._n_events = self._n_run_events = 0
-        self._step = -1
-        self._last: dict[tuple[str, int], int] = {}
+        self._n_events = 0
+        self._sent_run = _SentRun()
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def messages(self) -> Iterator[Message]:
@@ -67,9 +66,7 @@ class SentJob:
         yield from self._read_row()
         # A store that is locked or damaged is read again by the next call.
         with contextlib.suppress(StoreError):
-            found: list[Message] = []
-            self._run.poll(lambda reader: found.extend(self._read_run(reader) if reader else ()))
-            yield from found
+            yield from self._read_run()
         for path, file in self._files():
             yield from self._file(path, file)
         for path, file in self._logs():
@@ -104,28 +101,13 @@ class SentJob:
         self._row, self._n_events = row, len(events)
         return rows
 
-    def _read_run(self, reader: SeriesReader) -> Iterator[Message]:
-        beat, events = reader.heartbeat(), reader.events()
-        rewound = beat is not None and beat.step < self._step
-        if beat is not None and rewound:
-            self._last = {key: min(step, beat.step) for key, step in self._last.items()}
-        for first in range(self._n_run_events, len(events), MOST_EVENTS):
-            yield RunState(None, first, tuple(events[first : first + MOST_EVENTS]))
-        self._n_run_events = len(events)
-        self._step = beat.step if beat else self._step
-        yield RunState(beat, len(events), rewound=rewound)
-        yield from _packed(self._curves(reader))
-
-    def _curves(self, reader: SeriesReader) -> Iterator[CurvePart]:
-        names = reader.series()
-        most = min(_MOST_POINTS, max(_FEWEST_POINTS, _FIRST_POINTS // max(1, len(names))))
-        for name, rank in names:
-            last = self._last.get((name, rank))
-            points = reader.history(name, rank, most=most) if last is None else reader.points(name, rank, after=last)
-            for first in range(0, len(points), MOST_SENT_POINTS):
-                yield _part(reader, name, rank, points[first : first + MOST_SENT_POINTS])
-            if points:
-                self._last[name, rank] = points[-1].step
+    def _read_run(self) -> list[Message]:
+        """Return what the run has written; after a `StoreError`, the next call reads the same data again."""
+        sent = self._sent_run.copy()
+        found: list[Message] = []
+        self._run.poll(lambda reader: found.extend(sent.news(reader) if reader else ()))
+        self._sent_run = sent
+        return found
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         """Yield the small files, each with its path in messages."""
@@ -184,6 +166,43 @@ class SentJob:
                 data = data.partition(b"\n")[2]
             yield FilePart(path, data, offset=int(continues))
             self._sizes[path] = stamp
+
+
+class _SentRun:
+    """What has been sent of a run's store: the number of events, and the last step of each curve."""
+
+    def __init__(self) -> None:
+        self._n_events = 0
+        self._last: dict[tuple[str, int], int] = {}
+        self._restarts: tuple[int, int] | None = None
+
+    def copy(self) -> _SentRun:
+        other = _SentRun()
+        other._n_events, other._last, other._restarts = self._n_events, dict(self._last), self._restarts
+        return other
+
+    def news(self, reader: SeriesReader) -> Iterator[Message]:
+        """Yield what has not been sent; after the run has gone back to an earlier step, yield all curves again."""
+        restarts, beat, events = reader.restarts(), reader.heartbeat(), reader.events()
+        rewound = self._restarts not in (None, restarts)
+        if rewound:
+            self._last = {}
+        for first in range(self._n_events, len(events), MOST_EVENTS):
+            yield RunState(None, first, tuple(events[first : first + MOST_EVENTS]))
+        self._n_events, self._restarts = len(events), restarts
+        yield RunState(beat, len(events), rewound=rewound)
+        yield from _packed(self._curves(reader))
+
+    def _curves(self, reader: SeriesReader) -> Iterator[CurvePart]:
+        names = reader.series()
+        most = min(_MOST_POINTS, max(_FEWEST_POINTS, _FIRST_POINTS // max(1, len(names))))
+        for name, rank in names:
+            last = self._last.get((name, rank))
+            points = reader.history(name, rank, most=most) if last is None else reader.points(name, rank, after=last)
+            for first in range(0, len(points), MOST_SENT_POINTS):
+                yield _part(reader, name, rank, points[first : first + MOST_SENT_POINTS])
+            if points:
+                self._last[name, rank] = points[-1].step
 
 
 def feature_parts(data: DataDir, job_id: int) -> Iterator[Message]:

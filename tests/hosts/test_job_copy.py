@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.far_side import HELLO, far_side, real_side
 from support.features import features_file
@@ -24,13 +25,15 @@ from sae_tui.hosts import job_copy
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.job_copy import CopiedFiles, CopyState, JobCopy
 from sae_tui.hosts.protocol import FilePart, Stamp, decode
+from sae_tui.hosts.sent_job import SentJob
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES
+from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, Point, SeriesReader, SeriesWriter
 from trainer.contract.store.rows import Event
 from trainer.contract.store.states import JobState
 
@@ -69,6 +72,27 @@ def wait_for(holds: Callable[[], object]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def followed(there: DataDir, tmp_path: Path) -> Iterator[Callable[[], DataDir]]:
+    """Yield a function that sends what has changed over one connection, and returns the folder of the copy."""
+    here = DataDir(tmp_path / "here")
+    sent, files = SentJob(there, 1), CopiedFiles(here, 1)
+    files.begin()
+
+    def follow() -> DataDir:
+        for message in sent.messages():
+            files.take(decode(msgspec.json.encode(message)))
+        return here
+
+    yield follow
+    sent.close()
+    files.close()
+
+
+def beat(step: int) -> Heartbeat:
+    return Heartbeat("training", step, 2000, 10 * step, NOW)
 
 
 def state_of(copy: JobCopy, holds: Callable[[CopyState], object]) -> CopyState:
@@ -147,10 +171,57 @@ def test_curves_go_back_with_a_resumed_run(there: DataDir, tmp_path: Path) -> No
         state_of(copy, lambda state: state.is_complete)
         with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
             writer.rewind(Heartbeat("training", 100, 2000, 1000, time.time()))
-        wait_for(lambda: curve(copy.data, "fvu")[-1][0] == 100)
+        wait_for(lambda: [step for step, _ in curve(copy.data, "fvu")][-1:] == [100])
         with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
             writer.write([MetricRow("fvu", 110, 0.25)], Heartbeat("training", 110, 2000, 1100, time.time()))
         wait_for(lambda: curve(copy.data, "fvu") == curve(there, "fvu"))
+
+
+@pytest.mark.parametrize("reached", [700, 1300])
+def test_a_run_that_went_back_between_two_reads_has_the_same_curves_here(
+    there: DataDir, tmp_path: Path, reached: int
+) -> None:
+    def train(first: int, last: int, value: float) -> None:
+        writer.write([MetricRow("fvu", step, value) for step in range(first, last, 10)], beat(last))
+
+    with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer, followed(there, tmp_path) as follow:
+        train(210, 1010, 1.0)
+        data = follow()
+        watched = JobReader(data, 1)
+        watched.poll()
+        writer.rewind(beat(500))
+        train(510, reached, 0.5)
+        follow()
+        assert curve(data, "fvu") == curve(there, "fvu")
+        watched.poll()
+        assert [(point.step, point.value) for point in watched.series["fvu", 0]] == curve(there, "fvu")
+        watched.close()
+        train(reached, reached + 100, 0.5)
+        follow()
+        assert curve(data, "fvu") == curve(there, "fvu")
+
+
+def test_a_read_that_fails_halfway_loses_neither_points_nor_events(
+    there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
+        writer.write([], beat(200), [Event(timestamp=NOW, level="info", kind="x", message="new")])
+    read = SeriesReader.history
+
+    def fails_once(reader: SeriesReader, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
+        if name == "loss":
+            monkeypatch.undo()
+            raise StoreError("the store is locked")
+        return read(reader, name, rank, most=most)
+
+    with followed(there, tmp_path) as follow:
+        monkeypatch.setattr(SeriesReader, "history", fails_once)
+        follow()
+        data = follow()
+        assert curve(data, "fvu") == curve(there, "fvu")
+        assert curve(data, "loss") == curve(there, "loss")
+        with contextlib.closing(SeriesReader(data.run(1).metrics_db)) as reader:
+            assert [event.message for event in reader.events()].count("new") == 1
 
 
 def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:

@@ -267,6 +267,7 @@ class JobReader:
         self._live = LiveRun(self._paths)
         self._row: Job | None = None
         self._asked = False
+        self._restarts: tuple[int, int] | None = None
         self._told: list[Event] = []
         self._silent = _SilentHosts(data)
         self._evaluations = Evaluations(data)
@@ -328,7 +329,13 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Read the points after the last known point; if a series becomes too long, reread it at a lower resolution."""
+        """Read the points after the last known point; if a series becomes too long, reread it at a lower resolution.
+
+        Read all points again if the run has gone back to an earlier step.
+        """
+        if (restarts := reader.restarts()) != self._restarts:
+            self.series.clear()
+            self._restarts = restarts
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:

@@ -34,7 +34,7 @@ from trainer.contract.store.migrations import MIGRATIONS, NEW, migrate
 
 TABLES = {
     "control": {"jobs", "ranks", "leases", "requests", "events"},
-    "metrics": {"keys", "metrics", "rollups", "heartbeat", "events"},
+    "metrics": {"keys", "metrics", "rollups", "heartbeat", "events", "rewinds"},
     "gpu": {"gpu_metrics", "gpu_minutes"},
 }
 Become = Callable[[], AbstractContextManager[None]]

@@ -239,6 +239,17 @@ def test_curves_are_extended_with_new_points_up_to_a_limited_length(box, running
     assert [point.step for point in reader.series["loss", 0]][-10:] == list(range(9001, 9011))
 
 
+def test_curves_go_back_with_a_run_that_is_resumed_from_a_checkpoint(box, running):
+    job_id, writer = running
+    reader = JobReader(box.data, job_id)
+    write(writer, 1, 100)
+    reader.poll()
+    writer.rewind(Heartbeat("resuming", 50, 10, 100, 0.0))
+    write(writer, 51, 70)
+    reader.poll()
+    assert [point.step for point in reader.series["loss", 0]] == list(range(1, 71))
+
+
 def test_events_from_the_supervisor_and_the_trainer_are_merged_by_time(box, running):
     job_id, writer = running
     box.control.add_event(job_id, "running", "first")

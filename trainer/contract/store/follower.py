@@ -24,7 +24,7 @@ class StoreFile:
         self._identity: tuple[int, int] | None = None
         # How many times the file was opened. The device and inode do not suffice: a new file may get a deleted
         # file's inode.
-        self._times_opened = 0
+        self.times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
         """Return a connection to the file currently at the path; raise `StoreError` if it cannot be opened."""
@@ -35,14 +35,14 @@ class StoreFile:
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)
-                self._times_opened += 1
+                self.times_opened += 1
             return self._connection
 
     def version(self) -> tuple[int, int]:
         """Return a value that changes when another process writes to the store or replaces its file."""
         with explain_errors(self.path):
             data = data_version(self.connection())
-            return self._times_opened, data
+            return self.times_opened, data
 
     def close(self) -> None:
         if self._connection:

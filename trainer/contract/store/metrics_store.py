@@ -118,6 +118,7 @@ class SeriesWriter:
             for level, shift in ROLLUP_SHIFTS.items():
                 bucket = heartbeat.step >> shift
                 db.execute(f"DELETE FROM rollups WHERE level = ? AND bucket >= ? AND {others}", (level, bucket, *keep))
+            _note_rewind(db, heartbeat.step)
             # The first step of the coarsest bucket that lost rows. Rewriting one row of a bucket recomputes the bucket.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             newest = db.execute(_NEWEST, (first,))
@@ -127,6 +128,13 @@ class SeriesWriter:
                 if isinstance(name, str) and isinstance(rank, int)
             ]
         self.write(rewritten, heartbeat)
+
+    def clear(self) -> None:
+        """Delete all rows, but neither the heartbeat nor the events."""
+        with explain_errors(self.path), transaction(self._db) as db:
+            for table in ("metrics", "rollups", "keys"):
+                db.execute(f"DELETE FROM {table}")
+            _note_rewind(db, 0)
 
     def roll_up_missing(self) -> None:
         """Rebuild missing roll-ups in batches, for example if another program wrote the rows."""
@@ -167,6 +175,14 @@ class SeriesReader:
     def version(self) -> tuple[int, int]:
         """Return a value that changes when the run writes to the store or when the store's file is replaced."""
         return self._file.version()
+
+    def restarts(self) -> tuple[int, int]:
+        """Return a value that changes when points may have been deleted, so that points read earlier are invalid."""
+        with explain_errors(self.path):
+            # A store made by an older version has no such table until the run is resumed.
+            known = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rewinds'").fetchone()
+            last = self._db.execute("SELECT max(id) FROM rewinds").fetchone()[0] if known else None
+        return self._file.times_opened, last or 0
 
     @property
     def _db(self) -> sqlite3.Connection:
@@ -351,6 +367,10 @@ _NEWEST = (
     f" WHERE step BETWEEN ? AND {_LAST_STEP}"
     " GROUP BY key_id, rank"
 )
+
+
+def _note_rewind(db: sqlite3.Connection, step: int) -> None:
+    db.execute("INSERT INTO rewinds(timestamp, step) VALUES(?, ?)", (time.time(), step))
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:

@@ -157,6 +157,11 @@ def metrics_001(db: Database) -> None:
     db.table("events").create({"id": int, "timestamp": float, "level": str, "kind": str, "message": str}, pk="id")
 
 
+def metrics_002(db: Database) -> None:
+    """Add a table with one row per deletion of points, so that readers notice that earlier points are invalid."""
+    db.table("rewinds").create({"id": int, "timestamp": float, "step": int}, pk="id")
+
+
 def gpu_001(db: Database) -> None:
     """Create a table with one row per GPU and sample, and a table with one row per GPU and minute."""
     db.execute(
@@ -181,7 +186,7 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
         control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008,
         control_009, control_010,
     ),
-    "metrics": (metrics_001,),
+    "metrics": (metrics_001, metrics_002),
     "gpu": (gpu_001, gpu_002),
 }  # fmt: skip
 

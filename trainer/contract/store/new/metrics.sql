@@ -28,3 +28,9 @@ CREATE TABLE "events" (
    "message" TEXT
 );
 
+CREATE TABLE "rewinds" (
+   "id" INTEGER PRIMARY KEY,
+   "timestamp" REAL,
+   "step" INTEGER
+);
+
