@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -99,11 +99,17 @@ class JobCopy:
         wanted, received, is_complete = self.state.features, 0, False
         if wanted == self._fetched:
             return
+        # The earlier files are out of date.
+        self._fetched = {}
+        self._files.delete_features()
         total = sum(stamp.bytes for stamp in wanted.values())
         place, free = free_disk(self.data.root)
         if free is not None and free < total:
             raise UserError(f"{place} has {gibibytes(free)} free, but the features of job {self.job_id} need "
                             f"{gibibytes(total)}")  # fmt: skip
+        if total > self._files.free_bytes:
+            raise UserError(f"the features of job {self.job_id} have {gibibytes(total)}, but a copy of a job of "
+                            f"another host has at most {gibibytes(_MOST_BYTES)}; open them on {self.host}")  # fmt: skip
 
         def take(message: Message) -> None:
             nonlocal received, is_complete
@@ -115,6 +121,7 @@ class JobCopy:
 
         cause = self._read(self._features, take, Allowance(_FEATURES_BYTES_S, _FEATURES_BYTES_S))
         if not is_complete:
+            self._files.delete_features()
             raise UserError(f"{self.host} {cause.sentence or 'closed the connection'}; press the key again")
         self._fetched = wanted
 
@@ -200,7 +207,9 @@ class CopiedFiles:
         self._data, self._job_id = data, job_id
         self._control: Control | None = None
         self._series: SeriesWriter | None = None
+        # The sizes of complete files and logs, and of the parts received so far of the other files.
         self._sizes: dict[str, int] = {}
+        self._begun: dict[str, int] = {}
         self._n_points = self._n_events = self._n_run_events = 0
         self._begins = self._is_closed = False
         self._one_write = threading.Lock()
@@ -209,6 +218,7 @@ class CopiedFiles:
         """Expect all data again, because a new connection begins; create the folders and the store if necessary."""
         with self._one_write:
             self._begins = True
+            self._delete(path for path in self._begun if not path.endswith(FEATURES))
             if self._control is None and not self._is_closed:
                 self._data.create()
                 self._control = Control(self._data.control_db)
@@ -221,6 +231,29 @@ class CopiedFiles:
                 self._control.close()
             if self._series:
                 self._series.abandon()
+
+    @property
+    def free_bytes(self) -> int:
+        """How many more bytes of files the other host may send."""
+        return _MOST_BYTES - sum(self._sizes.values()) - sum(self._begun.values())
+
+    def delete_features(self) -> None:
+        """Delete the feature files, including incomplete ones."""
+        with self._one_write:
+            self._delete(path for path in self._sizes | self._begun if path.endswith(FEATURES))
+
+    def _delete(self, paths: Iterable[str]) -> None:
+        """Delete these files and what has been received of them."""
+        for path in tuple(paths):
+            for sizes, file in ((self._sizes, self._place(path)), (self._begun, _begun(self._place(path)))):
+                sizes.pop(path, None)
+                file.unlink(missing_ok=True)
+
+    def _place(self, path: str) -> Path:
+        """Return where a file is stored; the protocol has checked its path."""
+        kind, *names = path.split("/")
+        root = self._data.run(self._job_id).root if kind == "run" else self._data.sae(self._job_id)
+        return root.joinpath(*names)
 
     def take(self, message: Message) -> None:
         with self._one_write:
@@ -277,31 +310,34 @@ class CopiedFiles:
         self._series.write(rows)
 
     def _take_part(self, part: FilePart) -> None:
-        self._limit(part)
-        kind, *names = part.path.split("/")
-        file = (self._data.run(self._job_id).root if kind == "run" else self._data.sae(self._job_id)).joinpath(*names)
-        private_folder(file.parent)
-        if part.total is None:
-            _append(file, part.data, overwrites=self._sizes[part.path] == len(part.data))
-            return
-        begun = file.with_name(f".{file.name}.part")
-        _append(begun, part.data, overwrites=not part.offset)
-        if part.offset + len(part.data) == part.total:
-            os.replace(begun, file)
-
-    def _limit(self, part: FilePart) -> None:
-        """Raise `ValueError` if a part does not follow the part before, or if the files become too large."""
-        before = self._sizes.get(part.path, 0) if part.offset else 0
-        size = before + len(part.data)
-        if part.total is None:
-            size = size if size <= _LARGEST_LOG else len(part.data)
-        elif part.offset != before or size > part.total:
-            raise ValueError("parts of a file that are not in order")
-        elif part.total > LARGEST_FILE and not part.path.endswith(FEATURES):
-            raise ValueError(f"a file larger than {LARGEST_FILE >> 20} MiB")
-        self._sizes[part.path] = size
-        if len(self._sizes) > _MOST_FILES or sum(self._sizes.values()) > _MOST_BYTES:
+        sizes = self._sizes if part.total is None else self._begun
+        before = sizes.get(part.path, 0) if part.offset else 0
+        if part.total is None and before + len(part.data) > _LARGEST_LOG:
+            before = 0
+        self._check(part, before)
+        if len(self._sizes | self._begun) >= _MOST_FILES or len(part.data) > self.free_bytes:
             raise ValueError("too many files, or files that are too large")
+        file = self._place(part.path)
+        private_folder(file.parent)
+        sizes[part.path] = before + len(part.data)
+        _append(file if part.total is None else _begun(file), part.data, overwrites=not before)
+        if sizes[part.path] == part.total:
+            os.replace(_begun(file), file)
+            self._sizes[part.path] = self._begun.pop(part.path)
+
+    def _check(self, part: FilePart, before: int) -> None:
+        """Raise `ValueError` if a part does not follow the `before` bytes received so far, or if its file is large."""
+        if part.total is None:
+            return
+        if part.offset != before or before + len(part.data) > part.total:
+            raise ValueError("parts of a file that are not in order")
+        if part.total > LARGEST_FILE and not part.path.endswith(FEATURES):
+            raise ValueError(f"a file larger than {LARGEST_FILE >> 20} MiB")
+
+
+def _begun(file: Path) -> Path:
+    """Return where the parts of a file are stored until it is complete."""
+    return file.with_name(f".{file.name}.part")
 
 
 def _append(file: Path, data: bytes, *, overwrites: bool) -> None:

@@ -351,6 +351,33 @@ def test_features_that_do_not_fit_here_are_not_requested(there: DataDir, tmp_pat
             copy.fetch_features(lambda received, total: None)
 
 
+def test_features_that_are_too_large_for_a_copy_are_not_requested(there: DataDir, tmp_path: Path) -> None:
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        copy.state = CopyState(True, 1.0, "", {name: Stamp(400 << 20, 1) for name in ("k=16", "k=32", "k=64")})
+        with pytest.raises(UserError, match="GiB, but a copy of a job of another host has at most"):
+            copy.fetch_features(lambda received, total: None)
+
+
+def test_features_that_become_too_large_leave_nothing_and_the_rest_of_the_copy_goes_on(
+    there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_copy, "_MOST_BYTES", 1 << 20)
+    for label in ("k=16", "k=32", "k=64"):
+        (there.sae(1) / label).mkdir(parents=True)
+        (there.sae(1) / label / FEATURES).write_bytes(bytes(400 << 10))
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        copy.state = CopyState(True, 1.0, "", {"k=16": Stamp(1, 1)})
+        with pytest.raises(UserError, match="files that are too large"):
+            copy.fetch_features(lambda received, total: None)
+        assert not [file for file in copy.data.sae(1).rglob("*") if file.is_file()]
+        with there.run(1).log(0).open("a") as log:
+            log.write("third line\n")
+        wait_for(lambda: "third line" in copy.data.run(1).log(0).read_text())
+        assert not copy.state.sentence
+
+
 def test_the_copy_of_a_killed_app_is_deleted_by_the_next(tmp_path: Path) -> None:
     program = f"""
 import tempfile, time
