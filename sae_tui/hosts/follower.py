@@ -35,17 +35,32 @@ class Refused(Exception):
 
 
 def messages(link: Link) -> Iterator[Message]:
-    """Yield the greeting and the messages that follow; raise `Refused` for another protocol or an invalid message."""
+    """Yield the greeting and the messages that follow.
+
+    Raise `Refused` for another protocol, an invalid message, or a host that was silent for too long.
+    """
     lines = link.lines()
     try:
-        hello = _greeting(lines)
-        if hello is None:
-            return
-        yield hello
-        for line in lines:
-            yield decode(line)
+        if hello := _greeting(lines):
+            link.is_greeted = True
+            yield hello
+            for line in lines:
+                yield decode(line)
     except ValueError as error:
         raise Refused(no_message(printable(str(error)))) from None
+    if link.cut_for:
+        raise Refused(link.cut_for)
+
+
+def cut_if_silent(link: Link) -> None:
+    """Stop a connection that has sent nothing for too long; a host may take longer for its greeting.
+
+    ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
+    heartbeat, because a message with many jobs can take more than 30 s over a slow connection.
+    """
+    silent_s = time.monotonic() - link.heard[0]
+    if silent_s > (CUT_AFTER_S if link.is_greeted else GREETING_S):
+        link.stop(Cause(f"has sent nothing for {silent_s:.0f} s"))
 
 
 def _greeting(lines: Iterator[bytes]) -> Hello | None:
@@ -76,7 +91,6 @@ class HostFollower:
         self._argv = argv
         self._on_change = on_change
         self._rings: dict[int, Ring] = {}
-        self._silence: Cause | None = None
         self._stopped = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{name}", daemon=True)
@@ -117,41 +131,28 @@ class HostFollower:
     def _follow(self) -> Cause:
         """Process the messages from one connection until it ends, and return why it ended."""
         try:
-            self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
         except OSError as error:
             return Cause(f"cannot be contacted: {self._argv[0]}: {error.strerror}; install an ssh client")
         if self._stopped.is_set():
             link.stop()
-        greeted = False
         try:
             for message in messages(link):
-                greeted = True
                 self._take(message)
         except Refused as refusal:
             return refusal.cause
         finally:
             code = link.close()
-        if self._silence:
-            return self._silence
-        return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
+        return Cause("") if link.is_greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Mark a host as silent after 5 s without data, and cut a connection after 30 s of silence.
-
-        ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
-        heartbeat, because a message with many jobs can take more than 30 s over a slow connection.
-        """
+        """Mark a host as silent after 5 s without data, and cut a connection after 30 s of silence."""
         if (link := self._link) is None:
             return
         monotonic, heard = link.heard
-        silent_s = time.monotonic() - monotonic
-        was_greeted = self.view.stage in (ConnectionStage.CONNECTED, ConnectionStage.SILENT)
-        if self.view.is_connected and silent_s > SILENT_AFTER_S:
+        if self.view.is_connected and time.monotonic() - monotonic > SILENT_AFTER_S:
             self._change(stage=ConnectionStage.SILENT, since=max(heard, self.view.since), gpus=())
-        if silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
-            self._silence = Cause(f"has sent nothing for {silent_s:.0f} s")
-            link.stop()
+        cut_if_silent(link)
 
     def _take(self, message: Message) -> None:
         if self.view.stage is ConnectionStage.SILENT:
@@ -232,14 +233,13 @@ class FarLogReader:
             return f"cannot be contacted: {self._argv[0]}: {error.strerror}"
         if self._stopped.is_set():
             link.stop()
-        greeted, code = False, 0
+        code = 0
         try:
             for message in messages(link):
-                greeted = True
                 if isinstance(message, Log):
                     self._on_lines(message.lines, message.unfinished)
         except Refused as refusal:
             return refusal.cause.sentence
         finally:
             code = link.close()
-        return "ended the log" if greeted else no_connection(self._host, code, link.complaints).sentence
+        return "ended the log" if link.is_greeted else no_connection(self._host, code, link.complaints).sentence

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.hosts.causes import Cause, no_connection, no_message
-from sae_tui.hosts.follower import CUT_AFTER_S, FIRST_WAIT_S, GREETING_S, LONGEST_WAIT_S, Refused, messages
+from sae_tui.hosts.follower import FIRST_WAIT_S, LONGEST_WAIT_S, Refused, cut_if_silent, messages
 from sae_tui.hosts.link import Allowance, Link
 from sae_tui.hosts.protocol import LARGEST_FILE, Curves, FilePart, JobRow, Message, RunState, Stamp, UpToDate
 from trainer.contract.errors import UserError, sentence
@@ -148,14 +148,12 @@ class JobCopy:
     ) -> Cause:
         """Pass the messages of one connection to `take`, and return why the connection ended."""
         try:
-            link = Link(argv, lambda: _stop_if_silent(link), allowance)
+            link = Link(argv, lambda: cut_if_silent(link), allowance)
         except OSError as error:
             return Cause(f"cannot be contacted: {argv[0]}: {error.strerror}; install an ssh client")
         self._links.add(link)
-        greeted = False
         try:
             for message in messages(link):
-                greeted = True
                 if self._stopped.is_set():
                     link.stop()
                 take(message)
@@ -171,7 +169,7 @@ class JobCopy:
         finally:
             code = link.close()
             self._links.discard(link)
-        is_by_itself = greeted and not link.complaints
+        is_by_itself = link.is_greeted and not link.complaints
         return Cause("") if is_by_itself else no_connection(self.host, code, link.complaints)
 
     def _not_copied(self, error: Exception) -> Cause:
@@ -190,13 +188,6 @@ class JobCopy:
     def _change(self, **fields: object) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)
         self.on_change()
-
-
-def _stop_if_silent(link: Link) -> None:
-    """Stop a connection without data; a host that only sends its greeting late gets more time."""
-    heard_at, started_at = link.heard[0], link.started_at
-    if time.monotonic() - heard_at > (GREETING_S if heard_at == started_at else CUT_AFTER_S):
-        link.stop()
 
 
 class CopiedFiles:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from sae_tui.hosts.causes import Cause
 from sae_tui.hosts.protocol import LONGEST_LINE
 from trainer.contract.printable import printable
 
@@ -57,11 +58,12 @@ class Link:
         self._allowance = allowance or Allowance()
         self._stopped = threading.Event()
         self._errors = b""
+        self.is_greeted = False  # set by the reader of the messages
+        self.cut_for: Cause | None = None
         self._on_wait = on_wait
         # The times (monotonic, wall clock) when bytes last arrived on standard output; initially, when the process
         # started.
         self.heard = (time.monotonic(), time.time())
-        self.started_at = self.heard[0]
 
     @property
     def complaints(self) -> list[str]:
@@ -69,8 +71,9 @@ class Link:
         lines = self._errors.decode(errors="replace").replace("\r", "\n").split("\n")
         return [printable(line.strip()) for line in lines if line.strip()]
 
-    def stop(self) -> None:
-        """Stop the process; `lines` then ends too."""
+    def stop(self, cause: Cause | None = None) -> None:
+        """Stop the process; `lines` then ends too. `cause` is the fault of the other host, if there is one."""
+        self.cut_for = cause
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)
 

@@ -21,7 +21,7 @@ from support.features import features_file
 from support.report_cards import put_card
 from support.tui import NOW, record_job, record_metrics
 
-from sae_tui.hosts import job_copy
+from sae_tui.hosts import follower, job_copy
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.job_copy import CopiedFiles, CopyState, JobCopy
 from sae_tui.hosts.protocol import FilePart, Stamp, decode
@@ -283,6 +283,15 @@ def test_a_broken_connection_is_told_with_its_time_and_the_copy_is_completed_aga
         reader.poll()
         assert len(reader.events) == len({(event.kind, event.message) for event in reader.events})
         reader.close()
+
+
+@pytest.mark.parametrize(("greeting", "limit"), [(f"say({HELLO!r})", "CUT_AFTER_S"), ("pass", "GREETING_S")])
+def test_a_silent_host_is_told_as_in_the_list_of_hosts(
+    greeting: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, limit, 0.3)
+    with copied(far_side(tmp_path / "ssh", f"{greeting}; sys.stdin.read()")) as copy:
+        assert state_of(copy, lambda state: state.sentence).sentence.startswith("has sent nothing for ")
 
 
 def test_an_older_host_and_a_missing_job_are_told_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
