@@ -36,9 +36,10 @@ MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 1
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
 MOST_SAES = 200
 
-# The files of a job that can be read from another host. `\Z` excludes a line break at the end.
-_LABEL = r"[A-Za-z0-9][A-Za-z0-9_.,=+-]{0,119}"
-FEATURES_PATH = rf"^sae/({_LABEL}/)?features\.safetensors\Z"
+# The files of a job that can be read from another host. A label is the name of a folder, which has at most 255 bytes.
+# `\Z` excludes a line break at the end.
+_LABEL = r"[A-Za-z0-9][A-Za-z0-9_.,=+-]{0,254}"
+LABEL = rf"^({_LABEL})?\Z"
 PATH = (
     r"^(run/(job\.toml|exit\.json|attempt[0-9]{1,6}/(plan|data|rank[0-9]{1,6}\.exit)\.json"
     r"|logs/(rank[0-9]{1,6}|supervisor|evaluation)\.log)"
@@ -234,7 +235,7 @@ class Stamp(msgspec.Struct, frozen=True):
 class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True):
     """All data has been sent; `features` maps the label of each SAE with a feature file to the file's stamp."""
 
-    features: Annotated[dict[str, Stamp], Meta(max_length=MOST_SAES)] = {}
+    features: Annotated[dict[Annotated[str, Meta(pattern=LABEL)], Stamp], Meta(max_length=MOST_SAES)] = {}
 
 
 Message = Hello | RemoteGpus | Jobs | Log | JobRow | Curves | RunState | FilePart | UpToDate

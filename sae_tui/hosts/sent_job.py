@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from sae_tui.hosts.protocol import (
+    LABEL,
     LARGEST_FEATURES,
     LARGEST_FILE,
     LONGEST_LINE,
@@ -31,7 +33,6 @@ from sae_tui.hosts.protocol import (
 )
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
-from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
@@ -121,13 +122,14 @@ class SentJob:
             yield from ((_of_sae(label, name), folder / name) for name in _OF_SAE)
 
     def _saes(self) -> dict[str, Path]:
-        """Return a dict mapping each SAE's label ("" for a single SAE) to its folder."""
+        """Return a dict mapping each SAE's label ("" for a single SAE) to its folder; leave out all other folders."""
         try:
             with os.scandir(self._sae) as entries:
-                inner = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return {}
-        return {"": self._sae} | {name: self._sae / name for name in inner[: MOST_SAES - 1]}
+        labels = sorted(name for name in folders if re.search(LABEL, name))
+        return {"": self._sae} | {name: self._sae / name for name in labels[: MOST_SAES - 1]}
 
     def _features(self) -> dict[str, Stamp]:
         stamps = {label: _stamp(folder / FEATURES) for label, folder in self._saes().items()}
@@ -143,7 +145,7 @@ class SentJob:
                 parts = list(_parts(path, stream, stamp[0]))
             if _stamp(file) == stamp:
                 self._sizes[path] = stamp
-                yield from filter(_is_valid, parts)
+                yield from parts
 
     def _logs(self) -> Iterator[tuple[str, Path]]:
         assert self._job is not None
@@ -230,15 +232,6 @@ def _parts(path: str, stream: BinaryIO, size: int) -> Iterator[FilePart]:
         if len(data) < length:
             raise EOFError("it became shorter while it was read")
         yield FilePart(path, data, offset, size)
-
-
-def _is_valid(part: FilePart) -> bool:
-    """Return whether the other host accepts a file: a folder of SAEs may have a name that no SAE has."""
-    try:
-        decode_as(msgspec.json.encode(part), FilePart)
-    except ValueError:
-        return False
-    return True
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:

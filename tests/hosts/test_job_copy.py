@@ -166,6 +166,18 @@ def test_the_card_is_copied_at_once_and_features_only_on_request(there: DataDir,
         assert len(seen) == 1
 
 
+def test_any_sae_of_a_sweep_is_copied_and_other_folders_are_left_out(there: DataDir, tmp_path: Path) -> None:
+    label = "k=" + "3" * 253
+    for name in (label, "no label", ".hidden", "line\nend"):
+        put_card(there.sae(1) / name)
+        (there.sae(1) / name / FEATURES).write_bytes(features_file())
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        assert state_of(copy, lambda state: state.is_complete or state.sentence).features.keys() == {label}
+        copy.fetch_features(lambda received, total: None)
+        for name in ("card.json", FEATURES):
+            assert [file.parent.name for file in copy.data.sae(1).rglob(name)] == [label]
+
+
 def test_curves_go_back_with_a_resumed_run(there: DataDir, tmp_path: Path) -> None:
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
         state_of(copy, lambda state: state.is_complete)
