@@ -177,6 +177,7 @@ class JobCopy:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, UpToDate):
+            self._files.delete_gone(message.gone)
             has_news = self._files.has_news or not self.state.is_complete or self.state.sentence
             self._files.has_news = False
             self.state = CopyState(True, time.time(), "", message.features)
@@ -201,6 +202,7 @@ class CopiedFiles:
         # The sizes of complete files and logs, and of the parts received so far of the other files.
         self._sizes: dict[str, int] = {}
         self._begun: dict[str, int] = {}
+        self._unconfirmed: set[str] = set()  # the files of earlier connections that have not been sent again
         self._n_points = self._n_events = self._n_run_events = 0
         self._begins = self._is_closed = False
         self._one_write = threading.Lock()
@@ -210,6 +212,7 @@ class CopiedFiles:
         with self._one_write:
             self._begins = True
             self._delete(path for path in self._begun if not path.endswith(FEATURES))
+            self._unconfirmed = {path for path in self._sizes if not path.endswith(FEATURES)}
             if self._control is None and not self._is_closed:
                 self._data.create()
                 self._control = Control(self._data.control_db)
@@ -232,6 +235,14 @@ class CopiedFiles:
         """Delete the feature files, including incomplete ones."""
         with self._one_write:
             self._delete(path for path in self._sizes | self._begun if path.endswith(FEATURES))
+
+    def delete_gone(self, paths: Iterable[str]) -> None:
+        """Delete the files that no longer exist on the other host, once all its data has been received."""
+        with self._one_write:
+            gone = self._unconfirmed.union(paths).intersection(self._sizes)
+            self._delete(gone)
+            self._unconfirmed.clear()
+            self.has_news |= bool(gone)
 
     def _delete(self, paths: Iterable[str]) -> None:
         """Delete these files and what has been received of them."""
@@ -311,6 +322,7 @@ class CopiedFiles:
         file = self._place(part.path)
         private_folder(file.parent)
         sizes[part.path] = before + len(part.data)
+        self._unconfirmed.discard(part.path)
         _append(file if part.total is None else _begun(file), part.data, overwrites=not before)
         if sizes[part.path] == part.total:
             os.replace(_begun(file), file)

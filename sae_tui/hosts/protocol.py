@@ -34,7 +34,7 @@ _MOST_AFTER, _MOST_TAGS = 100, 20
 # message, and the size of a file.
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
-MOST_SAES = 200
+MOST_SAES, MOST_GONE = 200, 2000
 
 # The files of a job that can be read from another host. A label is the name of a folder, which has at most 255 bytes.
 # `\Z` excludes a line break at the end.
@@ -233,9 +233,14 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True):
-    """All data has been sent; `features` maps the label of each SAE with a feature file to the file's stamp."""
+    """All data has been sent.
+
+    `features` maps the label of each SAE with a feature file to the file's stamp. `gone` are files that were sent over
+    this connection and no longer exist.
+    """
 
     features: Annotated[dict[Annotated[str, Meta(pattern=LABEL)], Stamp], Meta(max_length=MOST_SAES)] = {}
+    gone: Annotated[tuple[Annotated[str, Meta(pattern=PATH)], ...], Meta(max_length=MOST_GONE)] = ()
 
 
 Message = Hello | RemoteGpus | Jobs | Log | JobRow | Curves | RunState | FilePart | UpToDate

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +18,7 @@ from sae_tui.hosts.protocol import (
     LARGEST_FILE,
     LONGEST_LINE,
     MOST_EVENTS,
+    MOST_GONE,
     MOST_RANKS,
     MOST_SAES,
     MOST_SENT_POINTS,
@@ -68,11 +69,12 @@ class SentJob:
         # A store that is locked or damaged is read again by the next call.
         with contextlib.suppress(StoreError):
             yield from self._read_run()
-        for path, file in self._files():
+        files, logs = dict(self._files()), dict(self._logs())
+        for path, file in files.items():
             yield from self._file(path, file)
-        for path, file in self._logs():
+        for path, file in logs.items():
             yield from self._log(path, file)
-        yield UpToDate(self._features())
+        yield UpToDate(self._features(), self._gone(files | logs))
 
     def close(self) -> None:
         self._rows.close()
@@ -146,6 +148,13 @@ class SentJob:
             if _stamp(file) == stamp:
                 self._sizes[path] = stamp
                 yield from parts
+
+    def _gone(self, files: Mapping[str, Path]) -> tuple[str, ...]:
+        """Return the files that were sent and no longer exist, and forget them."""
+        gone = [path for path in self._sizes if path not in files or not _stamp(files[path])]
+        for path in gone[:MOST_GONE]:
+            del self._sizes[path]
+        return tuple(gone[:MOST_GONE])
 
     def _logs(self) -> Iterator[tuple[str, Path]]:
         assert self._job is not None

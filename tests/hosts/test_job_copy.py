@@ -274,6 +274,31 @@ def test_a_file_that_grows_while_it_is_copied_is_copied_whole_in_the_end(there: 
         assert all(whole.startswith(one) for one in read)
 
 
+def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path: Path) -> None:
+    put_card(there.sae(1))
+    there.run(1).exit_file.write_text("{}")
+
+    def names() -> set[str]:
+        return {file.name for file in copy.data.root.rglob("*") if file.is_file()}
+
+    with copied(real_side(tmp_path / "ssh", there.root)) as copy:
+        state_of(copy, lambda state: state.is_complete)
+        assert names() >= {"exit.json", "card.json", "rank0.log"}
+        told = threading.Event()
+        copy.on_change = told.set
+        there.run(1).exit_file.unlink()
+        (there.sae(1) / "card.json").unlink()
+        wait_for(lambda: names().isdisjoint({"exit.json", "card.json"}))
+        assert told.wait(60)
+        assert "rank0.log" in names()
+        # What is deleted while there is no connection is found by the next one.
+        there.run(1).log(0).unlink()
+        for link in copy._links:
+            link.stop()
+        wait_for(lambda: "rank0.log" not in names())
+        assert "job.toml" in names()
+
+
 def test_a_broken_connection_is_told_with_its_time_and_the_copy_is_completed_again(
     there: DataDir, tmp_path: Path
 ) -> None:
