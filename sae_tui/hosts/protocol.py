@@ -5,7 +5,8 @@ Readers must not trust the messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ from sae_tui.gpu.base import Condition, Degrees, GpuSample, Measured, columns
 from sae_tui.gpu.sensors import sensors_of
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.json_file import decode_as
-from trainer.contract.printable import printable
+from trainer.contract.printable import printable, printable_json
 from trainer.contract.process import Pid
 from trainer.contract.store.job_store import RequestKind
 from trainer.contract.store.metrics_store import Heartbeat
@@ -303,24 +304,47 @@ def decode(line: bytes) -> Message:
     return _clean(message, LONGEST_LOG_LINE if isinstance(message, Log) else LONGEST_TEXT)
 
 
+def fitted(message: S, most_bytes: int = LONGEST_LINE) -> S:
+    """Return a message that has at most `most_bytes` in a line: its longest texts are cut and then end with "…"."""
+    longest = most_bytes
+    while line_size(message) > most_bytes:
+        longest //= 2
+        message = _changed(message, partial(_cut, longest))
+    return message
+
+
+def line_size(value: object) -> int:
+    """Return how many bytes a value has in a line."""
+    return len(printable_json(msgspec.json.encode(value).decode()).encode())
+
+
+def _cut(longest: int, text: str) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
 def _clean(of: S, longest: int) -> S:
     """Make all text in a message printable, and truncate each string to `longest` characters."""
+    return _changed(of, lambda text: printable(text[:longest]).replace("\t", " "))
+
+
+def _changed(of: S, change: Callable[[str], str]) -> S:
+    """Return a message with `change` applied to all its text."""
     changed = {}
     for name in of.__struct_fields__:
         before = getattr(of, name)
-        after = _cleaned(before, longest)
+        after = _changed_value(before, change)
         if after is not before:
             changed[name] = after
     return msgspec.structs.replace(of, **changed) if changed else of
 
 
-def _cleaned(value: object, longest: int) -> object:
+def _changed_value(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, JobState):
         return value
     if isinstance(value, str):
-        return printable(value[:longest]).replace("\t", " ")
+        return change(value)
     if isinstance(value, msgspec.Struct):
-        return _clean(value, longest)
+        return _changed(value, change)
     if isinstance(value, tuple) and value:
-        return tuple(_cleaned(one, longest) for one in value)
+        return tuple(_changed_value(one, change) for one in value)
     return value

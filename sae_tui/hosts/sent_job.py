@@ -31,6 +31,8 @@ from sae_tui.hosts.protocol import (
     RunState,
     Stamp,
     UpToDate,
+    fitted,
+    line_size,
 )
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
@@ -91,8 +93,6 @@ class SentJob:
         """Return the row with the events that have not been sent, in several messages if there are many."""
         job, events = control.job(self._job_id), control.events(self._job_id)
         self._job = job
-        if len(job.config) > LONGEST_LINE // 4:
-            job = msgspec.structs.replace(job, config="")
         requests = tuple(sorted(control.open_requests(self._job_id)))
         row = JobRow(job, tuple(control.ranks(self._job_id)[-MOST_RANKS:]), requests)
         rows = [
@@ -102,7 +102,7 @@ class SentJob:
         if not rows and row != self._row:
             rows = [msgspec.structs.replace(row, first=len(events))]
         self._row, self._n_events = row, len(events)
-        return rows
+        return [_fitted(row) for row in rows]
 
     def _read_run(self) -> list[Message]:
         """Return what the run has written; after a `StoreError`, the next call reads the same data again."""
@@ -199,9 +199,9 @@ class _SentRun:
         if rewound:
             self._last = {}
         for first in range(self._n_events, len(events), MOST_EVENTS):
-            yield RunState(None, first, tuple(events[first : first + MOST_EVENTS]))
+            yield fitted(RunState(None, first, tuple(events[first : first + MOST_EVENTS])))
         self._n_events, self._restarts = len(events), restarts
-        yield RunState(beat, len(events), rewound=rewound)
+        yield fitted(RunState(beat, len(events), rewound=rewound))
         yield from _packed(self._curves(reader))
 
     def _curves(self, reader: SeriesReader) -> Iterator[CurvePart]:
@@ -214,6 +214,17 @@ class _SentRun:
                 yield _part(reader, name, rank, points[first : first + MOST_SENT_POINTS])
             if points:
                 self._last[name, rank] = points[-1].step
+
+
+def _fitted(row: JobRow) -> JobRow:
+    """Return a row that fits into a line. Its config is sent completely or not at all, because it is read as TOML."""
+    config = row.job.config if line_size(row.job.config) < LONGEST_LINE // 4 else ""
+    row = fitted(_with_config(row, ""), LONGEST_LINE // 4 * 3)
+    return _with_config(row, config)
+
+
+def _with_config(row: JobRow, config: str) -> JobRow:
+    return msgspec.structs.replace(row, job=msgspec.structs.replace(row.job, config=config))
 
 
 def feature_parts(data: DataDir, job_id: int) -> Iterator[Message]:
@@ -264,12 +275,14 @@ def _part(reader: SeriesReader, name: str, rank: int, points: list[Point]) -> Cu
 def _packed(parts: Iterable[CurvePart]) -> Iterator[Curves]:
     """Pack the parts of many curves into few messages."""
     packed: list[CurvePart] = []
-    n_points = 0
+    n_points = n_bytes = 0
     for part in parts:
-        if packed and n_points + len(part.steps) > MOST_SENT_POINTS:
+        size = line_size(part)
+        if packed and (n_points + len(part.steps) > MOST_SENT_POINTS or n_bytes + size > LONGEST_LINE // 2):
             yield Curves(tuple(packed))
-            packed, n_points = [], 0
+            packed, n_points, n_bytes = [], 0, 0
         packed.append(part)
         n_points += len(part.steps)
+        n_bytes += size
     if packed:
         yield Curves(tuple(packed))

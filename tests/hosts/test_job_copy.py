@@ -30,11 +30,13 @@ from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.printable import printable_json
+from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, Point, SeriesReader, SeriesWriter
-from trainer.contract.store.rows import Event
+from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
 
 
@@ -83,7 +85,7 @@ def followed(there: DataDir, tmp_path: Path) -> Iterator[Callable[[], DataDir]]:
 
     def follow() -> DataDir:
         for message in sent.messages():
-            files.take(decode(msgspec.json.encode(message)))
+            files.take(decode(printable_json(msgspec.json.encode(message).decode()).encode()))
         return here
 
     yield follow
@@ -105,6 +107,11 @@ def curve(data: DataDir, name: str) -> list[tuple[int, float | None]]:
     reader = SeriesReader(data.run(1).metrics_db)
     with contextlib.closing(reader):
         return [(point.step, point.value) for point in reader.points(name)]
+
+
+def series_of(data: DataDir) -> list[tuple[str, int]]:
+    with contextlib.closing(SeriesReader(data.run(1).metrics_db)) as reader:
+        return reader.series()
 
 
 def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
@@ -234,6 +241,35 @@ def test_a_read_that_fails_halfway_loses_neither_points_nor_events(
         assert curve(data, "loss") == curve(there, "loss")
         with contextlib.closing(SeriesReader(data.run(1).metrics_db)) as reader:
             assert [event.message for event in reader.events()].count("new") == 1
+
+
+def test_rows_with_many_long_texts_are_cut_visibly_until_they_fit_into_a_line(there: DataDir, tmp_path: Path) -> None:
+    me = ProcessRef.current()
+    with contextlib.closing(Control(there.control_db)) as control:
+        control.update(1, config="#" * 200_000, error="\x1b" * 100_000)
+        for rank in range(500):
+            process = {"pid": me.pid, "start_ticks": me.start_ticks, "boot_id": me.boot_id}
+            control.record_rank(Rank(job_id=1, attempt=1, rank=rank, **process, error="DistBackendError" + "e" * 1500))
+        for _ in range(150):
+            control.add_event(1, "failed", "m" * 11_000)
+    with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
+        long = [Event(timestamp=NOW, level="info", kind="x", message="m" * 11_000)] * 99
+        writer.write([MetricRow(f"fvu@{number:0290}", 1, 0.5) for number in range(3000)], beat(200), long)
+    with followed(there, tmp_path) as follow:
+        data = follow()
+        with contextlib.closing(Control(data.control_db)) as control:
+            job, ranks, events = control.job(1), control.ranks(1), control.events(1)
+        with contextlib.closing(SeriesReader(data.run(1).metrics_db)) as reader:
+            assert reader.series() == sorted(series_of(there))
+            events += reader.events()
+        assert (len(job.config), len(ranks)) == (200_000, 500)
+        cut = [
+            job.error,
+            *(rank.error for rank in ranks),
+            *(event.message for event in events if len(event.message) > 30),
+        ]
+        assert len(cut) == 750
+        assert all(text and len(text) > 100 and text.endswith("…") for text in cut)
 
 
 def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
