@@ -21,7 +21,18 @@ import msgspec
 from sae_tui.hosts.causes import Cause, no_connection, no_message
 from sae_tui.hosts.follower import FIRST_WAIT_S, LONGEST_WAIT_S, Refused, cut_if_silent, messages
 from sae_tui.hosts.link import Allowance, Link
-from sae_tui.hosts.protocol import LARGEST_FILE, Curves, FilePart, JobRow, Message, RunState, Stamp, UpToDate
+from sae_tui.hosts.protocol import (
+    LARGEST_FILE,
+    MOST_CURVES,
+    Curves,
+    FilePart,
+    JobRow,
+    Message,
+    RunState,
+    Stamp,
+    UpToDate,
+    short_lists,
+)
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, free_disk, open_private, private_folder
@@ -203,6 +214,7 @@ class CopiedFiles:
         self._sizes: dict[str, int] = {}
         self._begun: dict[str, int] = {}
         self._unconfirmed: set[str] = set()  # the files of earlier connections that have not been sent again
+        self._curves: set[tuple[str, int]] = set()
         self._n_points = self._n_events = self._n_run_events = 0
         self._begins = self._is_closed = False
         self._one_write = threading.Lock()
@@ -279,7 +291,7 @@ class CopiedFiles:
         # With this boot's id, the copy counts as a job of this machine: its own files never say that its host is
         # silent. Without a process, no process here can be taken for one of the job's.
         job = msgspec.structs.replace(
-            row.job, boot_id=boot_id(), machine_id=None, supervisor_pid=None, supervisor_start=None
+            short_lists(row.job), boot_id=boot_id(), machine_id=None, supervisor_pid=None, supervisor_start=None
         )
         ranks = [msgspec.structs.replace(one, job_id=job.id, boot_id=_ANOTHER_BOOT) for one in row.ranks]
         events = row.events[self._n_events - row.first :]
@@ -296,6 +308,7 @@ class CopiedFiles:
         if self._begins or run.rewound:
             # The curves that follow may have other steps, if they are means over buckets of steps.
             self._series.clear()
+            self._curves.clear()
             self._begins, self._n_points = False, 0
         self._series.write([], beat, events)
         self._n_run_events += len(events)
@@ -307,8 +320,9 @@ class CopiedFiles:
             for step, at, value in zip(part.steps, part.times, part.values, strict=True)
         ]
         self._n_points += len(rows)
-        if self._series is None or self._n_points > _MOST_POINTS:
-            raise ValueError("too many points, or points before the run")
+        self._curves.update((part.name, part.rank) for part in curves.parts)
+        if self._series is None or self._n_points > _MOST_POINTS or len(self._curves) > MOST_CURVES:
+            raise ValueError("too many curves or points, or points before the run")
         self._series.write(rows)
 
     def _take_part(self, part: FilePart) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -30,12 +30,12 @@ MOST_PROCESSES = 8  # per GPU
 _NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
 MOST_SENSORS = 50  # per GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
-_MOST_AFTER, _MOST_TAGS = 100, 20
+_MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST_GPUS}  # in the lists of a job
 # Limits for the details of one job: events and ranks per message, points of curves per message, bytes of a file per
-# message, and the size of a file.
+# message, the size of a file, and the number of curves. A sweep of 64 SAEs has 2000 curves.
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
-MOST_SAES, MOST_GONE = 200, 2000
+MOST_CURVES, MOST_SAES, MOST_GONE = 5000, 200, 2000
 
 # The files of a job that can be read from another host. A label is the name of a folder, which has at most 255 bytes.
 # `\Z` excludes a line break at the end.
@@ -54,6 +54,7 @@ Reading = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Share = Annotated[int, Meta(ge=0, le=100)]
 Speed = Annotated[float, Meta(ge=0, le=1e12)]
 S = TypeVar("S", bound=msgspec.Struct)
+J = TypeVar("J", bound=Job)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -140,14 +141,14 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued: Time | None = None
     priority: Number = 0
     held: bool = False
-    after: Annotated[tuple[JobId, ...], Meta(max_length=_MOST_AFTER)] = ()
+    after: Annotated[tuple[JobId, ...], Meta(max_length=_MOST_ITEMS["after"])] = ()
     any_gpus: bool = False
     gpus_wanted: FewAtOnce = 0
     waits_for: str | None = None
     silent: str = ""
     stop_requested: bool = False
     error: str | None = None
-    tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
+    tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_ITEMS["tags"])] = ()
     note: str = ""
     # This is a separate field because older versions do not know the state `imported`.
     imported: bool = False
@@ -181,7 +182,7 @@ class JobRow(msgspec.Struct, frozen=True, tag="job", omit_defaults=True):
 
     job: Job
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=MOST_RANKS)] = ()
-    requests: tuple[RequestKind, ...] = ()
+    requests: Annotated[tuple[RequestKind, ...], Meta(max_length=len(get_args(RequestKind)))] = ()
     first: Count = 0
     events: Annotated[tuple[Event, ...], Meta(max_length=MOST_EVENTS)] = ()
 
@@ -266,12 +267,17 @@ def remote_gpu(sample: GpuSample, holder: str, use: str) -> RemoteGpu:
 
 def far_job(job: JobView) -> FarJob:
     """Convert a job to the protocol's job record."""
-    fields = {name: getattr(job, name) for name in FarJob.__struct_fields__ if name != "imported"}
+    short = short_lists(job)
+    fields = {name: getattr(short, name) for name in FarJob.__struct_fields__ if name != "imported"}
     if job.state is JobState.IMPORTED:
         fields |= {"state": JobState.FINISHED, "imported": True}
     fields["progress"] = min(1.0, max(0.0, job.progress))
-    fields |= {"after": job.after[:_MOST_AFTER], "tags": job.tags[:_MOST_TAGS], "gpu_ids": job.gpu_ids[:MOST_GPUS]}
     return _clean(FarJob(**fields), LONGEST_TEXT)
+
+
+def short_lists(job: J) -> J:
+    """Return a job with only the first entries of its lists."""
+    return msgspec.structs.replace(job, **{name: getattr(job, name)[:most] for name, most in _MOST_ITEMS.items()})
 
 
 def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:

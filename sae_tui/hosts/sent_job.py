@@ -17,6 +17,8 @@ from sae_tui.hosts.protocol import (
     LARGEST_FEATURES,
     LARGEST_FILE,
     LONGEST_LINE,
+    LONGEST_TEXT,
+    MOST_CURVES,
     MOST_EVENTS,
     MOST_GONE,
     MOST_RANKS,
@@ -33,6 +35,7 @@ from sae_tui.hosts.protocol import (
     UpToDate,
     fitted,
     line_size,
+    short_lists,
 )
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
@@ -94,7 +97,7 @@ class SentJob:
         job, events = control.job(self._job_id), control.events(self._job_id)
         self._job = job
         requests = tuple(sorted(control.open_requests(self._job_id)))
-        row = JobRow(job, tuple(control.ranks(self._job_id)[-MOST_RANKS:]), requests)
+        row = JobRow(short_lists(job), tuple(control.ranks(self._job_id)[-MOST_RANKS:]), requests)
         rows = [
             msgspec.structs.replace(row, first=first, events=tuple(events[first : first + MOST_EVENTS]))
             for first in range(self._n_events, len(events), MOST_EVENTS)
@@ -209,6 +212,8 @@ class _SentRun:
         most = min(_MOST_POINTS, max(_FEWEST_POINTS, _FIRST_POINTS // max(1, len(names))))
         for name, rank in names:
             last = self._last.get((name, rank))
+            if len(name) > LONGEST_TEXT or (last is None and len(self._last) >= MOST_CURVES):
+                continue
             points = reader.history(name, rank, most=most) if last is None else reader.points(name, rank, after=last)
             for first in range(0, len(points), MOST_SENT_POINTS):
                 yield _part(reader, name, rank, points[first : first + MOST_SENT_POINTS])

@@ -21,10 +21,10 @@ from support.features import features_file
 from support.report_cards import put_card
 from support.tui import NOW, record_job, record_metrics
 
-from sae_tui.hosts import follower, job_copy
+from sae_tui.hosts import follower, job_copy, sent_job
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.job_copy import CopiedFiles, CopyState, JobCopy
-from sae_tui.hosts.protocol import FilePart, Stamp, decode
+from sae_tui.hosts.protocol import MOST_CURVES, CurvePart, Curves, FilePart, RunState, Stamp, decode
 from sae_tui.hosts.sent_job import SentJob
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobReader
@@ -38,6 +38,8 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, Point, SeriesReader, SeriesWriter
 from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
+
+ROW = {"id": 1, "name": "theirs", "config": "", "user": "", "host": "", "device": "cpu", "gpu_source": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -272,6 +274,36 @@ def test_rows_with_many_long_texts_are_cut_visibly_until_they_fit_into_a_line(th
         assert all(text and len(text) > 100 and text.endswith("…") for text in cut)
 
 
+def test_a_copy_has_a_limited_number_of_curves_and_of_entries_in_lists(tmp_path: Path) -> None:
+    files = CopiedFiles(DataDir(tmp_path / "here"), 1)
+    files.begin()
+    many = {"gpu_ids": [0] * 1000, "gpu_uuids": ["x"] * 1000, "after": [1] * 1000, "tags": ["x"] * 1000}
+    files.take(decode(json.dumps({"type": "job", "job": ROW | many}).encode()))
+    with contextlib.closing(Control(tmp_path / "here" / "control.db")) as control:
+        job = control.job(1)
+    assert [len(getattr(job, name)) for name in many] == [64, 64, 100, 20]
+    files.take(RunState(beat(1)))
+    curves = [CurvePart(f"fvu@{number}", 0, (1,), (1.0,), (0.5,)) for number in range(MOST_CURVES + 1)]
+    files.take(Curves(tuple(curves[:-1])))
+    with pytest.raises(ValueError, match="too many curves"):
+        files.take(Curves((curves[-1],)))
+    files.close()
+
+
+def test_curves_over_the_limit_and_with_names_that_are_too_long_are_not_sent(
+    there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = series_of(there)
+    monkeypatch.setattr(sent_job, "MOST_CURVES", len(known) + 1)
+    with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer, followed(there, tmp_path) as follow:
+        writer.write([MetricRow(name, 201, 0.5) for name in ("~" * 301, "~2", "~3")], beat(201))
+        assert series_of(follow()) == [*known, ("~2", 0)]
+        writer.write([MetricRow(name, 202, 0.5) for name in ("~1", "~2")], beat(202))
+        data = follow()
+        assert series_of(data) == [*known, ("~2", 0)]
+        assert curve(data, "~2") == [(201, 0.5), (202, 0.5)]
+
+
 def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret\n")
@@ -390,8 +422,8 @@ def test_an_older_host_and_a_missing_job_are_told_in_one_sentence(there: DataDir
         {"type": "curves", "parts": [{"name": "fvu", "rank": 0, "steps": [1], "times": [1], "values": [0.5]}]},
         {"type": "run", "first": 7, "events": []},
         {"type": "run", "heartbeat": {"phase": "x", "step": -1, "total_steps": 0, "tokens": 0, "timestamp": 0}},
-        {"type": "job", "job": {"id": 8, "name": "other", "config": "", "user": "", "host": "", "device": "cpu",
-                                "gpu_source": "none"}},
+        {"type": "job", "job": ROW | {"id": 8}},
+        {"type": "job", "job": ROW, "requests": ["stop"] * 6},
     ],
 )  # fmt: skip
 def test_what_no_sae_tui_sends_closes_the_connection_and_writes_nothing(message: dict, tmp_path: Path) -> None:
