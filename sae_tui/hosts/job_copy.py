@@ -102,14 +102,15 @@ class JobCopy:
         self._folder.cleanup()
         self._lock.release()
 
-    def fetch_features(self, on_progress: Callable[[int, int], object]) -> None:
+    def fetch_features(self, on_progress: Callable[[int, int], object]) -> bool:
         """Copy the feature files, unless they have not changed since the last call; raise `UserError` on failure.
 
-        `on_progress` is called with the numbers of bytes received so far and in total.
+        Return False if the copy was closed meanwhile. `on_progress` is called with the numbers of bytes received so
+        far and in total. Only one call may run at a time.
         """
         wanted, received, is_complete = self.state.features, 0, False
         if wanted == self._fetched:
-            return
+            return True
         # The earlier files are out of date.
         self._fetched = {}
         self._files.delete_features()
@@ -131,10 +132,13 @@ class JobCopy:
                 on_progress(received, total)
 
         cause = self._read(self._features, take, Allowance(_FEATURES_BYTES_S, _FEATURES_BYTES_S))
+        if self._stopped.is_set():
+            return False
         if not is_complete:
             self._files.delete_features()
             raise UserError(f"{self.host} {cause.sentence or 'closed the connection'}; press the key again")
         self._fetched = wanted
+        return True
 
     def _run(self) -> None:
         remove_abandoned()

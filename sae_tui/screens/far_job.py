@@ -248,22 +248,26 @@ class FarJobScreen(JobScreen):
         self.app.notify(f"Its paths are on {self._copy.host}; F6 launches it on another host.", markup=False)
 
     def _open_features(self, member: str) -> None:
+        if self._progress:
+            return  # the features are being copied
         if self._copy.state.features:
+            self._progress = "reading its features"
+            self.post_message(self.Changed())
             self._fetch_features(member)
         else:
             self.notify(f"Job {self.job_id} of {self._copy.host} has no max-activating examples.", severity="warning")
 
-    @work(thread=True, group="features", exclusive=True, exit_on_error=False)
+    @work(thread=True, exit_on_error=False)
     def _fetch_features(self, member: str) -> None:
         try:
-            self._copy.fetch_features(self._show_progress)
+            if self._copy.fetch_features(self._show_progress):
+                screen = FeaturesScreen(self.session, self.job_id, member)
+                self.app.call_from_thread(self.app.push_screen, screen)
         except UserError as error:
             self.app.call_from_thread(self.notify, sentence(error), severity="warning", markup=False)
-        else:
-            screen = FeaturesScreen(self.session, self.job_id, member)
-            self.app.call_from_thread(self.app.push_screen, screen)
         finally:
             self._progress = ""
+            self.post_message(self.Changed())
 
     def _show_progress(self, received: int, total: int) -> None:
         self._progress = f"reading its features: {gibibytes(received)} of {gibibytes(total)}"

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.far_side import far_side, real_side
+from support.far_side import far_side, real_side, runs_of
 from support.features import features_file
 from support.report_cards import put_card
 from support.tui import record_job, record_metrics, title_of, wait_until
@@ -20,6 +20,7 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.screens.card import CardPanel, CardScreen
 from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.far_job import FarJobScreen
 from sae_tui.screens.far_log import FarLogScreen
 from sae_tui.screens.features import FeaturesScreen
@@ -125,6 +126,45 @@ async def test_everything_of_a_job_on_another_host_can_be_read(make_app, hosts) 
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
         await pilot.press("escape")
         assert app.screen is job
+
+
+def wait_to_send_features(folder: Path, may_send: Path) -> None:
+    """Make the other host wait for a file before it sends features."""
+    program = folder / "1"
+    wait = f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_send)!r}), True)]"
+    program.write_text(f"import os, time\nif '--features' in words:\n    say(HELLO); {wait}\n{program.read_text()}")
+
+
+async def test_features_are_copied_once_even_if_the_key_is_pressed_twice(make_app, hosts, tmp_path) -> None:
+    wait_to_send_features(tmp_path / "ssh", tmp_path / "go")
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        await pilot.press("f", "f")
+        await wait_until(pilot, lambda: "reading its features" in line(app))
+        await pilot.press("f")
+        (tmp_path / "go").touch()
+        await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen), 30)
+        await wait_until(pilot, lambda: "Lämb" in text(app, LatentDetail))
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: "connected" in line(app))
+        assert len([run for run in runs_of(tmp_path / "ssh") if "--features" in run]) == 1
+        assert not list(app.notices)
+
+
+async def test_leaving_while_features_are_copied_is_not_reported(make_app, hosts, tmp_path) -> None:
+    wait_to_send_features(tmp_path / "ssh", tmp_path / "go")
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        await pilot.press("f")
+        await wait_until(pilot, lambda: any("--features" in run for run in runs_of(tmp_path / "ssh")), 30)
+        copy = app.screen._copy
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: isinstance(app.screen, Dashboard))
+        await wait_until(pilot, lambda: not copy._links and not list((tmp_path / "tmp").iterdir()), 30)
+        await pilot.pause()
+        assert not list(app.notices)
 
 
 async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_app, hosts, there) -> None:
