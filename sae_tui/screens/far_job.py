@@ -17,7 +17,7 @@ from textual.widgets import Label
 from sae_tui.compare.runs import CopiedRun
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.job_copy import JobCopy
-from sae_tui.jobs.launch.clone import clone_settings, free_name, launch_line
+from sae_tui.jobs.launch.clone import clone_settings, free_name
 from sae_tui.jobs.launch.job_form import question_about
 from sae_tui.jobs.view.program_use import ProgramUse
 from sae_tui.jobs.view.reader import JobView
@@ -191,19 +191,10 @@ class FarJobScreen(JobScreen):
     def action_evaluate(self) -> None:
         self._refuse("eval ID")
 
-    def action_copy_command(self) -> None:
-        """Copy the command that launches the same job on the other host, where its data is."""
-        detail = self.session.detail
-        if detail is None:
-            return
-        try:
-            program, verb, rest = launch_line(detail.view.config, detail.view.name).split(" ", 2)
-        except UserError as error:
-            self.notify(str(error), severity="warning", markup=False)
-            return
-        line = f"{program} {verb} --host {self._copy.host} {rest}"
-        self.app.copy_to_clipboard(line)
-        self.notify(f"The command that launches this job on {self._copy.host} was sent to the terminal's clipboard.")
+    def _launch_line(self, view: JobView) -> str:
+        """Return the command that launches the same job on the other host, where its data is."""
+        program, verb, rest = super()._launch_line(view).split(" ", 2)
+        return f"{program} {verb} --host {self._copy.host} {rest}"
 
     def action_open_log(self) -> None:
         if job := self._job:

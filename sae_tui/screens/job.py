@@ -20,6 +20,7 @@ from sae_tui.jobs.launch.exporting import loading_snippets
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.logs import EVALUATION, n_logs_of
 from sae_tui.jobs.view.program_use import ProgramReader, ProgramUse
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.card import CardScreen
@@ -290,13 +291,17 @@ class JobScreen(Evaluates, FramedScreen):
             self.notify("The command may contain secrets, and this view is read-only.", severity="warning")
             return
         try:
-            line = launch_line(detail.view.config, detail.view.name)
+            line = self._launch_line(detail.view)
         except UserError as error:
             self.notify(str(error), severity="warning", markup=False)
             return
         self.app.copy_to_clipboard(line)
         also = " It may contain secrets." * secret
-        self.notify(f"The command that launches this job was sent to the terminal's clipboard.{also}")
+        place = self.session.place
+        self.notify(f"The command that launches this job{place} was sent to the terminal's clipboard.{also}")
+
+    def _launch_line(self, view: JobView) -> str:
+        return launch_line(view.config, view.name)
 
     def action_copy_snippet(self) -> None:
         """Copy Python that loads the SAE; another press copies the next way to load it."""

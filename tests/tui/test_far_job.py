@@ -281,3 +281,16 @@ async def test_a_command_with_control_characters_of_another_host_is_not_copied(m
         await pilot.press("Y")
         assert messages_of(app) == "! The settings contain control characters, so the command is not copied."
         assert not app.clipboard
+
+
+async def test_a_copied_command_of_another_host_names_the_host_and_warns_of_secrets(make_app, hosts, there) -> None:
+    command = {"name": "theirs", "kind": "command", "command": {"argv": ["make"], "env": ["TOKEN=abc"]}}
+    with contextlib.closing(Control(there.control_db)) as control:
+        control.update(1, config=dump_job(any_job_of(command)))
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await opened(pilot)
+        await pilot.press("Y")
+        await wait_until(pilot, lambda: app.clipboard.startswith("sae-tui run --host gpu1 "))
+        assert "launches this job of gpu1 was sent" in messages_of(app)
+        assert messages_of(app).endswith("It may contain secrets.")
