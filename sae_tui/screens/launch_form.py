@@ -477,7 +477,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _environment_words(self, *, is_clean: bool) -> str:
         """Return which environment the program gets."""
-        if self.origin is not None:
+        if self.origin is not None and self.origin.parent:
             return f"as for {self.origin.which}"
         active = "clean" if is_clean else active_environment(os.environb)
         return ", ".join(filter(None, ("this app's" * (not is_clean), active)))

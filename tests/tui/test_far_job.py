@@ -207,7 +207,9 @@ async def test_a_clone_opens_the_form_and_has_no_parent_here(make_app, hosts, da
         await wait_until(pilot, lambda: not list((data.root.parent / "tmp").iterdir()))
 
 
-async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hosts, there) -> None:
+async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hosts, there, monkeypatch) -> None:
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    monkeypatch.setenv("CONDA_DEFAULT_ENV", "q")
     command = {"name": "theirs", "kind": "command", "command": {"argv": ["make", "evil"]}}
     there.run(1).job_file.write_text(dump_job(any_job_of(command)))
     app = make_app(4, hosts=hosts)
@@ -216,6 +218,12 @@ async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hos
         await wait_until(pilot, lambda: "runs `make evil` as you" in question(app), 30)
         await pilot.press("escape")
         assert isinstance(app.screen, FarJobScreen)
+        # The environment stays on the other host, so the clone gets the one of this app.
+        await pilot.press("y", "y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen), 30)
+        await wait_until(
+            pilot, lambda: app.screen.query_one("#environment").content == "this app's, conda environment q"
+        )
 
 
 async def test_a_lost_connection_says_since_when_the_screen_is_old(make_app, hosts, there, tmp_path) -> None:
