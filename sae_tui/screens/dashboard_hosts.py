@@ -173,5 +173,5 @@ class DashboardHosts:
         if (at := self.selected) is None:
             return False
         view, job = at
-        FarActions(self._session, self._hosts, view.name, self._screen.app).act(verb, job)
+        FarActions(self._session, view.name, self._screen.app).act(verb, job)
         return True

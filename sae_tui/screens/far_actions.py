@@ -21,39 +21,41 @@ from trainer.contract.store.states import JobState
 class FarActions(Actions):
     """Actions on the jobs of one other host."""
 
-    def __init__(self, session: Session, hosts: Hosts, host: str, app: App[None]) -> None:
+    def __init__(self, session: Session, host: str, app: App[None]) -> None:
         super().__init__(session, app)
-        self._home, self._hosts, self._host = session, hosts, host
+        self._home, self._host = session, host
 
     def act(self, verb: str, job: JobView) -> None:
         """Stop, pause or resume a job; if that is impossible, say why."""
-        view = self._view
+        hosts, view = self._home.hosts, view_of(self._home, self._host)
         if self._home.actions.refused():
             return
-        if view is None or not view.is_connected:
+        if hosts is None or view is None or not view.is_connected:
             self._app.notify(f"{self._host} is not connected.", severity="warning")
         elif obstacle := _obstacle(verb, job):
             self._app.notify(f"Job {job.id} of {self._host} {obstacle}.", severity="warning")
         else:
-            self._run(verb, job)
+            self._run(hosts, verb, job)
 
     def offer_evaluation(self, job_id: int) -> EvaluationOffer | None:
         raise UserError(there(self._host, job_id, "eval ID").removesuffix("."))
 
-    @property
-    def _view(self) -> HostView | None:
-        return next((view for view in self._hosts.views if view.name == self._host), None)
-
-    def _run(self, verb: str, job: JobView) -> None:
+    def _run(self, hosts: Hosts, verb: str, job: JobView) -> None:
         words = _words(verb, job)
-        errand = partial(self._hosts.run, self._host, *words)
+        errand = partial(hosts.run, self._host, *words)
         actions = self._home.actions
         if verb == "stop":
-            early = partial(self._hosts.run, self._host, *words, "--finish")
+            early = partial(hosts.run, self._host, *words, "--finish")
             also = None if _early_steps(job) is None else Also(FINISH_EARLY, early)
             actions.ask(*_stop_question(self._host, job), errand, also)
         else:
             actions.do(errand)
+
+
+def view_of(session: Session, host: str) -> HostView | None:
+    """Return the latest view of a host, or None if it is no longer monitored."""
+    views = session.hosts.views if session.hosts else ()
+    return next((view for view in views if view.name == host), None)
 
 
 def _words(verb: str, job: JobView) -> list[str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from textual import on, work
@@ -25,7 +26,7 @@ from sae_tui.jobs.view.watcher import JobDetail, Watcher
 from sae_tui.panels.far_jobs import there
 from sae_tui.screens.card import CardScreen
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen
-from sae_tui.screens.far_actions import FarActions
+from sae_tui.screens.far_actions import FarActions, view_of
 from sae_tui.screens.far_log import FarLogScreen
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.job import JobScreen
@@ -50,10 +51,12 @@ class FarSession(Session):
     """The session of this machine, but with the copy of one job of another host as its jobs."""
 
     def __init__(self, home: Session, copy: JobCopy, watcher: CopyWatcher, actions: FarActions) -> None:
-        # The monitor, the settings and the alerts belong to this machine, and their threads run already.
-        self.__dict__.update(vars(home))
         self.home, self.data, self.watcher, self.actions = home, copy.data, watcher, actions
         self.place = f" of {copy.host}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the session of this machine, such as the monitor or the settings as they are now."""
+        return getattr(self.home, name)
 
     @property
     def detail(self) -> JobDetail | None:
@@ -89,13 +92,11 @@ class FarJobScreen(JobScreen):
 
     session: FarSession
 
-    def __init__(
-        self, app: App[None], home: Session, hosts: Hosts, copy: JobCopy, marked: Sequence[int], then: str
-    ) -> None:
+    def __init__(self, app: App[None], home: Session, copy: JobCopy, marked: Sequence[int], then: str) -> None:
         """Prepare the screen; `marked` are the local jobs to compare with, and `then` is the first action."""
-        self._copy, self._hosts, self._marked, self._then = copy, hosts, marked, then
+        self._copy, self._marked, self._then = copy, marked, then
         watcher = CopyWatcher(copy.data, copy.on_change, readonly=True)
-        self._actions = FarActions(home, hosts, copy.host, app)
+        self._actions = FarActions(home, copy.host, app)
         super().__init__(FarSession(home, copy, watcher, self._actions), copy.job_id)
         self._progress = self._told = ""
         self._use = ProgramUse()  # the processes of a command are on the other host
@@ -159,7 +160,7 @@ class FarJobScreen(JobScreen):
     @property
     def _job(self) -> JobView | None:
         """The job as last listed by its host or, if it is not listed, as copied."""
-        view = next((view for view in self._hosts.views if view.name == self._copy.host), None)
+        view = view_of(self.session.home, self._copy.host)
         detail = self.session.detail
         return (view and view.job(self.job_id)) or (detail.view if detail else None)
 
@@ -197,8 +198,11 @@ class FarJobScreen(JobScreen):
         return f"{program} {verb} --host {self._copy.host} {rest}"
 
     def action_open_log(self) -> None:
-        if job := self._job:
-            self.app.push_screen(FarLogScreen(self.session.home, self._hosts, self._copy.host, job))
+        job, hosts = self._job, self.session.hosts
+        if job and hosts:
+            self.app.push_screen(FarLogScreen(self.session.home, hosts, self._copy.host, job))
+        elif job:
+            self.notify(f"{self._copy.host} is not connected.", severity="warning")
 
     def action_open_card(self) -> None:
         self.app.push_screen(FarCardScreen(self.session, self.job_id, self.member, self._open_features))
@@ -275,4 +279,4 @@ def open_far_job(
         why = f"Job {job.id} of {host} cannot be copied to this host: {sentence(error)}."
         app.notify(why, severity="error", markup=False)
         return
-    session.go.switch_to(FarJobScreen(app, session, hosts, copy, marked, then))
+    session.go.switch_to(FarJobScreen(app, session, copy, marked, then))

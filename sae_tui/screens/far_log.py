@@ -8,6 +8,7 @@ from sae_tui.hosts.follower import FarLogReader
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.jobs.view.logs import LogLine
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.screens.far_actions import view_of
 from sae_tui.screens.log import LogScreen
 from sae_tui.session import Session
 
@@ -25,8 +26,8 @@ class FarLogScreen(LogScreen):
 
     @property
     def job(self) -> JobView | None:
-        view = next(view for view in self._hosts.views if view.name == self._host)
-        self._far_job = view.job(self.job_id) or self._far_job
+        view = view_of(self.session, self._host)
+        self._far_job = (view and view.job(self.job_id)) or self._far_job
         return self._far_job
 
     @property

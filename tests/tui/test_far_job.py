@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.far_side import far_side, real_side, runs_of
 from support.features import features_file
@@ -265,6 +266,35 @@ async def test_a_job_that_is_stopped_there_is_asked_about_here(make_app, there, 
         )
         await pilot.press("s")
         await wait_until(pilot, lambda: "Stop job 2 (theirs too) of gpu1?" in question(app))
+
+
+async def test_an_open_job_uses_the_settings_and_hosts_as_they_are_now(make_app, there, tmp_path) -> None:
+    record_job(there, "theirs too", JobState.RUNNING)
+    app = make_app(4, hosts=Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root)))
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "theirs too" in text(app, JobsPanel), 30)
+        await pilot.press("home", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarJobScreen) and "connected" in line(app), 30)
+        home, far = app.session, app.screen.session
+        home.settings = msgspec.structs.replace(home.settings, sampling_interval_s=7.0)
+        assert far.settings.sampling_interval_s == 7.0
+        assert (far.data, home.data) == (app.screen._copy.data, app.session.data)
+        home.hosts.stop()
+        home.hosts = Hosts(["gpu1"], real_side(tmp_path / "new", there.root))
+        (tmp_path / "new" / "pause").write_text("print('pauses')")
+        home.hosts.start(lambda: None)
+        await wait_until(pilot, lambda: home.hosts.views[0].job(2), 30)
+        await pilot.press("p")
+        await wait_until(pilot, lambda: list(app.notices) and "On gpu1: pauses" in messages_of(app))
+        await pilot.press("l")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
+        home.hosts.stop()
+        home.hosts = None
+        app.screen.show_jobs()
+        await pilot.press("escape", "p")
+        assert messages_of(app).endswith("gpu1 is not connected.")
+        await pilot.press("l")
+        assert isinstance(app.screen, FarJobScreen)
 
 
 async def test_a_lost_job_says_nothing_about_checkpoints_which_are_not_copied(make_app, there, tmp_path) -> None:
