@@ -18,7 +18,8 @@ _OPTIONS = (
 )  # fmt: skip
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}@)?[A-Za-z0-9_][A-Za-z0-9_.:%-]{0,254}", re.ASCII)
 # The PATH of a non-interactive shell often lacks ~/.local/bin, where pip, pipx and uv install programs for one user.
-_FAR_SHELL = ("sh", "-c", 'PATH="$PATH:$HOME/.local/bin" exec sae-tui "$@"', "sae-tui")
+_FAR_PATH = 'PATH="$PATH:$HOME/.local/bin"'
+_FAR_SHELL = ("sh", "-c", f'{_FAR_PATH} exec sae-tui "$@"', "sae-tui")
 # Runs `sae-tui` in a login shell, so that the programs that it starts get the environment of a login. If a login shell
 # sets a PATH without sae-tui, the PATH before the login is added. Other shells might not know the option -l.
 _LOGIN_SHELL = (
@@ -42,6 +43,11 @@ def checked_host(name: str) -> str:
             "and set everything else, such as the port, in ~/.ssh/config"
         )
     return name
+
+
+def by_hand(host: str, command: str) -> str:
+    """Return a line for the user's shell that runs a `sae-tui` command on a host, with the same PATH as the app."""
+    return f"ssh {host} '{_FAR_PATH} sae-tui {command}'"
 
 
 def ssh_argv(host: str, words: Sequence[str], ssh: Sequence[str] = ("ssh",)) -> list[str]:

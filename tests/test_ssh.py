@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.ssh import ssh_argv
+from sae_tui.ssh import by_hand, ssh_argv
 from trainer.contract.errors import UserError
 
 
@@ -26,14 +26,29 @@ def test_valid_ssh_host_names_are_accepted(name) -> None:
     assert {"BatchMode=yes", "ClearAllForwardings=yes", "-a", "-x"} <= set(options)
 
 
-def test_arguments_reach_the_remote_program_unchanged_even_if_it_is_in_a_home_folder(tmp_path: Path) -> None:
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """Return a home folder with `sae-tui` in `.local/bin`, and with an `ssh` that runs commands in a shell here."""
     program = tmp_path / ".local" / "bin" / "sae-tui"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
-    program.chmod(0o755)
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    for file in (program, ssh):
+        file.chmod(0o755)
+    return tmp_path
+
+
+def said(line: str, home: Path) -> str:
+    env = {"HOME": str(home), "PATH": f"{home}:/usr/bin:/bin"}
+    return subprocess.run(["sh", "-c", line], env=env, capture_output=True, text=True).stdout
+
+
+def test_arguments_reach_the_remote_program_unchanged_even_if_it_is_in_a_home_folder(home: Path) -> None:
     command = ssh_argv("gpu1", ["rename", "7", "a 'b' $(id) \"c\"; *"])[-1]
     # Run the command in a shell, because sshd runs it with the login shell.
-    done = subprocess.run(
-        ["sh", "-c", command], env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-    )
-    assert done.stdout == "rename|7|a 'b' $(id) \"c\"; *|"
+    assert said(command, home) == "rename|7|a 'b' $(id) \"c\"; *|"
+
+
+def test_a_command_that_the_user_is_told_to_run_finds_a_program_in_a_home_folder(home: Path) -> None:
+    assert said(by_hand("gpu1", "tag 7 --add WORD"), home) == "tag|7|--add|WORD|"

@@ -15,7 +15,7 @@ import msgspec
 from sae_tui.hosts.causes import Cause, has_ssh_failed, no_connection, other_protocol
 from sae_tui.hosts.link import end
 from sae_tui.hosts.protocol import PROTOCOL, Hello, decode
-from sae_tui.ssh import login_argv
+from sae_tui.ssh import by_hand, login_argv
 from trainer.contract.errors import UsageError, UserError, sentence
 from trainer.contract.output import complain, has_done, show_text
 from trainer.contract.printable import printable
@@ -88,7 +88,7 @@ class FarCommand:
         if not self._is_greeted:
             raise UserError(f"host {self._host} {no_connection(self._host, code, self._complaints).sentence}")
         if has_ssh_failed(code):
-            see = f"`ssh {self._host} sae-tui jobs` shows its jobs, which keep running"
+            see = f"`{by_hand(self._host, 'jobs')}` shows its jobs, which keep running"
             raise UserError(f"the connection to host {self._host} was lost; {see}")
         return code
 

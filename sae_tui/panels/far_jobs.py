@@ -11,6 +11,7 @@ from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.job_columns import columns_of
 from sae_tui.panels.jobs import job_row
+from sae_tui.ssh import by_hand
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Row
 from trainer.contract.wording import plural
@@ -30,7 +31,7 @@ def parse_key(key: str | None) -> tuple[str, int] | None:
 
 def there(host: str, job_id: int, command: str) -> str:
     """Return a sentence with the command to run on the host of a job, such as `rm ID`."""
-    return f"Job {job_id} is on {host}, so use `ssh {host} sae-tui {command.replace('ID', str(job_id))}`."
+    return f"Job {job_id} is on {host}, so use `{by_hand(host, command.replace('ID', str(job_id)))}`."
 
 
 class FarRows:

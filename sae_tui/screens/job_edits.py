@@ -89,6 +89,9 @@ class JobEdits(JobsFinder):
         from sae_tui.panels.far_jobs import parse_key, there
 
         at = parse_key(self.table.cursor)
+        job = next((view.job(at[1]) for view in self._far if at and view.name == at[0]), None)
+        if job and job.held and command == "hold ID":
+            command = "release ID"
         if at and not self.session.actions.refused():
             self.notify(there(*at, command), severity="warning", markup=False)
         return at is not None

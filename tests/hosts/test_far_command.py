@@ -19,6 +19,7 @@ from support.box import processes_of
 from support.sshd import Sshd, why_not
 
 from sae_tui.cli_commands import receiving
+from sae_tui.ssh import by_hand
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError
@@ -181,7 +182,7 @@ def test_a_lost_connection_is_reported_and_leaves_the_job_running(far: Far) -> N
     far.sshd.cut()
     _, errors = waiting.communicate(timeout=60)
     assert waiting.returncode == 1
-    lost = "the connection to host gpu1 was lost; `ssh gpu1 sae-tui jobs` shows its jobs, which keep running"
+    lost = f"the connection to host gpu1 was lost; `{by_hand('gpu1', 'jobs')}` shows its jobs, which keep running"
     assert errors.splitlines()[-1] == f"sae-tui: error: {lost}"
     until(lambda: not receivers(far.data))
     assert not far.jobs[0].state.is_final

@@ -17,6 +17,7 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.far_log import FarLogScreen
 from sae_tui.screens.launch import LaunchScreen
+from sae_tui.ssh import by_hand
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
@@ -106,7 +107,7 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         commands = ("rename 9 NAME", "note 9 TEXT", "tag 9 --add WORD", "priority 9 --to N", "after 9 OTHER", "hold 9",
                     "rm 9")  # fmt: skip
-        assert messages_of(app)[-7:] == [f"! Job 9 is on gpu1, so use `ssh gpu1 sae-tui {one}`." for one in commands]
+        assert messages_of(app)[-7:] == [f"! Job 9 is on gpu1, so use `{by_hand('gpu1', one)}`." for one in commands]
         assert messages_of(app)[-8].startswith("! Only jobs of this host can be marked")
         await pilot.press("down", "down")
         assert table.cursor == "gpu1 7"
@@ -115,6 +116,15 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         assert "gpu-box · 0 of 1" in table.plain
         assert "gpu1 · 1 of 2" in table.plain
         assert table.cursor == "gpu1 7"
+
+
+async def test_the_hold_key_names_the_command_that_releases_a_held_job_on_another_host(make_app, folder) -> None:
+    jobs = 'say(HELLO); say({"type": "jobs", "jobs": [JOB | {"state": "queued", "held": True}]}); stay()'
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, jobs)))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: "theirs" in text(app, JobsPanel))
+        await pilot.press("end", "h")
+        assert messages_of(app)[-1] == f"! Job 7 is on gpu1, so use `{by_hand('gpu1', 'release 7')}`."
 
 
 async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app, folder) -> None:

@@ -27,6 +27,7 @@ from sae_tui.screens.far_log import FarLogScreen
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.metrics import MetricsScreen
+from sae_tui.ssh import by_hand
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES
@@ -174,8 +175,8 @@ async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_ap
         await opened(pilot)
         assert not any(word in text(app, Footer) for word in ("Evaluate", "Export", "Load"))
         for key, answer in (
-            ("e", "Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`."),
-            ("x", "Job 1 is on gpu1, so use `ssh gpu1 sae-tui export 1 --out DIR`."),
+            ("e", f"Job 1 is on gpu1, so use `{by_hand('gpu1', 'eval 1')}`."),
+            ("x", f"Job 1 is on gpu1, so use `{by_hand('gpu1', 'export 1 --out DIR')}`."),
             ("L", f"The SAE of job 1 is in {there.sae(1)} on gpu1; load it there."),
         ):
             await pilot.press(key)
@@ -183,7 +184,7 @@ async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_ap
         await pilot.press("v")
         await wait_until(pilot, lambda: isinstance(app.screen, CardScreen))
         await pilot.press("e")
-        await wait_until(pilot, lambda: messages_of(app) == "! Job 1 is on gpu1, so use `ssh gpu1 sae-tui eval 1`.")
+        await wait_until(pilot, lambda: messages_of(app).endswith(f"{by_hand('gpu1', 'eval 1')}`."))
 
 
 async def test_a_job_on_another_host_is_compared_with_marked_jobs(make_app, data, hosts) -> None:
