@@ -20,6 +20,7 @@ from trainer.contract.errors import BadUsage, UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
 from trainer.contract.failure import asks_for_json, show_failure
+from trainer.contract.imports import without_collection
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
@@ -158,7 +159,8 @@ def _allowed(job: J, flags: argparse.Namespace) -> J:
 
 
 def _extract(flags: argparse.Namespace) -> int:
-    from trainer.ranks.foreground_extraction import run
+    with without_collection():
+        from trainer.ranks.foreground_extraction import run
 
     return run(_allowed(load_as(ExtractJob, flags.job, flags.overrides), flags), as_json=flags.json)
 
@@ -167,7 +169,8 @@ def _inspect(flags: argparse.Namespace) -> int:
     if flags.headers:
         _say_headers(inspect_shards(flags.data), as_json=flags.json)
         return EXIT_FINISHED
-    from trainer.measuring.inspection import inspect_data, table
+    with without_collection():
+        from trainer.measuring.inspection import inspect_data, table
 
     with Progress("inspecting"):
         facts = inspect_data(flags.data)
@@ -296,9 +299,10 @@ def _export(flags: argparse.Namespace) -> int:
 
 def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Export one checkpoint's SAEs, or a set from several runs; return the result as a dict and as lines of text."""
-    from trainer.evaluation.contexts import firings_of
-    from trainer.training.export_checkpoint import export_checkpoint
-    from trainer.training.export_set import export_set, is_set
+    with without_collection():
+        from trainer.evaluation.contexts import firings_of
+        from trainer.training.export_checkpoint import export_checkpoint
+        from trainer.training.export_set import export_set, is_set
 
     if is_set(flags.paths, flags.format):
         of_set = export_set(
@@ -333,9 +337,10 @@ def _push_of(flags: argparse.Namespace) -> Push | None:
 
 
 def _import(flags: argparse.Namespace) -> int:
-    from trainer.sharing.base import Given
-    from trainer.sharing.reading import parsed_config
-    from trainer.training.import_sae import import_sae
+    with without_collection():
+        from trainer.sharing.base import Given
+        from trainer.sharing.reading import parsed_config
+        from trainer.training.import_sae import import_sae
 
     given = Given(parsed_config(flags.config), flags.transcoder)
     with Progress("importing"):
@@ -354,9 +359,10 @@ def _import(flags: argparse.Namespace) -> int:
 
 
 def _eval(flags: argparse.Namespace) -> int:
-    from trainer.evaluation.command import evaluate
-    from trainer.sharing.base import Given
-    from trainer.sharing.reading import parsed_config
+    with without_collection():
+        from trainer.evaluation.command import evaluate
+        from trainer.sharing.base import Given
+        from trainer.sharing.reading import parsed_config
 
     cards = evaluate(
         flags.path,
@@ -385,7 +391,8 @@ def _eval(flags: argparse.Namespace) -> int:
 
 
 def _bench(flags: argparse.Namespace) -> int:
-    from trainer.measuring.bench import bench_job, measure, table
+    with without_collection():
+        from trainer.measuring.bench import bench_job, measure, table
 
     if flags.job:
         _allowed(load_job(flags.job, flags.overrides), flags)
@@ -422,8 +429,9 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: this machine has no GPU; cpu checks its CPU")
     # Set the same environment variables as a run, so that memory use and matmuls are the same.
     cuda_variables.set_here()
-    from trainer.self_test.base import Check
-    from trainer.self_test.run import run
+    with without_collection():
+        from trainer.self_test.base import Check
+        from trainer.self_test.run import run
 
     def tell(check: Check) -> None:
         if not flags.json and not check.ok:

@@ -222,7 +222,7 @@ async def test_a_failed_command_shows_why_and_its_key_runs_it_again(make_app, da
         assert "✗ its program ended with exit code 3" in shown(screen, CausePanel)
         assert "→ g runs it again from the start" in shown(screen, CausePanel)
         assert "checkpoint" not in "\n".join(panel.plain for panel in screen.query(LineView))
-        assert "Run again" in shown(screen, Footer)
+        await wait_until(pilot, lambda: "Run again" in shown(screen, Footer))
         assert "no such layer" in shown(screen, LogPanel)
 
 

@@ -18,6 +18,7 @@ from trainer.checkpoints.atomic_folder import free_bytes, not_written
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.json_file import write_json
 from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.progress import Progress
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.tokens_of_data import META
@@ -116,7 +117,8 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
         return result_of(job, state, "finished")
     tell(f"loading {job.model.path}")
     try:
-        extraction = Extraction(job, device, peers)
+        with Progress("loading the model"):
+            extraction = Extraction(job, device, peers)
         if not extraction.model.packs:
             tell("using one document per context, since this model cannot mask packed documents")
         result = extraction.run()

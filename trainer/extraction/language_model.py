@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
+from trainer.contract.imports import without_collection
+from trainer.contract.progress import stage, track
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.language import Model, lack_of_model
@@ -54,6 +58,8 @@ _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**
 _CUTS, _PROBE = (12, 8), 24
 # Name patterns of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
+# Held while the gguf package is changed.
+_gguf_lock = threading.Lock()
 # Exceptions raised by models that need inputs other than token ids or do not accept restarting positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
@@ -304,7 +310,8 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     if lack := lack_of_model(settings.path) or _lack_of_tokenizer(Path(settings.path)):
         raise UserError(f"model.path: {lack}")
     try:
-        import transformers
+        with without_collection():
+            import transformers
     except ImportError:
         raise UserError(f"model.path: reading a language model needs `{install('hf')}`") from None
     transformers.utils.logging.set_verbosity_error()
@@ -324,20 +331,66 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         else:
             config, _ = transformers.PretrainedConfig.get_config_dict(name, **common)
         refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
-        dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
-        # The progress bar for decoding a GGUF file ignores `disable_progress_bar`.
-        quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
-        with warnings.catch_warnings(), quiet:
-            warnings.simplefilter("ignore")
-            kind: Any = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
-            model, loading = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **common)
+        with _fast_gguf() if extra else contextlib.nullcontext():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
+            config = transformers.AutoConfig.from_pretrained(name, **common)
+            dtype = _dtype(settings, device, config)
+            # With a configuration, transformers need not parse a GGUF file again.
+            known = {"config": config} if extra else {}
+            # The progress bar for decoding a GGUF file ignores `disable_progress_bar`.
+            quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
+            with warnings.catch_warnings(), quiet:
+                warnings.simplefilter("ignore")
+                kind: Any = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
+                model, loading = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **common, **known)
     except UserError as error:
         raise UserError(f"model.path: {show(settings.path)} cannot be loaded: {error}") from None
     except Exception as error:
         # Damaged or unsupported models, the hub and the network can cause many kinds of exceptions.
         raise UserError(f"model.path: {_reason(settings, error)}") from None
     return model, tokenizer, set(loading["missing_keys"])
+
+
+@contextlib.contextmanager
+def _fast_gguf() -> Iterator[None]:
+    """Make transformers parse a GGUF file once instead of four times.
+
+    Also make the table of an architecture's tensor names once instead of once per module, and collect no garbage, as
+    the header of a file consists of millions of objects. For a model with 135 M parameters, all this more than halves
+    the loading time of 24 s.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):
+        """Reads a file as an array, whose slices take a third of the time of a memmap's, and shows the progress."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            changes: dict[str, Callable[[Any], Any]] = {"data": np.asarray, "tensors": _Tracked}
+            super().__setattr__(name, changes[name](value) if name in changes else value)
+
+    @functools.cache
+    def read(path: str) -> Any:
+        stage("reading the header")
+        return Reader(path)
+
+    package: Any = gguf
+    kept = package.GGUFReader, package.get_tensor_name_map
+    # Ranks that are threads load their models at the same time.
+    with _gguf_lock:
+        package.GGUFReader, package.get_tensor_name_map = read, functools.cache(kept[1])
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+            package.GGUFReader, package.get_tensor_name_map = kept
+
+
+class _Tracked(list[Any]):
+    """The tensors of a GGUF file; iterating over them is shown as progress."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return track(super().__iter__(), "converting the weights", len(self))
 
 
 def _lack_of_tokenizer(folder: Path) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, StreamSource, to_device
 from trainer.contract.errors import UserError
+from trainer.contract.progress import Progress
 from trainer.contract.settings.extract import Extract, ExtractJob
 from trainer.contract.settings.hooks import ends_of, parse_hook
 from trainer.contract.settings.language import Model, TextSettings
@@ -177,7 +178,8 @@ class ModelStream(StreamSource):
 
 def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
     # A model's custom kernels run on the current device, which would otherwise be the rank's training device.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device, Progress("loading the model"):
         return LanguageModel(job, device)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.contract.imports import without_collection
 from trainer.contract.settings.extract import ExtractJob
 from trainer.ranks.environment import write_environment
 from trainer.ranks.rank import RankWork, local_rank, once_each_start, rank_device
@@ -19,7 +20,8 @@ class ExtractionWork(RankWork[ExtractJob]):
     """An extraction rank."""
 
     def run(self, progress: RunProgress) -> bool:
-        from trainer.ranks.extraction_rank import PEERS, extract_rows
+        with without_collection():
+            from trainer.ranks.extraction_rank import PEERS, extract_rows
 
         if self.rank == 0:
             write_environment(self.attempt / "environment.json")

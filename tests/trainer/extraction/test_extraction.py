@@ -412,7 +412,7 @@ def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make:
 def test_an_extraction_that_exceeds_the_free_disk_space_is_refused_at_the_start(make: Make) -> None:
     job = make(n_tokens=10**13)
     with pytest.raises(
-        UserError, match=r"could not be written: it needs [0-9.]+ \w+, but only [0-9.]+ \w+ are free; free some"
+        UserError, match=r"could not be written: it needs [0-9.,]+ \w+, but only [0-9.]+ \w+ are free; free some"
     ):
         run(job)
     assert not list(Path(job.extract.output).rglob("*.safetensors"))
