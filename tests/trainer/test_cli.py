@@ -60,7 +60,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
 @pytest.mark.parametrize("command", ["eval", "extract", "inspect", "export"])
 def test_the_garbage_of_imports_is_not_collected(command: str, tmp_path: Path) -> None:
     out = ["--out", "out"] if command == "export" else []
-    code = f"import gc, sys; from trainer.cli import main; main({[command, 'nowhere', *out]}); print(gc.get_freeze_count())"
+    code = f"import gc; from trainer.cli import main; main({[command, 'nowhere', *out]}); print(gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert int(done.stdout) > 10_000
 
