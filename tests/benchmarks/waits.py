@@ -25,13 +25,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.real_model import FILE, why_not, write_text
 
 from trainer.contract.paths import DataDir
 
+ROOT = Path(__file__).parents[2]
 JOB = """
 name = "wait"
 [data]
@@ -71,7 +72,7 @@ def main() -> None:
         if name == "extract" and why_not():
             print(f"extract: {why_not()}")
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found = [WAITS[name](Box(Path(folder) / str(number))) for number in range(options.times)]
         walls, cpus = zip(*found, strict=True)
         print(f"{name:8} wall {statistics.median(walls):6.2f} s   cpu {statistics.median(cpus):6.2f} s", flush=True)
