@@ -22,10 +22,11 @@ from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.machine import SIGN_EVERY_S, is_here, this_machine
+from sae_tui.jobs.mending import is_on_cluster, running_program
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.queue.plan import QueuePlan
 from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
-from sae_tui.jobs.reconcile import is_on_cluster, is_supervised, reconcile, running_program, waits_here
+from sae_tui.jobs.reconcile import is_supervised, reconcile, waits_here
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.upgrade import Installed

@@ -12,7 +12,8 @@ from support.commands import command_file
 from sae_tui.cli_commands.jobs import _fields
 from sae_tui.hosts.protocol import far_job
 from sae_tui.jobs import edits, machine
-from sae_tui.jobs.reconcile import end_jobs_elsewhere, reconcile
+from sae_tui.jobs.mending import end_jobs_elsewhere
+from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair

@@ -13,9 +13,10 @@ import types
 import pytest
 from support.commands import command_file
 
-from sae_tui.jobs import reconcile as reconcile_module
+from sae_tui.jobs import mending
 from sae_tui.jobs.ending import JobEnding, write_ending
-from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
+from sae_tui.jobs.mending import ORPHANS_S
+from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep.trash import throw_away
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
@@ -148,7 +149,7 @@ def test_a_clock_jump_ahead_does_not_shorten_the_minute_given_to_orphaned_ranks(
     assert reconcile(box.data) == []
     ahead = types.SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
     with monkeypatch.context() as jumped:
-        jumped.setattr(reconcile_module, "time", ahead)
+        jumped.setattr(mending, "time", ahead)
         assert reconcile(box.data) == []
         assert orphan.is_alive()
         a_minute_later(box)

@@ -14,7 +14,6 @@ from sae_tui.gpu.base import GpuSource
 from sae_tui.jobs.gpus.availability import Holders, holders
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import Control
 
@@ -43,6 +42,9 @@ class Occupancy:
 
         Simulated GPUs list these ranks as their processes.
         """
+        # Import late, because only simulated GPUs need it, and the settings take time to import.
+        from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
+
         held = self.holders()
         needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
         return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}

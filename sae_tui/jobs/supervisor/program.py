@@ -7,7 +7,7 @@ import msgspec
 from sae_tui.jobs.launchers import command_launcher
 from sae_tui.jobs.launchers.attached import ADOPTED
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup
-from sae_tui.jobs.reconcile import running_program
+from sae_tui.jobs.mending import running_program
 from sae_tui.jobs.supervisor.attempt import AttemptRunner, Outcome
 from trainer.contract.errors import UserError
 from trainer.contract.settings.command import CommandJob

@@ -24,10 +24,11 @@ from sae_tui.jobs.ending import JobEnding, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
 from sae_tui.jobs.machine import this_machine
+from sae_tui.jobs.mending import running_program
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.program_environment import ProgramEnvironment
 from sae_tui.jobs.queue.waiting_job import QueueEntry
-from sae_tui.jobs.reconcile import is_attended, running_program
+from sae_tui.jobs.reconcile import is_attended
 from sae_tui.jobs.record import as_recorded, write_record
 from sae_tui.jobs.supervisor.conclude import conclude
 from sae_tui.jobs.supervisor.sign import Sign

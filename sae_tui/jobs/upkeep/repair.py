@@ -12,7 +12,7 @@ import msgspec
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.reconcile import end_jobs_elsewhere
+from sae_tui.jobs.mending import end_jobs_elsewhere
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import describe_state, stands
