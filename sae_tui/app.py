@@ -104,7 +104,7 @@ class SaeApp(KeysInOrder, Notices):
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="The latest messages of the app, in full"),
         # Not ctrl+l, which launches on the launch form.
-        Binding("ctrl+n", "redraw", "Redraw", show=False, priority=True, id="app.redraw",
+        Binding("ctrl+n", "redraw", "Refresh", show=False, priority=True, id="app.redraw",
                 tooltip="Read GPUs and jobs now, and repaint the screen"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="Check this machine for problems"),
         Binding("comma", "settings", "Settings", key_display=",", show=False, id="settings",

@@ -83,9 +83,13 @@ class Refresh:
         self._draw("refresh_bindings")
 
     def read_now(self) -> None:
-        """Read GPUs and jobs at once, and draw them as soon as the GPUs have had time to answer."""
+        """Read GPUs and jobs at once, and draw them as soon as the GPUs have had time to answer.
+
+        A screen that shows something else reads it again in its method `read_again`.
+        """
         self._session.monitor.read_now()
         self._session.watcher.poke()
+        self._draw("read_again")
         self.show_gpus()
         self._app.set_timer(_ANSWERED_S, self.show_gpus)
 

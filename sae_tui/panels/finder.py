@@ -16,6 +16,7 @@ from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.job_columns import SHOWN
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.filter import Filtered
+from sae_tui.widgets.old_keys import old_key
 from sae_tui.widgets.table import KeyedTable, Row
 from trainer.contract.settings.series import key_metrics
 from trainer.contract.store.states import RUNNING
@@ -41,7 +42,8 @@ class JobsFinder(Filtered):
                 tooltip="Sort in the opposite direction"),
         Binding("space", "mark", "Mark", id="jobs.mark", group=FIND,
                 tooltip="Mark the job, to compare or tag several"),
-        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=FIND, tooltip="Remove all marks"),
+        Binding("U", "unmark", "Unmark", show=False, id="jobs.unmark", group=FIND, tooltip="Remove all marks"),
+        old_key("x", "unmark"),
     ]  # fmt: skip
     PLACEHOLDER = "words, #tag, state:failed"
 
@@ -161,7 +163,7 @@ class JobsFinder(Filtered):
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",
             "" if self._is_usual else f"by {self.order}{', reversed' * self.reverse}",
-            f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
+            f"{marked} marked · c compare · # tag · D delete · U unmark" if marked else "",
         ]
         if self.filtering and marked:
             notes[-1] = f"{marked} {MARK}"

@@ -184,9 +184,9 @@ class ColumnsDialog(Dialog[tuple[str, ...] | None]):
         Binding("space", "show_or_hide", "Toggle", id="columns.toggle", tooltip="Show or hide the column"),
         Binding("shift+up,K", "shift(-1)", "Earlier", id="columns.earlier", tooltip="Move the column to the left"),
         Binding("shift+down,J", "shift(1)", "Later", id="columns.later", tooltip="Move the column to the right"),
-        Binding("o", "sort(False)", "Sort", id="columns.sort", tooltip="Sort the jobs by the column"),
+        Binding("o", "sort(False)", "Order", id="columns.sort", tooltip="Sort the jobs by the column"),
         Binding("O", "sort(True)", "Reverse", id="columns.reverse", tooltip="Sort in the opposite direction"),
-        Binding("ctrl+r", "reset", "Defaults", id="columns.reset", tooltip="Show the default columns"),
+        Binding("ctrl+r", "reset", "Reset", id="columns.reset", tooltip="Show the default columns"),
     ]
     DEFAULT_CSS = """
     ColumnsDialog { align: center middle; }

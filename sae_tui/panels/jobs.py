@@ -188,7 +188,7 @@ class JobsPanel(KeyedTable):
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
     """Return the first steps for a new user, each with its key, in lines of at most 78 cells."""
     if has_gpus:
-        see = _step("See", "0…9", ": one GPU · ", "t", ": GPU processes · ", "v", ": other views")
+        see = _step("See", "0…9", ": one GPU · ", "t", ": GPU processes · ", "V", ": other views")
     else:
         see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs of other hosts")
     if readonly:
@@ -199,7 +199,7 @@ def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> l
         return [see, _step("Extract", "", *remedy), _step("Train", "", *remedy), run]
     return [
         see,
-        _step("Extract", "e", ": activations of a language model, to train SAEs on"),
+        _step("Extract", "X", ": activations of a language model, to train SAEs on"),
         _step("Train", "n", ", then ", "ctrl+l", ": a first SAE on the sample data (about a minute)"),
         run,
     ]

@@ -27,6 +27,7 @@ from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
 from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
 from trainer.contract.store.rows import Job
@@ -60,8 +61,10 @@ class CompareScreen(FramedScreen):
                 tooltip="Curves of the previous metric"),
         Binding("a", "next_axis", "Axis", id="compare.axis", tooltip="Curves over steps, tokens or time"),
         Binding("w", "next_smoothing", "Smooth", id="compare.smooth", tooltip="Smooth the curves: off, 0.6, 0.9, 0.97"),
-        Binding("l", "toggle_log", "Log", id="compare.log", tooltip="Logarithmic or linear scale"),
-        Binding("E", "export", "Export", id="compare.export", tooltip="Write the curves as SVG and all values as CSV"),
+        Binding("S", "toggle_log", "Scale", id="compare.log", tooltip="Logarithmic or linear scale"),
+        Binding("x", "export", "Export", id="compare.export", tooltip="Write the curves as SVG and all values as CSV"),
+        old_key("l", "toggle_log"),
+        old_key("E", "export"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     CompareScreen #tabs { height: 1; background: $panel; }

@@ -36,6 +36,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.lines import Line
+from sae_tui.widgets.old_keys import old_key
 from sae_tui.widgets.table import KeyedTable
 from trainer.contract.errors import UserError
 from trainer.contract.extras import missing_of_trainer
@@ -67,8 +68,9 @@ class Dashboard(FramedScreen):
     """Shows the GPUs as totals, lines, cards or a map; the jobs table takes the remaining rows."""
 
     BINDINGS = [
-        Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
+        Binding("V", "toggle_view", "View", id="dashboard.view", group=GPUS,
                 tooltip="Lines, card view or map"),
+        old_key("v", "toggle_view"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
                   key_display="0…9", tooltip="The GPU with this index in full screen" if index == 0 else "")
           for index in range(10)),
@@ -76,16 +78,16 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_up", tooltip="Scroll to the GPUs above"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="Scroll to the GPUs below"),
-        # While the jobs table has the focus, + and - change the priority of a job.
-        *span_keys("dashboard", GPUS, (">", "<"), show=False),
+        *span_keys("dashboard", GPUS, show=False),
         Binding("z", "next_panel", "Panel", show=False, id="dashboard.panel", group=GPUS,
                 tooltip="Give the lower half to the processes, the jobs, the GPUs, or all of them"),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="GPU processes: user, memory, command; send signals"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
                 tooltip="Choose GPUs and launch a job"),
-        Binding("e", "app.new_job('extract')", "Extract", id="dashboard.extract", group=JOBS,
+        Binding("X", "app.new_job('extract')", "Extract", id="dashboard.extract", group=JOBS,
                 tooltip="Extract activations of a language model to train on"),
+        old_key("e", "app.new_job('extract')"),
         Binding("r", "app.new_job('command')", "Run", id="dashboard.command", group=JOBS,
                 tooltip="Run any program as a job"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,

@@ -32,7 +32,7 @@ _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "work-processes": "Processes
 # The keys in a panel's frame: keys that always work, and keys that work only while the panel has the focus.
 _KEYS = {
     "aggregate": ("< > time span", ""),
-    "gpus": ("v view · 0…9 one GPU", "⏎ open"),
+    "gpus": ("V view · 0…9 one GPU", "⏎ open"),
     "work-processes": ("t all, signals", "⏎ open · / filter · o order"),
     "finder": ("", "/ filter · o order · space mark"),
 }

@@ -17,6 +17,7 @@ from sae_tui.doctor.examine import level_words, summary
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine, entitle
 from sae_tui.widgets.lines import Line, LineView
+from sae_tui.widgets.old_keys import old_key
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _COLUMNS = (Column("", 9), Column("WHAT", 13), Column("FINDING", 20, grow=True))
@@ -29,7 +30,9 @@ class DoctorScreen(FramedScreen):
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
-        Binding("r", "look", "Check again", id="doctor.look", tooltip="Run all checks again"),
+        # The app has this key too, and calls `read_again`.
+        Binding("ctrl+n", "app.redraw", "Refresh", id="doctor.look", tooltip="Run all checks again", priority=True),
+        old_key("r", "app.redraw"),
         Binding("p", "probe", "Probe", id="doctor.probe", tooltip="Also measure the bus between idle GPUs"),
     ]
     DEFAULT_CSS = """
@@ -67,7 +70,7 @@ class DoctorScreen(FramedScreen):
         table = self.query_one(KeyedTable)
         table.focus()
         self.watch(table, "cursor", self._show_chosen)
-        self.action_look()
+        self.read_again()
 
     def on_unmount(self) -> None:
         self._look += 1
@@ -75,7 +78,8 @@ class DoctorScreen(FramedScreen):
     def on_resize(self) -> None:
         self._show()
 
-    def action_look(self) -> None:
+    def read_again(self) -> None:
+        """Run all checks again."""
         self._begin(self._examine)
 
     def action_probe(self) -> None:

@@ -23,6 +23,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
+from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order
@@ -75,11 +76,14 @@ class FeaturesScreen(Evaluates, FramedScreen):
         Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
                 tooltip="Only latents whose examples contain these words; latents that fire on them come first"),
-        Binding("s", "next_order", "Sort", id="features.sort",
+        Binding("o", "next_order", "Order", id="features.sort",
                 tooltip="0.01 to 1 % first, by density, by largest activation, by number"),
-        Binding("g", "go_to", "Go to", id="features.go", tooltip="To a latent by its index"),
-        Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
+        Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="To a latent by its index"),
+        Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
+        old_key("s", "next_order"),
+        old_key("g", "go_to"),
+        old_key("n", "go_to_nearest"),
         Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE in the sweep"),
     ]  # fmt: skip
     DEFAULT_CSS = """

@@ -34,6 +34,7 @@ from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
+from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +84,11 @@ class JobScreen(Evaluates, FramedScreen):
                 tooltip="Max-activating examples of its latents"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),
-        Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
+        Binding("right_square_bracket", "next_rank(1)", "Rank", key_display="]", id="job.rank",
+                tooltip="Show the log of the next rank"),
+        Binding("left_square_bracket", "next_rank(-1)", "Previous rank", key_display="[", show=False,
+                id="job.rank_before", tooltip="Show the log of the previous rank"),
+        old_key("r", "next_rank(1)"),
         Binding("m", "next_member(1)", "SAE", id="job.member", tooltip="Show the next SAE in the sweep"),
         Binding("M", "next_member(-1)", "Previous SAE", show=False, id="job.member_before",
                 tooltip="Show the previous SAE in the sweep"),
@@ -92,8 +97,9 @@ class JobScreen(Evaluates, FramedScreen):
                 tooltip="Show or hide the settings at their defaults"),
         Binding("a", "open_metrics", "All metrics", id="job.all_metrics",
                 tooltip="All metrics at once: find, zoom, read values"),
-        Binding("c", "compare", "Curve", id="job.metrics",
-                tooltip="Choose the metric, the axis (steps, tokens, time), the smoothing and the scale"),
+        Binding("b", "compare", "Curve", id="job.metrics",
+                tooltip="A big curve: choose the metric, the axis (steps, tokens, time), the smoothing and the scale"),
+        old_key("c", "compare"),
         Binding("Y", "copy_command", "Copy", id="job.copy", tooltip="Copy the command that launches the same job"),
         Binding("L", "copy_snippet", "Load", id="job.load",
                 tooltip="Copy Python that loads its SAE: SAELens or sparsify, then safetensors"),
@@ -246,7 +252,7 @@ class JobScreen(Evaluates, FramedScreen):
         is_program = kind_of(job.config).is_program
         hidden |= {"job.metrics", "job.all_metrics"} if is_program and not detail.series else set()
         words = {f"job.{verb}": word for verb, word in verbs.items()}
-        words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
+        words["job.metrics"] = "Curves" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
         return FooterOffer(_KEYS, frozenset(hidden), words)
 
@@ -331,10 +337,10 @@ class JobScreen(Evaluates, FramedScreen):
     def action_open_features(self) -> None:
         self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))
 
-    def action_next_rank(self) -> None:
+    def action_next_rank(self, by: int) -> None:
         detail = self.session.detail
         if detail:
-            self._rank = (self.log_rank + 1) % n_logs_of(detail.view)
+            self._rank = (self.log_rank + by) % n_logs_of(detail.view)
             self.session.watcher.follow(self.job_id, self._rank)
 
     def action_next_member(self, by: int) -> None:

@@ -16,9 +16,10 @@ from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import EVALUATION, LogLine, LogReader, log_sources
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
-from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from sae_tui.widgets.log_view import HINT, LogView
+from sae_tui.widgets.old_keys import old_key
 from trainer.contract.wording import plural
 
 ALL = "all"
@@ -36,15 +37,17 @@ class LogScreen(FramedScreen):
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="logs.back", tooltip="End the search, or go back to the job"),
-        Binding(
-            "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, the supervisor or all ranks"
-        ),
+        Binding("right_square_bracket", "next_source(1)", "Rank", key_display="]", id="logs.rank",
+                tooltip="The log of the next rank, the supervisor or all ranks"),
+        Binding("left_square_bracket", "next_source(-1)", "Previous rank", key_display="[", show=False,
+                id="logs.rank_before", tooltip="The log of the previous rank"),
+        old_key("r", "next_source(1)"),
         Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Search for text"),
         Binding("n", "jump(1)", "Next", id="logs.next", tooltip="Down to the next match"),
         Binding("N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="Up to the previous match"),
         Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Show only matching lines"),
-        Binding("f", "follow", "Follow", id="logs.follow", tooltip="Go to the end and follow new lines"),
-    ]
+        old_key("f", "follow"),
+    ]  # fmt: skip
     DEFAULT_CSS = """
     LogScreen > Input { display: none; dock: bottom; margin-bottom: 1; }
     LogScreen.-searching > Input { display: block; }
@@ -82,6 +85,10 @@ class LogScreen(FramedScreen):
         if self._reader:
             self._reader.stop()
 
+    def keys_offered(self) -> FooterOffer:
+        """Return the keys to show; the key of the log itself is not the first."""
+        return FooterOffer(["logs.back"])
+
     def show_gpus(self) -> None:
         """Do nothing because this screen shows no GPUs."""
 
@@ -96,8 +103,8 @@ class LogScreen(FramedScreen):
         several = [ALL] if len(self._paths) > 2 else []
         return [*self._paths, *several]
 
-    def action_next_source(self) -> None:
-        self.source = self.sources[(self.sources.index(self.source) + 1) % len(self.sources)]
+    def action_next_source(self, by: int) -> None:
+        self.source = self.sources[(self.sources.index(self.source) + by) % len(self.sources)]
         self._open()
 
     def _open(self) -> None:

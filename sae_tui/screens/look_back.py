@@ -12,22 +12,23 @@ from textual.message import Message
 from textual.screen import Screen
 
 from sae_tui.gpu.window import SPANS_S
+from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 
 _REREAD_S = 5.0  # the interval between writes to the store
 T = TypeVar("T")
 
 
-def span_keys(
-    screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
-) -> list[Binding]:
-    """Return the keys for changing a screen's span with `action_longer`; the footer and help show them as `display`."""
-    longer, shorter = display
+def span_keys(screen: str, group: Binding.Group | None = None, *, show: bool = True) -> list[Binding]:
+    """Return the keys for changing a screen's span with `action_longer`."""
     return [
-        Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
+        Binding("greater_than_sign", "longer(1)", "Longer", key_display=">", id=f"{screen}.longer", show=show,
                 group=group, tooltip="Show a longer time span: minutes, hours, a day, a week"),
-        Binding("minus,less_than_sign", "longer(-1)", "Shorter", key_display=shorter, id=f"{screen}.shorter", show=show,
+        Binding("less_than_sign", "longer(-1)", "Shorter", key_display="<", id=f"{screen}.shorter", show=show,
                 group=group, tooltip="Show a shorter time"),
+        # On the dashboard, these change the priority of a job while the jobs table has the focus.
+        old_key("plus", "longer(1)"),
+        old_key("minus", "longer(-1)"),
     ]  # fmt: skip
 
 

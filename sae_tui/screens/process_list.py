@@ -25,6 +25,7 @@ from sae_tui.panels.processes import PROCESSES, ProcessTable, process_name
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
+from sae_tui.widgets.old_keys import old_key
 from sae_tui.widgets.table import KeyedTable
 from trainer.contract.wording import join_words
 
@@ -47,8 +48,9 @@ class ProcessList(Filtered):
                 tooltip="Interrupt, terminate or halt the marked processes, or this one; asks first"),
         Binding("m", "mark", "Mark", id="processes.mark", group=PROCESSES,
                 tooltip="Mark the process under the cursor, to send a signal to several"),
-        Binding("x", "unmark", "Unmark", show=False, id="processes.unmark", group=PROCESSES,
+        Binding("U", "unmark", "Unmark", show=False, id="processes.unmark", group=PROCESSES,
                 tooltip="Remove all marks"),
+        old_key("x", "unmark"),
         Binding("A", "adopt", "Adopt", show=False, id="processes.adopt", group=PROCESSES,
                 tooltip="Turn the process under the cursor into a job, if it is yours"),
         Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=PROCESSES,

@@ -16,6 +16,7 @@ from sae_tui.gpu.processes import ProcessDetails, Surroundings, surroundings
 from sae_tui.panels.processes import PROCESSES
 from sae_tui.widgets.area import area, columns_of, side_by_side, time_axis
 from sae_tui.widgets.lines import Line
+from sae_tui.widgets.old_keys import old_key
 from sae_tui.widgets.reading import TextScreen
 
 _NAME = 13  # width of the name column, in cells
@@ -149,8 +150,9 @@ class ProcessPage(TextScreen):
     """
 
     BINDINGS = [
-        Binding("v", "show_values", "Values", id="process.values", group=PROCESSES,
+        Binding("a", "show_values", "All values", id="process.values", group=PROCESSES,
                 tooltip="Show all variables, or hide the values that may be secret"),
+        old_key("v", "show_values"),
     ]  # fmt: skip
 
     def __init__(

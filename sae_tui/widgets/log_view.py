@@ -23,7 +23,7 @@ class LogView(LineView, can_focus=True):
     """The lines of a log, each prefixed with its source if `names` is set; `pattern` is the search pattern."""
 
     BINDINGS = [
-        Binding("end", "follow", "End", show=False, id="log.end", tooltip="Go to the end and follow new lines"),
+        Binding("end", "follow", "Follow", id="log.end", tooltip="Go to the end and follow new lines"),
         Binding("left", "shift(-1)", show=False),
         Binding("right", "shift(1)", show=False),
     ]

@@ -63,7 +63,7 @@ def test_no_colour_is_sent_where_the_user_or_the_terminal_wants_none(
     box: Box, term: str, environment: dict[str, str]
 ) -> None:
     terminal = box.app(80, 24, colours="", term=term, **environment)
-    terminal.press("v", "n")
+    terminal.press("V", "n")
     terminal.wait_for("expansion_factor")
     assert codes(terminal) & {"1", "2", "7"}
     assert {code for code in codes(terminal) if 30 <= int(code or 0) < 50 or int(code or 0) >= 90} == set()
@@ -124,7 +124,7 @@ def test_a_message_disappears_after_a_while_but_an_error_stays_until_a_key_press
     terminal.wait_for("✗ ")
     terminal.read(4)  # a temporary message would have disappeared by then
     assert "✗ " in terminal.text
-    terminal.send("v")
+    terminal.send("V")
     terminal.wait_for(lambda text: "✗ " not in text)
     terminal.send("!")
     text = terminal.wait_for(lambda text: "Messages" in text and "✗ " in text)

@@ -50,7 +50,7 @@ def test_a_missing_driver_is_reported_with_its_consequence(start) -> None:
 def test_a_hanging_gpu_blocks_neither_other_gpus_nor_keys_nor_quitting(start) -> None:
     terminal = start("--gpu-source", "simulated", SAE_TUI_SIMULATED_FAULTS="1:hang")
     terminal.wait_for("mallory", 60)
-    terminal.send("v")
+    terminal.send("V")
     terminal.wait_for("GPU 3 RTX 3090")
     assert seconds_to_quit(terminal) < 2  # the guarantee is 1 s, but the machine may be busy
 
@@ -129,7 +129,7 @@ def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start, n_k
     # From here on, the test does not read the output, so the terminal's buffer fills up. With few keys, the first
     # signal still reaches the app, which blocks only later, while it exits.
     for _ in range(n_keys):
-        terminal.send("v?\x1b")
+        terminal.send("V?\x1b")
     for number in (signal.SIGTERM, signal.SIGINT):
         time.sleep(0.5)
         terminal.process.send_signal(number)
@@ -144,7 +144,7 @@ def test_a_lost_gpu_stays_in_the_list(start, view) -> None:
     terminal = start("--gpu-source", "simulated", SAE_TUI_SIMULATED_FAULTS="1:lost,2:no_power")
     terminal.wait_for("mallory", 60)
     if view == "per_gpu":
-        terminal.send("v")
+        terminal.send("V")
     terminal.wait_for("fallen off the bus")
 
 

@@ -34,7 +34,7 @@ def test_another_gpus_history_at_the_same_index_is_not_drawn(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
     store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
     terminal = box.app(120, 40)
-    terminal.press("v")
+    terminal.press("V")
     terminal.wait_for(lambda text: "▅▅▅" in "".join(utilization(text)[2:3]))
     for gpu in utilization(terminal.text)[:2]:
         assert "▅" not in gpu

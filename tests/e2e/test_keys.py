@@ -41,7 +41,7 @@ def test_a_screen_can_be_reopened_as_fast_as_keys_are_typed(box: Box) -> None:
     terminal.send("d" * 4)
     for _ in range(3):
         terminal.press(ESC, "d", gap_s=0.05)
-    terminal.wait_for("Check again")
+    terminal.wait_for("Refresh")
     terminal.press(ESC, gap_s=0.3)
     terminal.press("\r", "l", ESC, "l", ESC, "l", gap_s=0.05)
     terminal.wait_for("log of rank 0")
@@ -182,7 +182,7 @@ def test_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
     terminal.wait_for("first")
     terminal.send("hello world")
     terminal.wait_for("Pasted text is ignored here")
-    terminal.press("v", gap_s=0.5)
+    terminal.press("V", gap_s=0.5)
     assert not box.shell("job", str(job))["held"]
     assert terminal.process.poll() is None
 

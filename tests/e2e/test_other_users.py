@@ -243,7 +243,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes = visit.press
     for label in ("jobs.name", "setting", "theme", "far card", "far holder"):
         visit.to(core(label))
-    goes("v", to="Utilisation")
+    goes("V", to="Utilisation")
     goes("0", to="Details")
     visit.to(core("process"))
     goes(ESC, to="Utilisation")
@@ -271,8 +271,8 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     visit.to(core("token of an example"))
     goes(ESC, "f", to=core("token of a text"))
     goes(ESC, "l", to="& Only")
-    goes("r", to=core("log of rank 1"))
-    goes("r", to=core("log of the supervisor"))
+    goes("]", to=core("log of rank 1"))
+    goes("]", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
     goes(ESC, ESC, ESC, " ", " ", "c", to="Pareto")
     goes("M", to=core("metric"))

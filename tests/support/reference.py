@@ -294,11 +294,16 @@ def _keys() -> str:
 def bindings() -> list[Binding]:
     """Return every key binding with a tooltip in the app, its screens, panels and widgets, without duplicates."""
     found: dict[tuple[str | None, str], Binding] = {}
-    for node in _nodes():
-        for binding in vars(node).get("BINDINGS", []):
-            if isinstance(binding, Binding) and binding.tooltip:
-                found.setdefault((binding.id, binding.key), binding)
+    for _, binding in declared():
+        if binding.tooltip:
+            found.setdefault((binding.id, binding.key), binding)
     return list(found.values())
+
+
+def declared() -> Iterator[tuple[type, Binding]]:
+    """Yield every key binding in the app, its screens, panels and widgets, with the class that declares it."""
+    for node in _nodes():
+        yield from ((node, each) for each in vars(node).get("BINDINGS", []) if isinstance(each, Binding))
 
 
 def _nodes() -> Iterator[type]:

@@ -35,6 +35,7 @@ from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.settings import Settings
 from sae_tui.start import other_hosts
 from sae_tui.terminal.plain import Plain
+from sae_tui.widgets.log_view import LogView
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
 from trainer.contract.runs.features import FEATURES
@@ -299,7 +300,7 @@ SCENES = (
     Scene("job, running", record_running, _at("enter")),
     Scene("job, failed", _record_failed, _at("enter")),
     Scene("metrics", record_running, _at("enter", "a")),
-    Scene("log", record_running, _at("enter", "l")),
+    Scene("log", record_running, _at("enter", "l", ready=_says(LogView, "step 200"))),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("launch", nothing, _at("n", ready=_is_reviewed), busy=()),

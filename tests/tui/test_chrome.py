@@ -89,7 +89,7 @@ async def test_the_footer_shows_the_actions_for_the_selected_job(make_app, data,
         await wait_until(pilot, lambda: footer(app).startswith(" ⏎ Open  g Resume  y Clone  l Log"))
 
 
-EMPTY = " n New job  e Extract  r Run  v View  , Settings"
+EMPTY = " n New job  X Extract  r Run  V View  , Settings"
 
 
 async def test_without_jobs_new_job_comes_first_and_a_text_field_shows_f1_for_help(make_app) -> None:
@@ -182,7 +182,7 @@ async def test_a_key_pressed_before_an_error_could_be_read_does_not_close_it(mak
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         app.notify("this went wrong", severity="error")
         await wait_until(pilot, lambda: messages(app))
-        await pilot.press("v")
+        await pilot.press("V")
         assert messages(app) == ["✗ This went wrong."]
 
 
@@ -349,7 +349,7 @@ async def test_the_export_names_the_folder_to_which_it_writes(make_app, data) ->
     async with app.run_test(size=(80, 24)) as pilot:
         app.session.go.switch_to(CompareScreen(app.session, [1, 2]))
         await wait_until(pilot, lambda: app.screen.comparison.curves)
-        await pilot.press("E")
+        await pilot.press("x")
         asked = " ".join(str(app.screen.query_one(Label).render()).split())
         assert str(Path.cwd()) in asked
         assert app.screen.query_one(Label).region.width <= 60

@@ -144,11 +144,11 @@ async def test_keys_change_metric_axis_smoothing_and_scale(make_app, jobs) -> No
         await wait_until(pilot, lambda: screen.comparison.metric == "fvu")
         await pilot.press(*"mmmm")
         await wait_until(pilot, lambda: screen.comparison.metric == "loss")
-        await pilot.press("a", "w", "w", "l")
+        await pilot.press("a", "w", "w", "S")
         heading, *_ = text(app, Overlay).splitlines()
         assert heading.strip() == "loss over tokens · smoothed 0.9 · log"
         assert text(app, Overlay).splitlines()[-2].split()[0::6] == ["0", "tokens"]
-        await pilot.press("a", "w", "w", "l")
+        await pilot.press("a", "w", "w", "S")
         assert text(app, Overlay).splitlines()[0].strip() == "loss over time"
 
 
@@ -256,7 +256,7 @@ async def test_runs_without_values_can_be_compared(make_app, data) -> None:
         await opened(app, pilot, ids)
         assert "no values yet" in text(app, Overlay)
         assert "no values" in text(app, ParetoPanel)
-        await pilot.press("m", "a", "w", "l", "1", "2", "3", "4")
+        await pilot.press("m", "a", "w", "S", "1", "2", "3", "4")
         assert app.screen.name == "compare"
 
 
@@ -278,7 +278,7 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
     base = tmp_path / "out"
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
-        await pilot.press("E")
+        await pilot.press("x")
         assert app.screen.query_one("Input").value == "compare-1-2-heldout_fvu"
         app.screen.query_one("Input").value = str(base)
         await pilot.press("enter")
@@ -287,7 +287,7 @@ async def test_curves_are_exported_as_picture_and_csv_without_overwriting_files(
         with open(f"{base}.csv") as stream:
             rows = list(csv.DictReader(stream))
         assert {row["name"] for row in rows} == {"narrow", "wide"}
-        await pilot.press("E")
+        await pilot.press("x")
         app.screen.query_one("Input").value = str(base)
         await pilot.press("enter")
         await wait_until(pilot, lambda: any("already exists" in note.message for note in app._notifications))

@@ -56,12 +56,12 @@ async def test_one_key_switches_between_lines_cards_and_a_map(make_app) -> None:
         await pilot.pause()
         assert "Utilisation 25%" in text(app, AggregatePanel)
         assert len(gpus(app)) == 4
-        await pilot.press("v")
+        await pilot.press("V")
         assert "GPU 0 RTX 3090" in text(app, GpuPanel)
         assert len(text(app, GpuPanel).splitlines()) > 8
-        await pilot.press("v")
+        await pilot.press("V")
         assert text(app, GpuPanel).split()[:3] == ["0", "0%", "1"]
-        await pilot.press("v")
+        await pilot.press("V")
         assert len(gpus(app)) == 4
 
 
@@ -142,7 +142,7 @@ async def test_a_lost_gpu_is_listed_with_its_reason_and_a_missing_sensor_shows_a
         await pilot.pause()
         assert "23.7 / 58.0 GiB · 3 of 4 " in text(app, AggregatePanel)
         assert "cards" not in text(app, AggregatePanel)
-        await pilot.press("v")
+        await pilot.press("V")
         gpu = text(app, GpuPanel)
         assert "the GPU has fallen off the bus; a" in gpu
         assert "reboot is needed" in gpu
@@ -216,7 +216,7 @@ async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) ->
         await pilot.press("right_square_bracket", "left_square_bracket")
         assert text(app, GpuPanel).splitlines()[0].startswith(" 0")
         await pilot.resize_terminal(50, 24)
-        await pilot.press("v", "right_square_bracket")
+        await pilot.press("V", "right_square_bracket")
         lines = text(app, GpuPanel).splitlines()
         assert lines[0].startswith(" GPU 7")
         assert lines[-1].startswith("   ▲ 7 more  ▼ 2 more  (keys")
@@ -254,12 +254,12 @@ async def test_an_empty_dashboard_shows_the_first_steps_with_their_keys(make_app
             return [line.strip(" \n") for line in text(app, JobsPanel).splitlines()[1:]]
 
     train = "Train    n, then ctrl+l: a first SAE on the sample data (about a minute)"
-    extract = "Extract  e: activations of a language model, to train SAEs on"
+    extract = "Extract  X: activations of a language model, to train SAEs on"
     run = "Run      r: any program as a job, in the queue for the GPUs"
     none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
     assert await steps(NoGpus()) == [none, extract, train, run]
     assert await steps(StillMonitor(8)) == [
-        "See      0…9: one GPU · t: GPU processes · v: other views", extract, train, run
+        "See      0…9: one GPU · t: GPU processes · V: other views", extract, train, run
     ]  # fmt: skip
     assert "read-only: the app was started with --readonly" in (await steps(NoGpus(), readonly=True))[1]
     monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
@@ -277,12 +277,12 @@ async def test_a_changed_draft_is_kept_while_another_kind_of_job_is_filled_in(ma
         )
 
     async with app.run_test(size=(120, 40)) as pilot:
-        await pilot.press("e")
+        await pilot.press("X")
         await wait_until(pilot, shows("gpt2-activations"))
         await pilot.press("escape", "n")
         await wait_until(pilot, shows("quick"))
         await put_into_row(pilot, "name", "mine")
-        await pilot.press("escape", "e")
+        await pilot.press("escape", "X")
         await wait_until(pilot, shows("gpt2-activations"))
         # `n` shows the form with changes, even if another form was shown last.
         await put_into_row(pilot, "name", "rows")

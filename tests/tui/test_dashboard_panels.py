@@ -182,7 +182,7 @@ async def test_the_focus_returns_to_its_panel_after_a_gpu_was_opened(make_app, t
 async def test_frames_show_the_keys_of_their_panel_and_the_focus_without_colour(make_app, size) -> None:
     app = make_app(4)
     async with app.run_test(size=size) as pilot:
-        await wait_until(pilot, lambda: "v view" in hint(app, "#gpus"))
+        await wait_until(pilot, lambda: "V view" in hint(app, "#gpus"))
         assert "/ filter" in hint(app, "#finder")
         assert "/ filter" not in hint(app, "#work-processes")
         edges = {name: app.screen.query_one(name).styles.border_top[0] for name in ("#gpus", "#finder")}

@@ -92,7 +92,7 @@ async def test_r_checks_again_and_late_findings_from_an_earlier_check_are_droppe
         screen = DoctorScreen(examine)
         app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.findings == [WELL])
-        await pilot.press("r")
+        await pilot.press("ctrl+n")
         await wait_until(pilot, lambda: screen.done)
         late.set()
         await wait_until(pilot, lambda: all(thread.name != "doctor" for thread in threading.enumerate()))

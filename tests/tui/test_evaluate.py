@@ -135,7 +135,7 @@ async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_ca
             shown = app.screen.query_one(Footer).plain
             assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
             # The job has one rank.
-            assert ["a All metrics" in shown, "c Curve" in shown, "r Rank" in shown] == [True, True, False]
+            assert ["a All metrics" in shown, "b Curve" in shown, "] Rank" in shown] == [True, True, False]
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
         await wait_until(pilot, lambda: any("not evaluated" in one.plain for one in app.screen.query(Headline)))

@@ -95,7 +95,7 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
         view = screen.query_one(LatentList)
-        await pilot.press("down", "s", "s")
+        await pilot.press("down", "o", "o")
         await wait_until(pilot, lambda: "strongest first" in title(screen))
         # The cursor stays on the same latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
@@ -113,12 +113,12 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         assert view.latents == [0]
         await pilot.press("escape")
         await wait_until(pilot, lambda: (list(view.latents), view.latent) == ([0, 1], 0))
-        await pilot.press("n")
+        await pilot.press("equals_sign")
         await wait_until(pilot, lambda: view.latent == 1)
-        await ask(pilot, app, "g", "0")
+        await ask(pilot, app, "colon", "0")
         await wait_until(pilot, lambda: view.latent == 0)
         for wrong in ("2", "x", "9" * 40):
-            await ask(pilot, app, "g", wrong)
+            await ask(pilot, app, "colon", wrong)
             await wait_until(
                 pilot, lambda wrong=wrong: f"no latent {wrong}; the indices range from 0 to 1." in last_notice(app)
             )
@@ -156,7 +156,7 @@ async def test_without_an_sae_the_screen_shows_the_reason(make_app: MakeApp, dat
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
         assert "Job 1 has no SAE to evaluate" in " ".join(screen.query_one(LatentDetail).plain.split())
-        for key in ("down", "s", "n", "slash", "escape", "g", "escape", "m"):
+        for key in ("down", "o", "equals_sign", "slash", "escape", "colon", "escape", "m"):
             await pilot.press(key)
 
 

@@ -103,14 +103,14 @@ async def test_marks_are_glyphs_that_outlive_a_filter_and_are_cleared_together(m
         await ready(app, pilot)
         await pilot.press("space", "space")
         assert table(app).plain.count("●") == 2
-        assert said(app) == "2 marked · c compare · # tag · D delete · x clear"
+        assert said(app) == "2 marked · c compare · # tag · D delete · U unmark"
         assert not app.screen.query_one("#finder Filter", Filter).display
         await pilot.press("slash", *"alpha", "enter")
         assert said(app) == "1 of 3 · 2 ●"
         assert app.screen.query_one(JobsFinder).marked == [2, 3]
         await pilot.press("escape", "up", "up", "up", "space")
         assert app.screen.query_one(JobsFinder).marked == [2]
-        await pilot.press("x")
+        await pilot.press("U")
         assert "●" not in table(app).plain
 
 
@@ -123,7 +123,7 @@ async def test_tags_apply_to_all_marked_jobs_or_to_the_job_under_the_cursor(make
         await wait_until(pilot, lambda: stored(data, 1).tags == stored(data, 2).tags == ("paper",))
         assert stored(data, 3).tags == ()
         await wait_until(pilot, lambda: "alpha #paper" in table(app).plain)
-        await pilot.press("x", "home", "number_sign", *"later", "enter")
+        await pilot.press("U", "home", "number_sign", *"later", "enter")
         await wait_until(pilot, lambda: stored(data, 3).tags == ("later",))
 
 

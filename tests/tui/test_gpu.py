@@ -78,7 +78,7 @@ async def test_enter_on_a_gpu_opens_it(make_app) -> None:
         app.screen.query_one(GpuPanel).focus()
         await pilot.press("down", "down", "up", "enter")
         await shown(pilot, 1)
-        await pilot.press("escape", "v", "down", "right", "down", "down", "enter")
+        await pilot.press("escape", "V", "down", "right", "down", "down", "enter")
         await shown(pilot, 3)
 
 
@@ -138,7 +138,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(
         await pilot.pause()
         await pilot.press("0")
         await shown(pilot, 0)
-        await pilot.press("plus", "plus", "plus")
+        await pilot.press(*["greater_than_sign"] * 3)
         await wait_until(pilot, lambda: "last 1 h" in text(app, GpuHistory) and "▄" in text(app, GpuHistory))
         await pilot.press(*["left"] * 30)
         last = text(app, GpuHistory).splitlines()[-1]
@@ -148,9 +148,9 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(
         assert "│" in text(app, GpuHistory).splitlines()[1][10:]
         await pilot.press(*["right"] * 31)
         assert "last 1 h" in text(app, GpuHistory)
-        await pilot.press("minus")
+        await pilot.press("less_than_sign")
         await wait_until(pilot, lambda: "last 15 min" in text(app, GpuHistory))
-        await pilot.press(*["plus"] * 9)
+        await pilot.press(*["greater_than_sign"] * 9)
         await wait_until(pilot, lambda: "last 7 d" in text(app, GpuHistory))
 
 

@@ -99,6 +99,6 @@ async def test_a_map_is_shown_if_lines_do_not_fit_and_its_cursor_opens_a_gpu(
         await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen))
         assert isinstance(app.screen, GpuScreen)
         assert app.screen.index == 10
-        await pilot.press("escape", "v")
+        await pilot.press("escape", "V")
         await wait_until(pilot, lambda: "▼" in panel.plain)
         assert " 0 RTX 3090" in panel.plain

@@ -175,7 +175,7 @@ async def test_a_failed_job_shows_its_cause_first(make_app, data) -> None:
         assert "SIGKILL" not in screen.query_one(Headline).plain
 
 
-async def test_l_shows_the_logs_full_screen_and_r_the_next_rank_or_all_together(make_app, data) -> None:
+async def test_l_shows_the_logs_full_screen_and_a_bracket_the_next_rank_or_all_together(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2)
     record_metrics(data, job_id)
     data.run(job_id).log(1).write_text("hello from rank one\n")
@@ -185,15 +185,31 @@ async def test_l_shows_the_logs_full_screen_and_r_the_next_rank_or_all_together(
         await pilot.press("l")
         view = app.screen.query_one(LogView)
         assert view.size.height > 15
-        await pilot.press("r")
+        await pilot.press("right_square_bracket")
         await wait_until(pilot, lambda: view.plain == "hello from rank one")
         with data.run(job_id).log(1).open("a") as log:
             log.write("and another\n")
         await wait_until(pilot, lambda: view.plain.endswith("and another"))
-        await pilot.press("r", "r")
+        await pilot.press("right_square_bracket", "right_square_bracket")
         await wait_until(pilot, lambda: "1: hello from rank one" in view.plain)
+        await pilot.press("left_square_bracket")
+        await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
         await pilot.press("escape")
         assert app.screen is screen
+
+
+async def test_brackets_show_the_log_of_the_next_and_the_previous_rank(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=3)
+    record_metrics(data, job_id)
+    for rank in range(3):
+        data.run(job_id).log(rank).write_text(f"hello from rank {rank}\n")
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        for key, rank in (("right_square_bracket", 1), ("left_square_bracket", 0), ("left_square_bracket", 2)):
+            await pilot.press(key)
+            words = f"hello from rank {rank}"
+            await wait_until(pilot, lambda words=words: words in screen.query_one("#log").plain)
 
 
 async def test_a_bar_at_the_end_of_a_log_is_updated_in_place(make_app, data) -> None:
@@ -259,12 +275,12 @@ async def test_a_log_can_be_searched_and_filtered_and_escape_ends_the_search_fir
         assert view.follows
         await pilot.press("slash", *"[warn", "enter")
         assert "10 lines with '[warn'" in title_of(view)
-        await pilot.press("r")
+        await pilot.press("right_square_bracket")
         await wait_until(pilot, lambda: "log of the supervisor · 1 line with '[warn'" in title_of(view))
         with (data.run(job_id).logs / "supervisor.log").open("a") as log:
             log.write("two [warning]\n")
         await wait_until(pilot, lambda: "log of the supervisor · 2 lines with '[warn'" in title_of(view))
-        await pilot.press("r")
+        await pilot.press("right_square_bracket")
         await wait_until(pilot, lambda: "10 lines with '[warn'" in title_of(view))
         positions = [round(view.scroll_y)]
         for _ in range(2):
@@ -598,7 +614,7 @@ async def test_the_log_title_shows_its_source_and_an_empty_log_has_a_message(mak
         assert title_of(view).endswith("← → long lines ")
         await pilot.press("slash", *"short", "enter", "n")
         assert "! No match further down (N: up)." in [note.message for note in app._notifications]
-        await pilot.press("escape", "r")
+        await pilot.press("escape", "right_square_bracket")
         await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
 
 
@@ -608,7 +624,7 @@ async def test_a_key_shows_all_of_a_jobs_metrics_and_escape_returns(make_app, da
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
-        await pilot.press("c")
+        await pilot.press("b")
         assert app.screen.name == "compare"
         await wait_until(pilot, lambda: "tokens_per_s" in app.screen.comparison.metrics)
         # With a single SAE there is nothing to compare, and its curve fills the window.

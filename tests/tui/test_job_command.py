@@ -95,7 +95,7 @@ async def test_without_metrics_the_log_fills_the_screen_and_nothing_about_saes_i
         offered = shown(screen, Footer)
         assert "Copy" in offered
         assert not [word for word in ("Evaluate", "Export", "Features", "Card", "Curve", "Rank") if word in offered]
-        for key in ("e", "v", "f", "x", "r"):
+        for key in ("e", "v", "f", "x", "right_square_bracket"):
             await pilot.press(key)
             assert app.screen is screen
 

@@ -130,7 +130,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         assert f"started by   {os.getpid()}" in page.plain
         assert "PATH=/" in page.plain
         assert f"{SECRET}=…" in page.plain
-        await pilot.press("v")
+        await pilot.press("a")
         await pilot.pause()
         assert (VALUE in page.plain) is not readonly
         assert app.screen.shows_all is not readonly
@@ -206,7 +206,7 @@ async def test_marked_processes_get_one_signal_after_one_question_that_names_the
         await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
         message = f"SIGTERM was sent to 1 of 2 processes; process {two[0].pid} has already exited."
         await wait_until(pilot, lambda: message in [note.message for note in app._notifications])
-        await pilot.press("x")
+        await pilot.press("U")
         await wait_until(pilot, lambda: "●" not in text(app))
 
 
