@@ -58,7 +58,7 @@ async def open_job(pilot: Pilot[None], app: SaeApp, job_id: int) -> None:
     """Open the screen of a job."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(job_id)
-    await wait_until(pilot, lambda: app.screen.name == "job")
+    await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
 
 
 async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
