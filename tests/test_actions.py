@@ -173,7 +173,7 @@ def test_an_edit_reports_its_effect(box: Box, state: State, actions: Actions, pe
     job_id = box.record_job("a", JobState.FINISHED)
     box.data.run(job_id).create()
     actions.edit([job_id], lambda *where: edits.rename(*where, "b"))
-    assert person.told == ['information: Job 1 is called "b".']
+    assert person.told == ['information: Job 1 is now called "b".']
     assert state.jobs[0].name == "b"
 
 

@@ -39,7 +39,7 @@ def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
     name = _text(name)
     if not 1 <= len(name) <= LONGEST_NAME:
         raise UserError(f"a name must have 1 to {LONGEST_NAME} characters, not {len(name)}")
-    return _change(data, control, job_id, f'is called "{name}"', name=name)
+    return _change(data, control, job_id, f'is now called "{name}"', name=name)
 
 
 def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:

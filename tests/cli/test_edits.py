@@ -33,8 +33,8 @@ def row(shell, job_id: int) -> dict:
 def test_every_edit_is_reported_and_visible_to_the_next_command(shell):
     first, second = record(shell), record(shell)
     output = shell.run("rename", second, "better").stdout
-    assert output == f'job {second} is called "better"\n'
-    assert shell.json("rename", second, "best") == {"id": second, "message": f'job {second} is called "best"'}
+    assert output == f'job {second} is now called "better"\n'
+    assert shell.json("rename", second, "best") == {"id": second, "message": f'job {second} is now called "best"'}
     for command, after in (
         (["tag", second, "b", "a", "--remove", "c"], {"tags": ["a", "b"]}),
         (["note", second, "see fig. 3"], {"note": "see fig. 3"}),

@@ -48,7 +48,7 @@ def test_holds_dependencies_and_names_can_be_changed_and_are_shown_correctly(box
     terminal.press("R")
     terminal.wait_for("Name of job 1")
     terminal.press("\x15", *"renamed", ENTER)
-    terminal.wait_for('Job 1 is called "renamed".')
+    terminal.wait_for('Job 1 is now called "renamed".')
     terminal.press("y")
     text = terminal.wait_for("clone of job 1 (renamed)")
     assert "clone of job 1 (first)" not in text

@@ -18,7 +18,7 @@ def edit(box, what, job_id: int, *values: object) -> str:
 
 def test_name_note_and_tags_are_stored_in_the_job_list_and_in_the_run_folder(box):
     job_id = box.record(state=JobState.FINISHED)
-    assert edit(box, edits.rename, job_id, "  better ") == f'job {job_id} is called "better"'
+    assert edit(box, edits.rename, job_id, "  better ") == f'job {job_id} is now called "better"'
     assert edit(box, edits.write_note, job_id, "see the paper\nfig. 3") == f"job {job_id} has a new note"
     assert edit(box, edits.retag, job_id, ["#b", "a", "a"]) == f"job {job_id} has the tags a, b"
     assert edit(box, edits.retag, job_id, (), ["b", "c"]) == f"job {job_id} has the tag a"
