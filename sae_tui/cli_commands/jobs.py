@@ -40,7 +40,7 @@ from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.logs import n_logs_of
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value, spread_of
 from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract import wording
 from trainer.contract.errors import UsageError, UserError
@@ -49,6 +49,7 @@ from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
+from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.series import (
     LOSS,
     OF_BATCH,
@@ -61,8 +62,9 @@ from trainer.contract.settings.series import (
     series_named,
     title_of,
 )
+from trainer.contract.store.seeds import as_json, without_seed
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import duration, gibibytes, ranges
+from trainer.contract.wording import duration, gibibytes, plural, ranges
 
 if TYPE_CHECKING:
     from sae_tui.jobs.view.postmortem import Postmortem
@@ -226,11 +228,19 @@ def _show_cards(shown: Sequence[Card]) -> None:
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
-    """Return the metrics for a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs."""
+    """Return the metrics for a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs.
+
+    For a sweep over seeds, return their means, such as `0.1463 ± 0.0008 (3 seeds)`.
+    """
     if not job.best_sae:
         return {}
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
-    return {name: f"{text(value)} ({job.best_sae})" for name, value in of_sae.items()}
+    label = job.best_sae
+    if seeds := job.seeds:
+        label = ", ".join(filter(None, [without_seed(label), plural(len(seeds.labels), "seed")]))
+        series = {name: LOSS if name == "loss" else series_named(name) for name in of_sae}
+        of_sae |= {name: spread_words(seeds.spreads[name], series[name]) for name in of_sae if name in seeds.spreads}
+    return {name: f"{text(value)} ({label})" for name, value in of_sae.items()}
 
 
 def _show_cause(postmortem: Postmortem, job: JobView) -> None:
@@ -418,6 +428,9 @@ _AFTER_METRICS = (
 def _fields(job: JobView) -> dict[str, Any]:
     before, after = ({name: getattr(job, name) for name in names} for names in (_BEFORE_METRICS, _AFTER_METRICS))
     of_now = {"silent": job.silent or None, "best_sae": job.best_sae or None, "evaluation": _evaluation(job)}
+    of_now["seeds"] = as_json(job.seeds) if job.seeds else None
+    if job.seeds and job.seeds.are_all:
+        of_now["best_sae"] = None
     known = {name: value for name, value in _values(job).items() if value is not None}
     of_now |= {"metrics": dict(job.others) if kind_of(job.config).is_program else known}
     return before | _values(job) | after | of_now
@@ -456,7 +469,7 @@ def _field_title(name: str, *, is_program: bool) -> str:
 def _field_texts(job: JobView) -> dict[str, object]:
     """Return the fields formatted for people; JSON contains the raw values."""
     fields = _fields(job)
-    del fields["best_sae"], fields["evaluation"], fields["metrics"]
+    del fields["best_sae"], fields["seeds"], fields["evaluation"], fields["metrics"]
     if kind_of(job.config).is_program:
         fields = _with_own_metrics(job, fields)
     if not job.overfitting:
@@ -548,7 +561,11 @@ def _listed() -> list[str]:
 def _judged_text(job: JobView, name: str) -> str:
     """Return a metric on held-out data or, before the first evaluation, on the last batches and marked as such."""
     value, is_of_batch = judged_value(job, name)
-    return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
+    if value is None:
+        return UNKNOWN
+    series, spread = series_named(name), spread_of(job, name)
+    words = spread_words(spread, series, "±") if spread else measure(value, series)
+    return f"{OF_BATCH * is_of_batch}{words}"
 
 
 def _time_left(job: JobView) -> str:

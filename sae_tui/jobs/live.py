@@ -12,6 +12,7 @@ from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import VALUE_COLUMNS, fitting
+from trainer.contract.store.seeds import Seeds, seeds_in
 
 
 class LiveRun:
@@ -40,6 +41,11 @@ class LiveRun:
     def best_sae(self) -> str:
         """The SAE in a sweep whose values represent the run, or "" for a run with a single SAE."""
         return best_sae(self.latest)
+
+    @property
+    def seeds(self) -> Seeds | None:
+        """The SAEs that differ from `best_sae` only in the seed, with the spread of their values, or None."""
+        return seeds_in(self.latest, self.best_sae)
 
     def fields(self) -> dict[str, Any]:
         """Return the job row columns updated by the run, with the values for the best SAE in a sweep."""

@@ -12,7 +12,7 @@ from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView, overfitting_words
+from sae_tui.jobs.view.reader import JobView, overfitting_words, spread_of
 from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import judged, members_of
@@ -20,6 +20,7 @@ from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.job_columns import devices
 from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract import wording
+from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.series import (
     OF_BATCH,
     held_out_metrics,
@@ -29,7 +30,9 @@ from trainer.contract.settings.series import (
     title_of,
 )
 from trainer.contract.store.rows import Job
+from trainer.contract.store.seeds import without_seed
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import plural
 
 # The number of a program's metrics in the headline.
 _MOST_OWN = 3
@@ -51,7 +54,8 @@ class Headline(DetailPanel):
 def headline_title(detail: JobDetail, width: int) -> Line:
     """Return the job's name, its state and its host; a long name is truncated first."""
     job, member, members = detail.view, detail.member, members_of(detail)
-    shown = _which(member, members, job.best_sae if states.is_ranked(job) else "")
+    is_ranked = states.is_ranked(job) and not (job.seeds and job.seeds.are_all)
+    shown = _which(member, members, job.best_sae if is_ranked else "")
     word, sign, style = states.describe_state(job)
     mode = "" if kind_of(job.config).is_program else f", {job.mode}"
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}{mode}"
@@ -93,7 +97,19 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
             first = (*first, (more, "text"))
-    return [first, *_ending(detail, width)]
+    return [first, *_of_seeds(job), *_ending(detail, width)]
+
+
+def _of_seeds(job: JobView) -> Iterator[Line]:
+    """Yield the means over seeds, like `3 seeds: held-out FVU 0.1460 ± 0.0015  L0 7.9 ± 0.0`."""
+    figures = []
+    for name, series in key_metrics().items():
+        if spread := spread_of(job, name):
+            figures.append(f"{'held-out ' * (name in held_out_metrics())}{series.title} {spread_words(spread, series)}")
+    if job.seeds and figures:
+        group = without_seed(job.seeds.labels[0])
+        which = f"{group}, {plural(len(job.seeds.labels), 'seed')}" if group else plural(len(job.seeds.labels), "seed")
+        yield ((f" {which}: {'  '.join(figures)}", "text"),)
 
 
 def _ran(detail: JobDetail) -> Line:

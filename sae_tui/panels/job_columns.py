@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,13 +16,13 @@ from sae_tui.format import bar, clock_time, count, duration, gibibytes, measure,
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.find import architectures, orders, run_seconds
-from sae_tui.jobs.view.reader import JobView, judged_value
+from sae_tui.jobs.view.reader import JobView, judged_value, spread_of
 from sae_tui.settings import Settings
 from sae_tui.widgets.dialog import Dialog
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract import wording
-from trainer.contract.settings.series import OF_BATCH, series_named
+from trainer.contract.settings.series import CRITERION, OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 EMPTY: Span = ("", "text")
@@ -70,10 +71,27 @@ def _judged(name: str) -> Callable[[JobView], Span]:
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a job's held-out metric or, before the first evaluation, its batch value, dim and marked."""
+    """Return a job's held-out metric or, before the first evaluation, its batch value, dim and marked.
+
+    A mean over seeds has its standard deviation in parentheses, like `0.146(2)` for 0.146 ± 0.002.
+    """
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
+    if spread := spread_of(job, name):
+        text = in_short(spread.mean, spread.sd) if name == CRITERION else text
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
+
+
+def in_short(mean: float, sd: float) -> str:
+    """Return a mean up to the first digit of its standard deviation, and this digit in parentheses, like `0.146(2)`.
+
+    A smaller standard deviation than 0.0001 is shown as 0.
+    """
+    decimals = 4 if sd < 1e-4 else min(4, max(0, -math.floor(math.log10(sd))))
+    digit = round(sd * 10**decimals)
+    if digit == 10 and decimals:
+        decimals, digit = decimals - 1, 1
+    return f"{mean:.{decimals}f}({digit})"
 
 
 def devices(job: JobView) -> str:
@@ -156,7 +174,7 @@ HELP: Mapping[str, str] = {
     "step": "steps done",
     "tokens": "tokens trained on",
     "loss": "loss of the last batches",
-    "fvu": "held-out FVU (~: of the batch)",
+    "fvu": "held-out FVU (~: of the batch; 0.146(2): 0.146 ± 0.002 over seeds)",
     "l0": "held-out L0 (~: of the batch)",
     "dead_fraction": "share of dead latents",
     "tokens_per_s": "training speed",

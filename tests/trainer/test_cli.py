@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import stat
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -123,6 +124,21 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
         assert (Path(of_sae["output_path"]) / "cfg.json").exists()
     assert result["saes"]["k=2"]["heldout_fvu"] > result["saes"]["k=4"]["heldout_fvu"] == result["heldout_fvu"]
     assert result["best_sae"] == "k=4"
+
+
+@pytest.mark.slow
+def test_the_result_of_several_seeds_is_their_mean_and_none_of_them_is_the_best(job_file: Path, tmp_path: Path) -> None:
+    process = start("run", job_file, "--set", "train.seed=[0,1,2]", "--out", "out", "--json", cwd=tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == EXIT_FINISHED, errors
+    result = json.loads(output.splitlines()[-1])
+    values = [of_sae["heldout_fvu"] for of_sae in result["saes"].values()]
+    assert len(set(values)) == 3
+    assert result["best_sae"] is None
+    assert result["heldout_fvu"] == pytest.approx(sum(values) / 3)
+    spread = result["seeds"]["figures"]["heldout_fvu"]
+    assert (spread["mean"], spread["n"]) == (pytest.approx(sum(values) / 3), 3)
+    assert spread["sd"] == pytest.approx(statistics.stdev(values))
 
 
 # Signals sent by batch systems to all processes in a job. The next test also sends the signals for Ctrl-C and for a

@@ -19,6 +19,7 @@ from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline, memory_words
+from sae_tui.panels.job_columns import judged_span
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.metric_grid import MetricPlot
 from sae_tui.panels.ranks import RanksPanel
@@ -34,8 +35,8 @@ from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWri
 from trainer.contract.store.states import JobState
 
 
-def job_file(**sae: object) -> str:
-    train = {"n_steps": 400, "seed": 3}
+def job_file(seed: object = 3, **sae: object) -> str:
+    train = {"n_steps": 400, "seed": seed}
     return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae, "train": train})[0])
 
 
@@ -388,6 +389,25 @@ async def test_m_shows_the_next_sae_in_a_sweep_and_is_hidden_for_a_single_sae(ma
         await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings
+
+
+async def test_a_sweep_over_seeds_shows_means_with_deviations_and_no_best_sae(make_app, data) -> None:
+    job_id = record_job(data, "seeds", JobState.FINISHED, config=job_file(seed=[0, 1]))
+    data.run(job_id).create()
+    writer = SeriesWriter(data.run(job_id).metrics_db)
+    values = {"fvu": 0.15, "fvu@seed=0": 0.15, "fvu@seed=1": 0.14, "l0": 8.0, "l0@seed=0": 8.0, "l0@seed=1": 8.1}
+    values |= {f"heldout_{name}": value for name, value in values.items()}
+    writer.write([MetricRow(name, 20, value) for name, value in values.items()], Heartbeat("finished", 20, 20, 9, 0.0))
+    writer.close()
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs and app.session.jobs[0].seeds)
+        assert judged_span(app.session.jobs[0], "fvu") == ("0.145(7)", "text")
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: "2 seeds" in screen.query_one(Headline).plain)
+        words = screen.query_one(Headline).plain
+        assert "2 seeds: held-out FVU 0.1450 ± 0.0071  held-out L0 8.050 ± 0.071" in words
+        assert "best" not in words
 
 
 async def test_a_sweep_opens_at_its_best_sae_and_the_list_shows_that_saes_values(make_app, data) -> None:

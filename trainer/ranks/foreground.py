@@ -35,6 +35,7 @@ from trainer.contract.settings.series import CRITERION, SHARES_LEFT_OUT, held_ou
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import Event
+from trainer.contract.store.seeds import as_json, seeds_in
 
 POLL_S = 0.2
 # How long a rank may take to notice a lost peer and exit, in seconds.
@@ -309,7 +310,19 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
         BEST_STEP: int(latest[BEST_STEP]) if BEST_STEP in latest else None,
         **{name: value_of_sae(latest, name, best_sae(latest)) for name in (*measured_names(), *SHARES_LEFT_OUT)},
         **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
+        **_seeds(latest),
     }
+
+
+def _seeds(latest: Mapping[str, float]) -> dict[str, Any]:
+    """Return the spread over the seeds for `--json`, or {} for a run without several seeds.
+
+    If all SAEs differ only in the seed, none of them is the best.
+    """
+    seeds = seeds_in(latest, best_sae(latest))
+    if seeds is None:
+        return {}
+    return {"seeds": as_json(seeds)} | ({"best_sae": None} if seeds.are_all else {})
 
 
 def _ignore_the_terminal() -> None:

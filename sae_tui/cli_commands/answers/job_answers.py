@@ -15,7 +15,7 @@ from sae_tui.jobs.energy import Energy
 from sae_tui.jobs.launch.ways import JobRow
 from sae_tui.jobs.view.postmortem import Postmortem
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, answer, card, metric_words, metrics
+from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
 from trainer.contract.runs.features import ActivatingExample, Feature, LogitChange, Token
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
@@ -101,7 +101,12 @@ _JOB: dict[str, tuple[object, str]] = {
     "metrics": (by_name(float), "Latest value of each metric that it reports, by name."),
     "best_sae": (
         str | None,
-        "In a sweep, the SAE that the loss and metrics belong to; otherwise null.",
+        "In a sweep, the SAE that the loss and metrics belong to; otherwise null. If several SAEs differ only in the"
+        " seed, the values are their means, and this is the first of them, or null if the sweep has no other SAEs.",
+    ),
+    "seeds": (
+        or_null(SEEDS),
+        "In a sweep over seeds, the SAEs whose means the loss and metrics are; otherwise null.",
     ),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }

@@ -29,6 +29,7 @@ from trainer.contract.store.follower import StoreFollower
 from trainer.contract.store.job_store import ENDING, Control
 from trainer.contract.store.metrics_store import Point, SeriesReader, SeriesWriter, is_before_first_step
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
+from trainer.contract.store.seeds import Seeds, Spread
 from trainer.contract.store.states import JobState
 
 MOST_POINTS = 2000
@@ -47,7 +48,8 @@ class JobView(Job, frozen=True, kw_only=True):
 
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
     the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE in a sweep that the
-    loss and metrics belong to, or "" for a single SAE. `others` maps the names of metrics without a column to their
+    loss and metrics belong to, or "" for a single SAE. `seeds` are the SAEs that differ from it only in the seed, or
+    None: then the values are means over them. `others` maps the names of metrics without a column to their
     latest values; for a program, it contains all that the program reports, if this was read. `k` and `d_sae` are text;
     for a sweep, they contain the lowest and the highest value. `evaluation` is the running evaluation of the SAEs.
     `silent` describes how long the job's host has been silent; if it is not empty, the job's state is unknown.
@@ -59,6 +61,7 @@ class JobView(Job, frozen=True, kw_only=True):
     eta_s: float | None = None
     stop_requested: bool = False
     best_sae: str = ""
+    seeds: Seeds | None = None
     others: Mapping[str, float] = {}
     k: str = ""
     d_sae: str = ""
@@ -93,6 +96,14 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
         return newest_value(job, name), False
     measured = newest_value(job, held_out(name))
     return (newest_value(job, name), True) if measured is None else (measured, False)
+
+
+def spread_of(job: JobView, name: str) -> Spread | None:
+    """Return the spread over seeds of the value for judging a job, or None without several seeds."""
+    if job.seeds is None:
+        return None
+    _, is_of_batch = judged_value(job, name)
+    return job.seeds.spreads.get(name if is_of_batch or name not in held_out_metrics() else held_out(name))
 
 
 def _without_column() -> list[str]:
@@ -413,6 +424,7 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
         eta_s=_left_s(job) if job.state == JobState.RUNNING else None,
         stop_requested=asked,
         best_sae=live.best_sae if live else "",
+        seeds=live.seeds if live else None,
         others=_others(job, live) if live else {},
         k=k_words(job.config),
         d_sae=d_sae_words(job.config, job.d_in),

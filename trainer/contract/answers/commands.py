@@ -7,7 +7,7 @@ result.
 from __future__ import annotations
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, answer, card, metrics
+from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, SEEDS, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.shards import Shard
@@ -46,11 +46,16 @@ _RUN = fields(
             "Share of rows that were left out because they are not finite (0 to 1); null if not measured.",
         ),
         **HOW_FAR,
-        "best_sae": (str | None, "Sweep: label of the SAE that the metrics describe; null if not measured."),
+        "best_sae": (
+            str | None,
+            "Sweep: label of the SAE that the metrics describe; null if not measured, or if all SAEs differ only in the"
+            " seed.",
+        ),
+        "seeds": (SEEDS, "Sweep over seeds: the SAEs whose means the metrics are."),
         "saes": (by_name(_SAE_OF_A_SWEEP), "Sweep: the result of each SAE, by its label."),
         "state": _STATE,
     },
-    may_lack=["best_sae", "saes"],
+    may_lack=["best_sae", "saes", "seeds"],
 )
 _STOP = fields(
     "What was done",

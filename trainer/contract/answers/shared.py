@@ -22,6 +22,7 @@ from trainer.contract.runs.report_card import (
 )
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import HELD_OUT, measured_names
+from trainer.contract.store.seeds import Spread
 
 Described = dict[str, tuple[Any, str]]
 FAILURE = typed(
@@ -47,6 +48,28 @@ REFUSAL = whole(
         },
         may_lack=["others"],
     ),
+)
+
+
+SEEDS = fields(
+    "Seeds",
+    {
+        "labels": (list_of(str), "Labels of the SAEs that differ only in the seed."),
+        "figures": (
+            by_name(
+                typed(
+                    "Spread",
+                    Spread,
+                    {
+                        "mean": "Mean over the seeds.",
+                        "sd": "Standard deviation over the seeds, with n - 1 in the denominator.",
+                        "n": "Number of seeds.",
+                    },
+                )
+            ),
+            "Spread of each metric over the seeds, by name.",
+        ),
+    },
 )
 
 

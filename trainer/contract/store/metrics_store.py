@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from trainer.contract.store.database import as_text, explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
+from trainer.contract.store.seeds import by_seeds, values_by_seed
 
 # log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
 # million rows for a plot takes 3 ms.
@@ -292,10 +294,13 @@ class SeriesReader:
 def best_sae(latest: Mapping[str, float]) -> str:
     """Return the label of the SAE with the lowest FVU in a sweep; "" for a run with one SAE or before any measurement.
 
-    The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches.
+    The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches. SAEs that differ only in the
+    seed are compared by their mean FVU, and the first of them is returned.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
-    return min(fvu, key=fvu.__getitem__, default="")
+    groups = by_seeds(fvu).values()
+    best = min(groups, key=lambda labels: fmean(fvu[label] for label in labels), default=[""])
+    return best[0]
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
@@ -304,10 +309,13 @@ def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
-    """Return the latest value of a metric for one SAE in a sweep, or for the run if all SAEs share the metric."""
-    own = f"{name}@{label}"
+    """Return the latest value of a metric for one SAE in a sweep, or for the run if all SAEs share the metric.
+
+    For SAEs that differ only in the seed, return their mean.
+    """
     if label and any(other.startswith(f"{name}@") for other in latest):
-        return latest.get(own)
+        values = values_by_seed(latest, name, label)
+        return fmean(values.values()) if values else None
     return latest.get(name)
 
 

@@ -1,0 +1,84 @@
+"""SAEs of a sweep that differ only in their seed: one experiment, described by means and standard deviations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+_SEED = "seed="
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The mean of a metric over `n` seeds, and its standard deviation with n - 1 in the denominator."""
+
+    mean: float
+    sd: float
+    n: int
+
+
+class Seeds(msgspec.Struct, frozen=True):
+    """The SAEs in a sweep that differ only in the seed, and the spread of each metric over them.
+
+    `are_all` is True if the sweep has no other SAEs, so that none of its SAEs is the best.
+    """
+
+    labels: tuple[str, ...]
+    are_all: bool
+    spreads: Mapping[str, Spread]
+
+
+def spread_of(values: Sequence[float]) -> Spread | None:
+    """Return the mean and the standard deviation, or None for less than two values or a value that is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values), len(values))
+
+
+def without_seed(label: str) -> str:
+    """Return the label of an SAE without its seed, like `k=16` for `k=16,seed=1`."""
+    return ",".join(part for part in label.split(",") if not part.startswith(_SEED))
+
+
+def by_seeds(labels: Iterable[str]) -> dict[str, list[str]]:
+    """Return the labels of the SAEs that differ only in the seed, in their order, by their label without the seed.
+
+    An SAE whose label names no seed is alone.
+    """
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        groups.setdefault(without_seed(label), []).append(label)
+    return groups
+
+
+def seeds_of(labels: Iterable[str], label: str) -> list[str]:
+    """Return the labels of an SAE and of those that differ from it only in the seed."""
+    return [other for other in labels if without_seed(other) == without_seed(label)]
+
+
+def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[str, float]:
+    """Return the values of a metric for an SAE and those that differ only in the seed, by their label.
+
+    `latest` maps names such as `fvu@k=16,seed=0` to values.
+    """
+    values = {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
+    return {other: values[other] for other in seeds_of(values, label)}
+
+
+def seeds_in(latest: Mapping[str, float], label: str) -> Seeds | None:
+    """Return the SAEs that differ from an SAE only in the seed, and their spreads, or None if there are none."""
+    names, labels = ({key.partition("@")[part] for key in latest if "@" in key} for part in (0, 2))
+    own = seeds_of(sorted(labels), label)
+    if len(own) < 2:
+        return None
+    found = {name: spread_of(list(values_by_seed(latest, name, label).values())) for name in sorted(names)}
+    spreads = {name: spread for name, spread in found.items() if spread}
+    return Seeds(tuple(own), len(by_seeds(labels)) == 1, spreads)
+
+
+def as_json(seeds: Seeds) -> dict[str, Any]:
+    """Return the labels and, by name, each metric's `mean`, `sd` and `n` for `--json`."""
+    return {"labels": list(seeds.labels), "figures": msgspec.to_builtins(seeds.spreads)}
