@@ -33,6 +33,8 @@ from trainer.contract.wording import bars
 def features(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one latent with its max-activating examples, or a list of latents in the requested order."""
     read = Features(_file(context, flags))
+    if flags.sort == "stable" and not read.has_stability:
+        raise UserError("--sort: the SAE was trained with one seed; train several, like train.seed = [0, 1, 2]")
     if flags.latent is not None:
         feature = read.feature(flags.latent)
         if context.as_json:
@@ -98,6 +100,8 @@ def _show(feature: Feature, read: Features) -> None:
     share = f"{feature.density:.3%} of {read.n_rows:,} rows"
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
+    if feature.stability is not None:
+        say(f"stability    {feature.stability:.2f} (mean cosine with the nearest latent of each other seed)")
     if feature.density:
         say(f"activations  0 {bars(feature.histogram)} {feature.largest:.2f}")
     say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))

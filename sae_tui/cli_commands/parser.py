@@ -659,7 +659,8 @@ def _add_finding(add: Add) -> None:
     latents.add_argument(
         "--search",
         metavar="WORDS",
-        help="only latents whose max-activating examples contain these words; latents firing on the words come first",
+        help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
+        " stable:>0.7 keeps latents that other seeds have found too",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)

@@ -179,6 +179,13 @@ class LatentDetail(LineView, can_focus=True):
             self.show_titled((("Features", "title"),), [((f" {text}", "dim"),) for text in wrapped])
 
 
+def _stability_lines(feature: Feature, width: int) -> list[Line]:
+    if feature.stability is None:
+        return []
+    text = f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed"
+    return [(("Stability   ", "label"), (fit(text, max(0, width - 12)), "text"))]
+
+
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
     """Return the data of a latent, with its examples aligned at their strongest tokens."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
@@ -193,6 +200,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
             (f" {feature.largest:.2f}", "text"),
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
+        *_stability_lines(feature, width),
         *_moved_lines(feature, width),
         ((" ", "text"),),
     ]

@@ -47,6 +47,31 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
     assert more == "1 more; show them with --limit N"
 
 
+def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Shell, job_id: int) -> None:
+    (line,) = shell.errors("features", job_id, "--sort", "stable", code=1)
+    assert (
+        line == "sae-tui: error: --sort: the SAE was trained with one seed; train several, like train.seed = [0, 1, 2]"
+    )
+    (line,) = shell.errors("features", job_id, "--search", "stable:>0.7", code=1)
+    assert line.startswith("sae-tui: error: stable: is unknown for an SAE with one seed")
+    (file,) = shell.data.sae(job_id).rglob(FEATURES)
+    file.write_bytes(features_file(stability=("F32", "f", [2], [0.25, 0.9375])))
+    assert [one["latent"] for one in shell.json("features", job_id, "--sort", "stable")] == [1, 0]
+    for words, latents in {
+        "stable:>0.7": [1],
+        "stable:<0.7": [0],
+        "stable:>0.1": [1, 0],
+        "stable:>0.1 stable:<0.5": [0],
+        "lämb stable:>0.7": [],
+        "stable:<0.7 lämb": [0],
+    }.items():
+        assert [one["latent"] for one in shell.json("features", job_id, "--search", words)] == latents, words
+    assert "stability    0.94 (mean cosine" in shell.run("features", job_id, 1).stdout
+    file.write_bytes(features_file(stability=("F32", "f", [1], [0.25])))
+    (line,) = shell.errors("features", job_id, code=1)
+    assert line.endswith("was not written by `sae-train eval`; run the command again")
+
+
 def test_a_latent_is_shown_with_its_contexts(shell: Shell, job_id: int) -> None:
     told = shell.run("features", job_id, 0).stdout
     assert "latent 0 of 2: fires on 3.000% of 100 rows, at most 4.00, 2.00 on average" in told

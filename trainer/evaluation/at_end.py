@@ -12,8 +12,10 @@ from torch import Tensor
 from trainer.activations.base import Source, StreamSource
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
-from trainer.contract.runs.report_card import FIRES_ON, Card, summary
+from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.report_card import FIRES_ON, STABLE_COSINE, Card, summary
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members
 from trainer.contract.settings.series import CRITERION, error_of, held_out
 from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, MetricRow
@@ -22,6 +24,7 @@ from trainer.evaluation.contexts import Contexts, contexts_of, texts_of
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked
+from trainer.evaluation.stability import write_stability
 from trainer.extraction.token_bytes import read_tokens
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
@@ -69,12 +72,30 @@ class Cards:
             results = self._parallel.all_gather(self._own())
         except Exception as error:
             results = {"": ("warning", f"no report cards: {first_line(error)}", None)}
+        if self._parallel.is_main:
+            results |= self._stability()
         for place, (label, (level, message, fvu_error)) in enumerate(results.items()):
             self._progress.event("card", message, level)
             if fvu_error is not None:
                 names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
                 self._progress.rows([MetricRow(name, self._at.step, fvu_error) for name in sorted(names)])
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
+
+    def _stability(self) -> dict[str, tuple[str, str, None]]:
+        """Compare the SAEs that differ only in the seed; return the event that reports the result, if there are any."""
+        folders = {label: self._trainer.output / label for label in members(self._job)}
+        # Comparing each latent with all others takes as long as reading `d_sae` rows.
+        most = max(BATCH, self._at.tokens // (SHARE_OF_TOKENS * len(folders)))
+        if any(learner.sae.d_sae > most for learner in self._trainer.learners.values()):
+            return {}
+        try:
+            cards = write_stability(folders, self._parallel.device)
+        except Exception as error:
+            message = f"no stability over seeds: {first_line(error)}; `sae-train eval` adds it"
+            return {STABILITY: ("warning", message, None)}
+        shares = [f"{card.stability.share:.1%}" for card in cards.values() if card.stability]
+        message = f"latents with a decoder cosine above {STABLE_COSINE} over the seeds: {', '.join(shares)}"
+        return {STABILITY: ("info", message, None)} if shares else {}
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
         """Evaluate this rank's SAEs; map each label to an event's level and message, and the FVU's standard error."""

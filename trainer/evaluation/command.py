@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -34,6 +34,7 @@ from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
+from trainer.evaluation.stability import write_stability
 from trainer.sharing.base import NOTHING_GIVEN, Given
 from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
@@ -115,7 +116,8 @@ def evaluate(
     with Progress(
         "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
     ):
-        return [_written_to_run(one, n_contexts) for one in evaluations]
+        found = [_written_to_run(one, n_contexts) for one in evaluations]
+    return [one.told() for one in _with_stability(found, on)]
 
 
 def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
@@ -129,7 +131,19 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
     return {}
 
 
-def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
+class _Measured(NamedTuple):
+    """A report card, the folder to which it was written, or None, and notes for the user."""
+
+    card: Card
+    written_to: Path | None
+    notes: list[str]
+
+    def told(self) -> dict[str, Any]:
+        written_to = str(self.written_to) if self.written_to else None
+        return {"card": as_table(self.card), "lines": [*lines(self.card), *self.notes], "written_to": written_to}
+
+
+def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
     """Write an exported SAE's report card after each part; a stop then loses only the current part."""
     notes, written = [], None
     for card in one.cards:
@@ -144,8 +158,13 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
     else:
         reason = "there is no SAE" if there is None else "there is an SAE from another checkpoint"
         notes.append(f"not written: {reason} in {one.folder}")
-    written_to = str(one.folder) if is_same else None
-    return {"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to}
+    return _Measured(card, one.folder if is_same else None, notes)
+
+
+def _with_stability(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
+    """Compare the SAEs that differ only in the seed, and return the results with the comparison."""
+    compared = write_stability({one.card.label: one.written_to for one in found if one.written_to}, device)
+    return [one._replace(card=compared.get(one.card.label, one.card)) for one in found]
 
 
 def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:
@@ -168,8 +187,7 @@ def is_folder_of_saes(path: Path) -> bool:
 
 def _written(folder: Path, card: Card) -> dict[str, Any]:
     card = write_card(folder, card)
-    note = f"written to {folder}"
-    return {"card": as_table(card), "lines": [*lines(card), note], "written_to": str(folder)}
+    return _Measured(card, folder, [f"written to {folder}"]).told()
 
 
 def _device(name: str) -> torch.device:

@@ -55,6 +55,11 @@ class ExportedSae:
         """The decoder's rows [d_sae, d_out], multiplied by the dimension scales used in training."""
         return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
+    @property
+    def encoder_directions(self) -> Tensor:
+        """The encoder's columns, as rows [d_sae, d_in]."""
+        return self._weights["W_enc"].T
+
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored."""
         acts = self.encode(x)

@@ -22,6 +22,7 @@ from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.at_end import MOST_ROWS, Cards, most_rows
 from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
+from trainer.evaluation.stability import best_cosines
 from trainer.parallel.base import Parallel
 from trainer.training.loop import Trainer
 
@@ -67,6 +68,31 @@ def test_each_sae_in_a_sweep_gets_a_report_card(
     cards_of(trained(make_trainer, job, kept), job, kept).write()
     assert [message.partition(":")[0] for _, _, message in kept.events] == ["report card of k=2", "report card of k=4"]
     assert {json.loads(file.read_text())["label"] for file in tmp_path.glob("sae/*/card.json")} == {"k=2", "k=4"}
+
+
+def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(train={"seed": [0, 1]}, sae={"k": [2, 4]})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    assert kept.events[-1][2].startswith("latents with a decoder cosine above 0.7 over the seeds: ")
+    cards = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("sae/*/card.json")}
+    assert len(cards) == 4
+    for label, card in cards.items():
+        k, seed = label.split(",")
+        other = f"{k},seed={1 - int(seed[-1])}"
+        own, theirs = (load_file(tmp_path / "sae" / one / "sae_weights.safetensors")["W_dec"] for one in (label, other))
+        best = best_cosines(own, [theirs])
+        assert card["stability"]["others"] == [other]
+        assert card["stability"]["share"] == pytest.approx(float((best > 0.7).double().mean()))
+        assert card["stability"]["median"] == pytest.approx(float(best.median()), rel=1e-4)
+    # An earlier report card is not archived, because only the comparison was added.
+    assert not list(tmp_path.glob("sae/*/cards/*"))
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--json"]) == 0
+    by_eval = {card["label"]: card for card in json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]}
+    for label, card in cards.items():
+        assert by_eval[label]["stability"]["median"] == pytest.approx(card["stability"]["median"], rel=1e-3)
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])

@@ -18,6 +18,7 @@ from trainer.contract.runs.report_card import (
     Part,
     PatchedModel,
     Probing,
+    Stability,
     TextRows,
 )
 from trainer.contract.settings.catalog import METRICS
@@ -283,6 +284,17 @@ _PART = typed(
     },
     {"settings": by_name({})},
 )
+_STABILITY = typed(
+    "Stability",
+    Stability,
+    {
+        "others": "Labels of the SAEs that differ only in the seed.",
+        "share": "Share of latents whose mean cosine with the nearest decoder direction of each SAE is above 0.7.",
+        "median": "Median over the latents of this cosine.",
+        "encoder_share": "The same share for encoder directions.",
+        "pw_mcc": "Mean cosine under the best one-to-one matching; null without scipy, or above 4,096 latents.",
+    },
+)
 _CARD: dict[str, tuple[Any, str]] = {
     "name": (str, "Name of the run or folder."),
     "label": (str, 'Label of the SAE in a sweep; "" if the run is not a sweep.'),
@@ -295,6 +307,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "recovery": (float | None, "Share of the true directions that the SAE found; null if the directions are unknown."),
     "spliced": (or_null(_SPLICED), "Loss of the patched language model; null if not measured."),
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
+    "stability": (or_null(_STABILITY), "How many latents are found again with other seeds; null for one seed."),
     "latents": (list_of(by_name({})), "Random latents, with texts on which they fire."),
     "recipe": (or_null(_RECIPE), "How the SAE was trained; null if unknown."),
     "threshold_set_on": (str, "Rows on which the SAE's single threshold was set; empty if there is no such threshold."),

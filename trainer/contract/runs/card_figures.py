@@ -144,6 +144,10 @@ _FIGURES = (
     _of_rows("dense_1", _like(_DENSE, "fire on > 1 %", "minor", format=".1%"), "latents"),
     _of_rows("dense_10", _like(_DENSE, "fire on > 10 %", format=".1%"), "latents"),
     _of_rows("max_decoder_cosine", Series("nearest decoder", format=".3f"), "latents"),
+    _Declared("stable", "latents", Series("stable over seeds", better="higher", format=".1%", prominence="key"),
+              _of("stability", "share")),
+    _Declared("pw_mcc", "latents", Series("PW-MCC over seeds", better="higher", format=".3f"),
+              _of("stability", "pw_mcc")),
     _Declared("recovery", "latents", Series("recovery (MMCS)", better="higher", format=".3f"), _of("recovery")),
     *_losses("all_tokens", "spliced", "all_tokens"),
 )  # fmt: skip

@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import math
 import mmap
+import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -77,7 +78,7 @@ def _unfinished(text: bytes) -> int:
 
 # The names of the files written by an evaluation next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
-Order = Literal["sparse", "density", "largest", "latent"]
+Order = Literal["sparse", "density", "largest", "stable", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
 # larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
@@ -116,7 +117,12 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
     "suppressed": ("I32", "i", None),
     "suppressed_logits": ("F32", "f", None),
 }
-_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
+# An additional tensor if the SAE was trained with several seeds: for each latent, the mean over the other seeds of the
+# largest cosine with any of their decoder directions.
+STABILITY = "stability"
+_STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
+_STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>])(\d(?:\.\d+)?)(?!\S)")
+_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE).items()}
 
 
 class LogitChange(msgspec.Struct, frozen=True):
@@ -153,7 +159,8 @@ class Feature(msgspec.Struct, frozen=True):
     `histogram` contains the number of activations in each of several equal bins up to the largest activation. `nearest`
     contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
     `promoted` and `suppressed` are the tokens whose logits are changed most by the decoder direction, the largest
-    change first; both are empty if the evaluation did not use the language model.
+    change first; both are empty if the evaluation did not use the language model. `stability` is the mean over the
+    other seeds of the largest cosine with any of their decoder directions, or None without other seeds.
     """
 
     latent: int
@@ -165,6 +172,7 @@ class Feature(msgspec.Struct, frozen=True):
     contexts: tuple[ActivatingExample, ...]
     promoted: tuple[LogitChange, ...] = ()
     suppressed: tuple[LogitChange, ...] = ()
+    stability: float | None = None
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -237,7 +245,12 @@ class Features:
 
     @property
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
-        return _LAYOUT | (_MOVED if self._tells_moved else {})
+        return _LAYOUT | (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+
+    @property
+    def has_stability(self) -> bool:
+        """Whether the file says how similar each latent is to latents of other seeds."""
+        return STABILITY in self._entries
 
     @property
     def n_latents(self) -> int:
@@ -251,7 +264,8 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return all latents that fire, in the given order.
 
-        "density" and "largest" (activation) put the highest values first, and "latent" sorts by index. With "sparse",
+        "density", "largest" (activation) and "stable" (cosine with other seeds; 0 if unknown) put the highest values
+        first, and "latent" sorts by index. With "sparse",
         latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
         then more frequent latents, the densest last.
         """
@@ -261,8 +275,13 @@ class Features:
             return alive
         if by == "sparse":
             return self._sparse_first(alive)
-        keys = fired if by == "density" else self._floats("largest")
+        keys = fired if by == "density" else self._floats("largest") if by == "largest" else self.stability
         return sorted(alive, key=lambda latent: -keys[latent])
+
+    @property
+    def stability(self) -> Sequence[float]:
+        """The mean over the other seeds of each latent's largest decoder cosine, or zeros if it is unknown."""
+        return self._floats(STABILITY) if self.has_stability else [0.0] * self.n_latents
 
     def _sparse_first(self, latents: Iterable[int]) -> list[int]:
         """Sort latents by how likely they are to have a nameable meaning."""
@@ -308,7 +327,25 @@ class Features:
         The words may span several tokens. The first list contains latents whose strongest token in a context is part of
         the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
+
+        `stable:>0.7` and `stable:<0.3` keep only latents with such a cosine with other seeds; without other words, the
+        first list contains these latents, the most stable first. Raise `UserError` if the stability is unknown.
         """
+        filters = _STABLE_FILTER.findall(words)
+        if not filters:
+            return self._search_words(words)
+        if not self.has_stability:
+            raise UserError("stable: is unknown for an SAE with one seed; train several, like train.seed = [0, 1, 2]")
+        rest, stability = " ".join(_STABLE_FILTER.sub(" ", words).split()), self.stability
+        kept = {
+            latent
+            for latent, cosine in enumerate(stability)
+            if all(cosine > float(than) if sign == ">" else cosine < float(than) for sign, than in filters)
+        }
+        firing, others = self._search_words(rest) if rest else (self.order("stable"), [])
+        return [one for one in firing if one in kept], [one for one in others if one in kept]
+
+    def _search_words(self, words: str) -> tuple[list[int], list[int]]:
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
         places = [place for place, one in enumerate(texts) if wanted in _folded(one)]
@@ -393,6 +430,7 @@ class Features:
             contexts=tuple(self._contexts(latent)),
             promoted=self._moved("promoted", latent),
             suppressed=self._moved("suppressed", latent),
+            stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
         )
 
     def _moved(self, name: str, latent: int) -> tuple[LogitChange, ...]:

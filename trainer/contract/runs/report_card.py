@@ -171,6 +171,26 @@ class Probing(msgspec.Struct, frozen=True):
     dense: Auc
 
 
+# A latent is stable if its decoder direction has a larger cosine than this with one of another seed.
+STABLE_COSINE = 0.7
+
+
+class Stability(msgspec.Struct, frozen=True, kw_only=True):
+    """How many latents are found again by the SAEs `others`, which differ only in the seed.
+
+    For each latent, the largest cosine of its decoder direction with any of another SAE is averaged over the other
+    SAEs. `share` is the share of latents with more than `STABLE_COSINE`, and `median` the median over the latents.
+    `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean cosine under the best one-to-one
+    matching of decoder directions, averaged over the other SAEs; None if it was not computed.
+    """
+
+    others: tuple[str, ...]
+    share: float
+    median: float
+    encoder_share: float
+    pw_mcc: float | None = None
+
+
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows used to measure an SAE.
 
@@ -260,7 +280,8 @@ class Card(msgspec.Struct, frozen=True):
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
     settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
     SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
-    a digest of the weights described by all `parts`. `features` is a digest of the stored features file.
+    a digest of the weights described by all `parts`. `features` is a digest of the stored features file. `stability`
+    is None for an SAE that was trained with one seed.
     """
 
     name: str
@@ -283,6 +304,7 @@ class Card(msgspec.Struct, frozen=True):
     weights: str = ""
     parts: dict[str, Part] = {}
     features: str = ""
+    stability: Stability | None = None
 
     @property
     def target_l0(self) -> int | None:
@@ -313,6 +335,7 @@ class Card(msgspec.Struct, frozen=True):
             recovery=older.recovery if self.recovery is None else self.recovery,
             spliced=self.spliced or older.spliced,
             probing=self.probing or older.probing,
+            stability=self.stability or older.stability,
             parts=older.parts | self.parts,
         )
 
@@ -417,6 +440,7 @@ def summary(card: Card) -> str:
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
+    latents += f", {card.stability.share:.1%} stable over seeds" if card.stability else ""
     unfinished = card.training.unfinished if card.training else ""
     of_data = (one.text for one in data_cautions(card.data))
     notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
@@ -490,11 +514,20 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
+        *([("stability", _stability(card.stability))] if card.stability else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
     ]
+
+
+def _stability(one: Stability) -> str:
+    """Return how many latents are found again, like `46.0% of the latents have a cosine above 0.7 with …`."""
+    which = f"with a latent of {'each of ' * (len(one.others) > 1)}{plural(len(one.others), 'other seed')}, on average"
+    matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"
+    of_encoder = f"{one.encoder_share:.1%} of the encoder directions"
+    return f"{one.share:.1%} have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
 
 
 def remarks(card: Card) -> list[tuple[str, str]]:

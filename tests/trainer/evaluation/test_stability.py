@@ -1,0 +1,75 @@
+"""Tests for the comparison of SAEs trained with several seeds, against brute force in numpy."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+from trainer.evaluation import stability
+from trainer.evaluation.stability import best_cosines, matched_cosine
+
+SIZES = st.tuples(st.integers(1, 6), st.integers(2, 5), st.integers(0, 2**31))
+
+
+def directions(n: int, d: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def cosines(own: torch.Tensor, other: torch.Tensor) -> np.ndarray:
+    a, b = own.double().numpy(), other.double().numpy()
+    return (a / np.linalg.norm(a, axis=1, keepdims=True)) @ (b / np.linalg.norm(b, axis=1, keepdims=True)).T
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, st.integers(1, 3))
+def test_the_stability_is_the_mean_over_the_other_seeds_of_the_largest_cosine(size, n_others) -> None:
+    n, d, seed = size
+    own, others = directions(n, d, seed), [directions(n, d, seed + 1 + k) for k in range(n_others)]
+    expected = np.mean([cosines(own, other).max(axis=1) for other in others], axis=0)
+    assert best_cosines(own, others).numpy() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_latents_are_compared_in_parts_with_the_same_result(monkeypatch) -> None:
+    own, other = directions(50, 8, 0), directions(60, 8, 1)
+    whole = best_cosines(own, [other])
+    monkeypatch.setattr(stability, "_AT_ONCE", 7)
+    assert torch.allclose(best_cosines(own, [other]), whole)
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES)
+def test_pw_mcc_is_the_mean_cosine_of_the_best_one_to_one_matching(size) -> None:
+    n, d, seed = size
+    own, other = directions(n, d, seed), directions(n, d, seed + 1)
+    table = cosines(own, other)
+    best = max(np.mean([table[i, j] for i, j in enumerate(order)]) for order in itertools.permutations(range(n)))
+    assert matched_cosine(own, other) == pytest.approx(best, abs=1e-5)
+
+
+def test_the_same_latents_in_another_order_and_scale_are_completely_stable() -> None:
+    own = directions(40, 16, 0)
+    other = own[torch.randperm(40, generator=torch.Generator().manual_seed(1))] * torch.rand(40, 1).add(0.1)
+    assert best_cosines(own, [other]).tolist() == pytest.approx([1.0] * 40, abs=1e-5)
+    assert matched_cosine(own, other) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_latent_found_twice_counts_twice_for_the_stability_but_once_for_the_matching() -> None:
+    other = normalize(directions(2, 16, 0), dim=1)
+    own = other[[0, 0]]
+    assert best_cosines(own, [other]).tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert matched_cosine(own, other) < 0.9
+
+
+def test_directions_of_zeros_have_the_cosine_zero() -> None:
+    assert best_cosines(torch.zeros(3, 4), [directions(3, 4, 0)]).tolist() == [0.0] * 3
+
+
+def test_too_many_latents_are_not_matched(monkeypatch) -> None:
+    monkeypatch.setattr(stability, "MOST_MATCHED", 3)
+    assert matched_cosine(directions(4, 2, 0), directions(4, 2, 1)) is None
