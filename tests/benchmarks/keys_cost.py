@@ -37,7 +37,7 @@ SCREENS = {
     "commands (ctrl+p)": ("\x10", "Theme: light"),
     "question (D)": ("D", "restore them"),
     # The last one, because it imports torch in another process for some seconds.
-    "doctor (d)": ("d", "Check again"),
+    "doctor (d)": ("d", "Refresh"),
 }
 
 

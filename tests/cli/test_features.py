@@ -49,9 +49,7 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
 
 def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Shell, job_id: int) -> None:
     (line,) = shell.errors("features", job_id, "--sort", "stable", code=1)
-    assert (
-        line == "sae-tui: error: --sort: the SAE was trained with one seed; train several, like train.seed = [0, 1, 2]"
-    )
+    assert line.startswith("sae-tui: error: --sort: the SAE was trained with one seed; train several, like train.seed")
     (line,) = shell.errors("features", job_id, "--search", "stable:>0.7", code=1)
     assert line.startswith("sae-tui: error: stable: is unknown for an SAE with one seed")
     (file,) = shell.data.sae(job_id).rglob(FEATURES)
@@ -62,10 +60,11 @@ def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Sh
         "stable:<0.7": [0],
         "stable:>0.1": [1, 0],
         "stable:>0.1 stable:<0.5": [0],
-        "lämb stable:>0.7": [],
         "stable:<0.7 lämb": [0],
     }.items():
         assert [one["latent"] for one in shell.json("features", job_id, "--search", words)] == latents, words
+    (line,) = shell.errors("features", job_id, "--search", "lämb stable:>0.7", code=1)
+    assert line.startswith("sae-tui: error: no max-activating example contains")
     assert "stability    0.94 (mean cosine" in shell.run("features", job_id, 1).stdout
     file.write_bytes(features_file(stability=("F32", "f", [1], [0.25])))
     (line,) = shell.errors("features", job_id, code=1)
