@@ -44,6 +44,7 @@ from trainer.contract.settings.schedule import Schedule
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.seeds import by_seeds
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
@@ -71,10 +72,10 @@ def export_checkpoint(
     """Export every SAE in a checkpoint, or in a run's newest or best checkpoint; return the step and the output paths.
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
-    labels are written. For a given job, `firings` returns a function that finds the tokens in the job's data on which
-    latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent, with the
-    reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag
-    is invalid.
+    labels are written. Otherwise, of SAEs that differ only in the seed, just the first one is. For a given job,
+    `firings` returns a function that finds the tokens in the job's data on which latents of an SAE fire. Under
+    `left_out`, the result lists the SAEs that the format cannot represent, with the reason for each label. Raise
+    `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is invalid.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
@@ -87,6 +88,8 @@ def export_checkpoint(
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     notes = dict.fromkeys(notes_on_unfinished(run_dir, job, state))
+    if others := [label for label in members(job) if label not in folders and not only]:
+        notes |= {f"only the first seed is written; write another one with --only {others[0]}": None}
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
@@ -108,14 +111,18 @@ def export_checkpoint(
 
 
 def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
-    """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label."""
+    """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label.
+
+    Without `only`, return the first of the SAEs that differ only in the seed.
+    """
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has a single SAE, without a label; leave out --only")])
     unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
-    return [label for label in labels if not only or label in only]
+    chosen = only or [group[0] for group in by_seeds(labels).values()]
+    return [label for label in labels if label in chosen]
 
 
 def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collection[str]) -> None:
