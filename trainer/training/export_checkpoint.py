@@ -30,9 +30,10 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
-from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.features import CARD, FEATURES, STABILITY
 from trainer.contract.runs.how_far import HowFar, of_state
 from trainer.contract.runs.recipe import Recipe, recipe_of
+from trainer.contract.runs.report_card import read_card
 from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
@@ -199,6 +200,9 @@ def shared_saes(
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
+        card = read_card(output / label) if of_these_weights else None
+        if card and card.stability:
+            training[STABILITY] = msgspec.to_builtins(card.stability)
         sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
         yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import extraction_job
 from support.extractions import run as extract
+from support.report_cards import put_card
 from support.saes import peer
 from support.tiny_models import make_model, sentences
 from torch import Tensor
@@ -24,6 +26,7 @@ from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, T
 from trainer.contract.runs.how_far import HowFar, from_metadata
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.runs.recipe import RECIPE, read_recipe
+from trainer.contract.runs.report_card import Stability
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported
@@ -221,12 +224,16 @@ def test_the_first_of_several_seeds_is_exported_unless_another_one_is_named(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"seed": [3, 1]}, sae={"k": [2, 4]})
+    stability = Stability(others=("k=2,seed=1",), share=0.5, median=0.7, encoder_share=0.25, pw_mcc=0.6)
+    put_card(run_dir / "sae" / "k=2,seed=3", stability=msgspec.to_builtins(stability))
     out = tmp_path / "first"
     assert main(["export", str(run_dir), "--out", str(out), "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [*done["saes"]] == ["k=2,seed=3", "k=4,seed=3"]
     assert "only the first seed is written; write another one with --only k=2,seed=1" in done["notes"]
     assert {folder.name for folder in out.iterdir() if folder.is_dir()} == {"k=2,seed=3", "k=4,seed=3"}
+    metadata = json.loads((out / "k=2,seed=3" / "cfg.json").read_text())["metadata"]
+    assert (metadata["stability"]["share"], metadata["stability"]["others"]) == (0.5, ["k=2,seed=1"])
     other = tmp_path / "other"
     assert main(["export", str(run_dir), "--out", str(other), "--only", "k=4,seed=1", "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -55,12 +55,12 @@ def by_seeds(labels: Iterable[str]) -> dict[str, list[str]]:
 
 
 def seeds_of(labels: Iterable[str], label: str) -> list[str]:
-    """Return the labels of an SAE and of those that differ from it only in the seed."""
+    """Return the labels of an SAE and of all SAEs that differ from it only in the seed."""
     return [other for other in labels if without_seed(other) == without_seed(label)]
 
 
 def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[str, float]:
-    """Return the values of a metric for an SAE and those that differ only in the seed, by their label.
+    """Return the values of a metric for an SAE and all SAEs that differ only in the seed, by their label.
 
     `latest` maps names such as `fvu@k=16,seed=0` to values.
     """
