@@ -46,6 +46,7 @@ from trainer.contract import wording
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, Reached
+from trainer.contract.runs.card_figures import over_seeds
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
@@ -62,7 +63,7 @@ from trainer.contract.settings.series import (
     series_named,
     title_of,
 )
-from trainer.contract.store.seeds import as_json, without_seed
+from trainer.contract.store.seeds import as_json, by_seeds, without_seed
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes, plural, ranges
 
@@ -219,6 +220,12 @@ def _show_cards(shown: Sequence[Card]) -> None:
     say()
     if len(shown) > 1:
         show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in shown])
+        by_label = {card.label: card for card in shown}
+        for group, labels in by_seeds(by_label).items():
+            main = [one for one in over_seeds(by_label, labels[0]) if one[0].series.prominence == "key"]
+            figures = ", ".join(f"{one.series.title} {spread_words(spread, one.series)}" for one, spread in main)
+            if figures:
+                say(text(f"{' '.join(filter(None, [group, plural(len(labels), 'seed')]))}: {figures}"))
         return
     _, rows, *when = title_lines(shown[0])
     say(f"Report card, {text(rows)}:")

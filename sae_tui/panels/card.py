@@ -16,11 +16,14 @@ from sae_tui.widgets.lines import Line, LineView, Span
 from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, title_of_group
 from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
+from trainer.contract.runs.spread_words import spread_words
+from trainer.contract.store.seeds import Spread
 from trainer.contract.wording import bars
 
 # The cells of a figure on the sheet: its indent and title, its value and its error.
 _TITLE, _VALUE, _ERROR = 20, 9, 10
 _SIDE_ERROR = 9  # in a comparison
+_SPREAD = 17  # a mean with its standard deviation
 _CELLS = _TITLE + _VALUE + _ERROR
 _LATENT_CELLS = 18
 _BLANK: Line = ((" ", "text"),)
@@ -34,11 +37,13 @@ _VERDICTS: dict[Verdict, str] = {
 class CardSheet(msgspec.Struct, frozen=True):
     """A report card, the histogram of cosines between its nearest decoder directions, and a card to compare it with.
 
-    `against_name` says which report card `against` is.
+    `over_seeds` has the spreads of the figures over all SAEs that differ only in the seed. `against_name` says which
+    report card `against` is.
     """
 
     card: Card
     cosines: Sequence[int] = ()
+    over_seeds: Sequence[tuple[CardFigure, Spread]] = ()
     against: Card | None = None
     against_name: str = ""
 
@@ -46,7 +51,7 @@ class CardSheet(msgspec.Struct, frozen=True):
         """Return the sheet or, if there is another report card, the differences, in lines of at most `width` cells."""
         if self.against:
             return difference_lines(self.card, self.against, self.against_name, width)
-        return card_lines(self.card, self.cosines, width)
+        return card_lines(self.card, self.cosines, width, self.over_seeds)
 
 
 class CardPanel(LineView, can_focus=True):
@@ -76,7 +81,9 @@ class CardPanel(LineView, can_focus=True):
             self.show([((f" {line}", "dim"),) for line in wrap(self._shown, width - 1)])
 
 
-def card_lines(card: Card, cosines: Sequence[int], width: int) -> list[Line]:
+def card_lines(
+    card: Card, cosines: Sequence[int], width: int, over_seeds: Sequence[tuple[CardFigure, Spread]] = ()
+) -> list[Line]:
     """Return a report card as lines: its warnings, its figures in columns, and its remarks."""
     of_sae, of_rows, *_ = title_lines(card)
     lines: list[Line] = [((f" {line}", "label"),) for text in (of_sae, of_rows) for line in wrap(text, width - 1)]
@@ -84,7 +91,7 @@ def card_lines(card: Card, cosines: Sequence[int], width: int) -> list[Line]:
     for caution in cautions(card):
         warned.add(caution.text)
         lines += _wrapped("! ", f"{caution.text}: {caution.remedy}", width, "warn")
-    lines += [*_in_columns(_blocks(card, cosines), width), _BLANK]
+    lines += [*_in_columns([*_seed_blocks(over_seeds), *_blocks(card, cosines)], width), _BLANK]
     known = [(title, text) for title, text in remarks(card) if text not in warned]
     column = max((len(title) for title, _ in known), default=0) + 2
     for title, text in known:
@@ -117,6 +124,20 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
             heading = title_of_group(group, card)
             blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
     return blocks
+
+
+def _seed_blocks(over_seeds: Sequence[tuple[CardFigure, Spread]]) -> list[list[Line]]:
+    """Return the means of the main figures over the seeds, or [] for one seed."""
+    rows: list[Line] = [
+        ((fit(f"  {one.series.title}", _TITLE), "label"), (f"{spread_words(spread, one.series):>{_SPREAD}}", "title"))
+        for one, spread in over_seeds
+        if one.series.prominence == "key"
+    ]
+    if not rows:
+        return []
+    heading = f" Mean ± s.d. over {over_seeds[0][1].n} seeds"
+    rest: Span = (" " * (_CELLS - _TITLE - _SPREAD), "text")
+    return [[((fit(heading, _CELLS), "accent"),), *((*row, rest) for row in rows)]]
 
 
 def _figure_line(one: CardFigure) -> Line:

@@ -24,6 +24,7 @@ from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.card_figures import over_seeds
 from trainer.contract.runs.features import Features
 
 
@@ -35,7 +36,8 @@ def sheets_of(data: DataDir, job_id: int) -> dict[str, CardSheet]:
     except UserError:
         files = {}
     return {
-        label: CardSheet(card, tuple(_cosines(files[label])) if label in files else ()) for label, card in cards.items()
+        label: CardSheet(card, tuple(_cosines(files[label])) if label in files else (), tuple(over_seeds(cards, label)))
+        for label, card in cards.items()
     }
 
 

@@ -179,6 +179,19 @@ async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeAp
         assert app.screen.name == "job"
 
 
+async def test_the_report_card_of_one_of_several_seeds_begins_with_their_means(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    for seed, fvu in enumerate((0.2, 0.3)):
+        put_card(data.sae(job_id) / f"seed={seed}", label=f"seed={seed}", figures=FIGURES | {"fvu": fvu})
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        lines = screen.query_one(CardPanel).plain.splitlines()
+        (at,) = [number for number, line in enumerate(lines) if "Mean ± s.d. over 2 seeds" in line]
+        assert re.search(r"FVU +0\.250 ± 0\.071", lines[at + 1])
+
+
 async def test_a_job_without_a_report_card_explains_how_to_get_one_and_then_shows_it(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import msgspec
+import pytest
 from support.report_cards import FIGURES, SPLICED, card_table
 
-from trainer.contract.runs.card_figures import cautions, figures_of, title_of_group
+from trainer.contract.runs.card_figures import cautions, figures_of, over_seeds, title_of_group
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.report_card import Card
 
@@ -48,6 +49,22 @@ def test_losses_without_first_tokens_and_on_all_tokens_are_separate_groups() -> 
     assert title_of_group("model", one) == "Language model, without first tokens"
     assert title_of_group("model", card()) == "Language model"
     assert title_of_group("model", card(spliced=SPLICED | {"left_out": ""})) == "Language model, all tokens"
+
+
+def test_figures_have_a_mean_and_a_deviation_over_the_seeds_if_all_were_measured_in_the_same_way() -> None:
+    data = card_table()["data"]
+    cards = {
+        f"k=8,seed={seed}": card(figures=FIGURES | {"fvu": fvu}, recovery=recovery, data=data | {"place": place})
+        for seed, fvu, recovery, place in ((0, 0.2, 0.5, "a"), (1, 0.3, None, "a"))
+    }
+    cards |= {"k=16,seed=0": card(), "k=32": card()}
+    found = {figure.name: spread for figure, spread in over_seeds(cards, "k=8,seed=1")}
+    assert found["fvu"].mean == pytest.approx(0.25)
+    assert found["fvu"].sd == pytest.approx(math.sqrt(0.005))
+    assert "recovery" not in found
+    cards["k=8,seed=0"] = card(data=data | {"place": "b"})
+    assert "fvu" not in {figure.name for figure, _ in over_seeds(cards, "k=8,seed=1")}
+    assert over_seeds(cards, "k=16,seed=0") == over_seeds(cards, "k=32") == []
 
 
 def test_each_warning_has_a_remedy() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from trainer.contract.runs.recipe import asked_l0, misses_l0
 from trainer.contract.runs.report_card import AS_SAELENS, Card, Caution, data_cautions
 from trainer.contract.settings.catalog import METRICS, Series
+from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 
 Group = Literal["reconstruction", "model", "latents", "probes", "all_tokens"]
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
@@ -160,6 +161,22 @@ def figures_of(card: Card) -> list[CardFigure]:
         for one in _FIGURES
     ]
     return [one for one in (*found, *_probes(card)) if one is not None]
+
+
+def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, Spread]]:
+    """Return an SAE's figures with their spreads over the SAEs that differ from it only in the seed.
+
+    `cards` maps the label of each SAE of a sweep to its report card. Figures that some of the report cards lack, or
+    that were measured under other conditions, are left out. Return [] for one seed.
+    """
+    own = [figures_of(cards[other]) for other in seeds_of(cards, label)]
+    found = []
+    for figure in figures_of(cards[label]) if len(own) > 1 else ():
+        like = (figure.name, figure.condition)
+        values = [one.value for figures in own for one in figures if (one.name, one.condition) == like]
+        if len(values) == len(own) and (spread := spread_of(values)):
+            found.append((figure, spread))
+    return found
 
 
 def _figure(
