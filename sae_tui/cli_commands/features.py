@@ -14,6 +14,7 @@ from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.outcome import NO_TOKENS
 from sae_tui.jobs.features import (
     counts,
+    family_words,
     features_in,
     features_of_job,
     has_features,
@@ -97,7 +98,7 @@ def _list(shown: Sequence[Feature]) -> None:
 
 
 def _show(feature: Feature, read: Features) -> None:
-    share = f"{feature.density:.3%} of {read.n_rows:,} rows"
+    share = f"{feature.density:.3%} of {read.n_rows:,} rows{family_words(feature)}"
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
     if feature.stability is not None:

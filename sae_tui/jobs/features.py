@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import DENSE, FEATURES, ActivatingExample, Feature, Features, LogitChange
+from trainer.contract.runs.features import DENSE, FEATURES, ActivatingExample, Family, Feature, Features, LogitChange
 
 # The maximum number of tokens shown for a latent in a list.
 MOST_TOKENS = 6
+_BOUND_WORDS: dict[Family, str] = {"token": "on one token", "position": "at one position", "rare": "rare"}
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
@@ -62,8 +64,16 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Describe how many latents are dense or silent, like `23 dense (> 10% of rows), 3 never fire`."""
-    return f"{features.n_dense:,} dense (> {DENSE:.0%} of rows), {features.n_silent:,} never fire"
+    """Describe the families of the latents, like `23 dense (> 10% of rows), 410 on one token, 3 never fire`."""
+    n = Counter(features.families)
+    bound = [f"{n[family]:,} {words}" for family, words in _BOUND_WORDS.items() if n[family]]
+    return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%} of rows)", *bound, f"{n['silent']:,} never fire"])
+
+
+def family_words(feature: Feature) -> str:
+    """Describe when a latent fires, like ` (almost only on one token)`, or return "" if there is nothing special."""
+    words = {"dense": "dense", "token": "almost only on one token", "position": "almost only at one position"}
+    return f" ({words[feature.family]})" if feature.family in words else ""
 
 
 def strongest_tokens(feature: Feature) -> str:

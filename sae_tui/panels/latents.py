@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import in_row, readable, strongest_tokens
+from sae_tui.jobs.features import family_words, in_row, readable, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import ActivatingExample, Feature, Features
@@ -188,7 +188,7 @@ def _stability_lines(feature: Feature, width: int) -> list[Line]:
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
     """Return the data of a latent, with its examples aligned at their strongest tokens."""
-    share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
+    share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows{family_words(feature)}"
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
     head: list[Line] = [

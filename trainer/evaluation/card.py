@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain, write_whole
 from trainer.contract.printable import MARKDOWN, in_markdown, printable
 from trainer.contract.runs.card_versions import Version, archive, locked, of_weights, weights_of
-from trainer.contract.runs.features import CARD, FEATURES, is_of_weights
+from trainer.contract.runs.features import CARD, FEATURES, Features, is_of_weights
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,
     Card,
@@ -106,9 +107,10 @@ def rows_part(timed: Callable[..., Part], figures: Figures, data: EvaluationData
 
 
 def with_latents(card: Card, folder: Path) -> Card:
-    """Return the report card with a sample of latents and their texts, if the folder has a valid features file."""
+    """Return the report card with a sample of latents and the families, if the folder has a valid features file."""
     with contextlib.suppress(UserError):
-        return msgspec.structs.replace(card, latents=sample_latents(folder / FEATURES))
+        features = Features(folder / FEATURES)
+        return msgspec.structs.replace(card, latents=sample_latents(features), families=Counter(features.families))
     return card
 
 

@@ -95,7 +95,9 @@ class Contexts:
 
     def __init__(self, d_sae: int, n_contexts: int) -> None:
         self._d_sae, self._n_contexts = d_sae, n_contexts
-        self._entries = [(torch.zeros(0, dtype=torch.int32), torch.zeros(0))]
+        none = torch.zeros(0, dtype=torch.int32)
+        # For each activation: its latent, its value, and the token and the position of its row.
+        self._entries = [(none, torch.zeros(0), none, none)]
         self._best, self._token_ids, self._acts = _no_contexts(d_sae, 0)
         self.n_rows = 0
 
@@ -104,12 +106,13 @@ class Contexts:
         self.n_rows += entries.n_rows
         if not len(entries.values):
             return
-        self._entries.append((entries.latents.int(), entries.values))
+        ids, positions = (one[entries.rows].int() for one in (text.origin.token_ids, text.origin.positions))
+        self._entries.append((entries.latents.int(), entries.values, ids, positions))
         which, rank = _best_by_document(entries, text.origin.document, self._d_sae, self._n_contexts)
-        ids, acts = _windows(text.origin, entries, which)
+        window_ids, acts = _windows(text.origin, entries, which)
         latents = entries.latents[which]
         best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
-        best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], ids, acts
+        best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], window_ids, acts
         # Keep the best contexts of the previous texts and this one.
         both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
         self._best, order = (one[:, : self._n_contexts] for one in both)
@@ -125,8 +128,8 @@ class Contexts:
         """
         all_ids = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         of_texts = _texts(torch.cat([ids.flatten() for ids in all_ids]), tokens)
-        latents = torch.cat([latents for latents, _ in self._entries]).long()
-        values = torch.cat([values for _, values in self._entries])
+        latents, values, ids, positions = (torch.cat(column) for column in zip(*self._entries, strict=True))
+        latents = latents.long()
         n_fired = torch.bincount(latents, minlength=self._d_sae)
         largest = torch.zeros(self._d_sae).scatter_reduce(0, latents, values, "amax")
         sums = torch.zeros(self._d_sae, dtype=torch.float64).index_add(0, latents, values.double())
@@ -140,6 +143,8 @@ class Contexts:
             "histogram": histogram.reshape(self._d_sae, N_BINS).int(),
             "nearest": nearest.int(),
             "cosines": cosines,
+            "token_share": most_common_share(latents, ids, self._d_sae),
+            "position_share": most_common_share(latents, positions, self._d_sae),
             "token_ids": self._token_ids,
             "acts": self._acts,
             "n_rows": torch.tensor([self.n_rows]),
@@ -148,6 +153,19 @@ class Contexts:
             **of_texts,
             **_index(self._token_ids, of_texts["text_ids"]),
         }
+
+
+def most_common_share(latents: Tensor, kinds: Tensor, d_sae: int) -> Tensor:
+    """Return the share of each latent's activations that have its most common kind [d_sae]; 0 if it never fires.
+
+    `latents` [n] and `kinds` [n], which are not negative, are the latent and the kind of each activation.
+    """
+    if not len(latents):
+        return torch.zeros(d_sae)
+    n_kinds = int(kinds.max()) + 1
+    pairs, counts = (latents * n_kinds + kinds).unique(return_counts=True)
+    most = torch.zeros(d_sae, dtype=torch.int64).scatter_reduce(0, pairs // n_kinds, counts, "amax")
+    return (most / torch.bincount(latents, minlength=d_sae).clamp(min=1)).float()
 
 
 def contexts_of(

@@ -431,6 +431,7 @@ _FEATURE = typed(
         "contexts": "Max-activating examples.",
         "promoted": "Tokens that it promotes most; empty if the language model was not available.",
         "suppressed": "Tokens that it suppresses most.",
+        "family": "silent, dense, token (fires on one token), position, rare or other.",
         "stability": "Mean cosine with the nearest decoder direction of each other seed; null for one seed.",
     },
     {

@@ -100,7 +100,7 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
     assert orders == [[1, 0], [0, 1], [0, 1]]
     file.write_bytes(features_file(n_fired=("I32", "i", [2], [0, 8])))
     assert Features(file).order("latent") == [1]
-    assert (Features(file).n_silent, Features(file).n_dense) == (1, 0)
+    assert [Features(file).families.count(one) for one in ("silent", "dense")] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,44 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
 def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tuple[int, int], order: list[int]) -> None:
     file.write_bytes(features_file(n_fired=("I32", "i", [2], [*fired]), n_rows=("I64", "q", [1], [100_000])))
     assert Features(file).order() == order
-    assert Features(file).n_dense == (max(fired) > 10_000)
+    assert Features(file).families.count("dense") == (max(fired) > 10_000)
+
+
+@pytest.mark.parametrize(
+    ("fired", "token", "position", "family"),
+    [
+        (0, 1.0, 1.0, "silent"),
+        (10_001, 1.0, 0.0, "dense"),
+        (10_000, 0.95, 0.95, "token"),
+        (10_000, 0.9, 0.95, "position"),
+        (10, 0.95, 0.0, "token"),
+        # A few activations on the same token mean nothing.
+        (9, 1.0, 1.0, "rare"),
+        (9, 0.0, 0.0, "rare"),
+        (10, 0.9, 0.9, "other"),
+    ],
+)
+def test_the_family_of_a_latent_depends_on_when_it_fires(
+    file: Path, fired: int, token: float, position: float, family: str
+) -> None:
+    shares = {"token_share": ("F32", "f", [2], [token, 0.5]), "position_share": ("F32", "f", [2], [position, 0.5])}
+    rows = ("I64", "q", [1], [100_000])
+    file.write_bytes(features_file(n_fired=("I32", "i", [2], [fired, 500]), n_rows=rows, **shares))
+    assert Features(file).families == [family, "other"]
+    assert Features(file).feature(0).family == family
+    assert Features(file).search(f"family:{family}") == (
+        [0] if fired and family != "other" else [0, 1][: 2 * (fired > 0)]
+    )
+
+
+def test_without_shares_no_latent_is_bound_to_a_token_and_asking_for_one_is_refused(file: Path) -> None:
+    assert Features(file).families == ["other", "other"]
+    with pytest.raises(UserError, match="family:token is unknown for this SAE"):
+        Features(file).search("family:token")
+    assert Features(file).search("family:other") == [0, 1]
+    file.write_bytes(features_file(token_share=("F32", "f", [1], [0.5]), position_share=("F32", "f", [2], [0.5, 0.5])))
+    with pytest.raises(UserError, match="was not written by"):
+        Features(file)
 
 
 def test_cosines_of_nearest_decoder_directions_are_counted_in_bins(file: Path) -> None:

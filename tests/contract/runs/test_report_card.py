@@ -152,10 +152,10 @@ def test_notes_on_a_flattering_fvu_follow_it_and_are_in_the_summary() -> None:
 def test_sampled_latents_fire_and_are_the_same_each_time(tmp_path: Path) -> None:
     file = tmp_path / FEATURES
     file.write_bytes(features_file())
-    latents = sample_latents(file)
+    latents = sample_latents(Features(file))
     features = Features(file)
     assert [one.latent for one in latents] == features.order("latent")
-    assert latents == sample_latents(file)
+    assert latents == sample_latents(Features(file))
     for one in latents:
         feature = features.feature(one.latent)
         assert one.density == feature.density

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from trainer.evaluation.contexts import (
     N_BINS,
     TokenRows,
     contexts_of,
+    most_common_share,
     nearest_latents,
     texts_of,
     write_features,
@@ -144,6 +146,17 @@ def test_a_search_matches_a_loop_over_all_tokens_in_all_contexts(tmp_path: Path,
     assert sorted(found) == sorted(expected)
     # The others are in the same order as all latents.
     assert found[len(fire) :] == [latent for latent in read.order() if latent in found[len(fire) :]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=40))
+def test_the_share_of_the_most_common_token_matches_a_loop(pairs) -> None:
+    latents, kinds = (torch.tensor([pair[place] for pair in pairs], dtype=torch.int64) for place in (0, 1))
+    expected = []
+    for latent in range(5):
+        own = Counter(kind for one, kind in pairs if one == latent)
+        expected.append(max(own.values()) / own.total() if own else 0.0)
+    assert most_common_share(latents, kinds, 5).tolist() == pytest.approx(expected)
 
 
 def test_sparse_activations_produce_the_same_file_as_dense_activations(tmp_path: Path) -> None:

@@ -309,6 +309,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
     "stability": (or_null(_STABILITY), "How many latents are found again with other seeds; null for one seed."),
     "latents": (list_of(by_name({})), "Random latents, with texts on which they fire."),
+    "families": (by_name(int), "Number of latents of each family; empty without stored max-activating examples."),
     "recipe": (or_null(_RECIPE), "How the SAE was trained; null if unknown."),
     "threshold_set_on": (str, "Rows on which the SAE's single threshold was set; empty if there is no such threshold."),
     "training": (or_null(_TRAINING), "How far the training went; null if unknown."),

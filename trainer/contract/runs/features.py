@@ -6,9 +6,11 @@ import bisect
 import contextlib
 import math
 import mmap
+import operator
 import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
@@ -121,8 +123,19 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 # largest cosine with any of their decoder directions.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
+# Additional tensors of newer files: for each latent, the share of its activations on its most common token, and at its
+# most common position in the text.
+_BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
+# The family of a latent, by the first condition that holds: it never fires, fires on more than `DENSE` of the rows, in
+# more than `BOUND` of the cases on one token or at one position, or on less than the lower limit of `SPARSE`.
+FAMILIES = ("silent", "dense", "token", "position", "rare", "other")
+Family = Literal["silent", "dense", "token", "position", "rare", "other"]
+# With fewer activations than this, a single token or position means nothing.
+BOUND, _LEAST_FIRED = 0.9, 10
+_OF_BOUND = ("token", "position")
+_FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
 _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>])(\d(?:\.\d+)?)(?!\S)")
-_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE).items()}
+_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND).items()}
 
 
 class LogitChange(msgspec.Struct, frozen=True):
@@ -160,7 +173,8 @@ class Feature(msgspec.Struct, frozen=True):
     contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
     `promoted` and `suppressed` are the tokens whose logits are changed most by the decoder direction, the largest
     change first; both are empty if the evaluation did not use the language model. `stability` is the mean over the
-    other seeds of the largest cosine with any of their decoder directions, or None without other seeds.
+    other seeds of the largest cosine with any of their decoder directions, or None without other seeds. `family` is one
+    of `FAMILIES`.
     """
 
     latent: int
@@ -173,6 +187,7 @@ class Feature(msgspec.Struct, frozen=True):
     promoted: tuple[LogitChange, ...] = ()
     suppressed: tuple[LogitChange, ...] = ()
     stability: float | None = None
+    family: Family = "other"
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -245,7 +260,13 @@ class Features:
 
     @property
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
-        return _LAYOUT | (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+        more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+        return _LAYOUT | more | (_BOUND if self.has_families else {})
+
+    @property
+    def has_families(self) -> bool:
+        """Whether the file says how often each latent fires on one token or at one position."""
+        return self._entries.keys() >= _BOUND.keys()
 
     @property
     def has_stability(self) -> bool:
@@ -294,15 +315,23 @@ class Features:
 
         return sorted(latents, key=key)
 
-    @property
-    def n_dense(self) -> int:
-        """The number of latents that fire on more than `DENSE` of the rows."""
-        return sum(n > DENSE * self.n_rows for n in self._ints("n_fired"))
+    @cached_property
+    def families(self) -> list[Family]:
+        """Return the family of each latent; without `has_families`, no latent is bound to a token or a position."""
+        fired, (low, _) = self._ints("n_fired"), SPARSE
+        none = [0.0] * self.n_latents
+        tokens, positions = (self._floats(name) if self.has_families else none for name in _BOUND)
 
-    @property
-    def n_silent(self) -> int:
-        """The number of latents that fire on none of the rows."""
-        return sum(n == 0 for n in self._ints("n_fired"))
+        def family(n: int, token: float, position: float) -> Family:
+            if n == 0:
+                return "silent"
+            if n > DENSE * self.n_rows:
+                return "dense"
+            if n >= _LEAST_FIRED and max(token, position) > BOUND:
+                return "token" if token > BOUND else "position"
+            return "rare" if n < low * self.n_rows else "other"
+
+        return list(map(family, fired, tokens, positions))
 
     @property
     def nearest_histogram(self) -> list[int]:
@@ -328,22 +357,34 @@ class Features:
         the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
 
-        `stable:>0.7` and `stable:<0.3` keep only latents with such a cosine with other seeds; without other words, the
-        first list contains these latents, the most stable first. Raise `UserError` if the stability is unknown.
+        `stable:>0.7` and `stable:<0.3` keep only latents with such a cosine with other seeds, and `family:token` only
+        latents of this family. Without other words, the first list contains all latents that are kept. Raise
+        `UserError` if the stability or the families are unknown.
         """
-        filters = _STABLE_FILTER.findall(words)
+        filters = [*self._filters(words)]
         if not filters:
             return self._search_words(words)
-        if not self.has_stability:
-            raise UserError("stable: is unknown for an SAE with one seed; train several, like train.seed = [0, 1, 2]")
-        rest, stability = " ".join(_STABLE_FILTER.sub(" ", words).split()), self.stability
-        kept = {
-            latent
-            for latent, cosine in enumerate(stability)
-            if all(cosine > float(than) if sign == ">" else cosine < float(than) for sign, than in filters)
-        }
-        firing, others = self._search_words(rest) if rest else (self.order("stable"), [])
+        rest = " ".join(_FAMILY_FILTER.sub(" ", _STABLE_FILTER.sub(" ", words)).split())
+        by: Order = "stable" if _STABLE_FILTER.search(words) else "sparse"
+        firing, others = self._search_words(rest) if rest else (self.order(by), [])
+        kept = set(range(self.n_latents)).intersection(*filters)
         return [one for one in firing if one in kept], [one for one in others if one in kept]
+
+    def _filters(self, words: str) -> Iterator[set[int]]:
+        """Yield the latents that each filter in `words` keeps."""
+        for sign, than in _STABLE_FILTER.findall(words):
+            if not self.has_stability:
+                raise UserError(
+                    "stable: is unknown for an SAE with one seed; train several, like train.seed = [0, 1, 2]"
+                )
+            keeps = partial(operator.lt, float(than)) if sign == ">" else partial(operator.gt, float(than))
+            yield {latent for latent, cosine in enumerate(self.stability) if keeps(cosine)}
+        for family in _FAMILY_FILTER.findall(words):
+            if family in _OF_BOUND and not self.has_families:
+                raise UserError(
+                    f"family:{family} is unknown for this SAE, which an older version evaluated; evaluate it again"
+                )
+            yield {latent for latent, own in enumerate(self.families) if own == family}
 
     def _search_words(self, words: str) -> tuple[list[int], list[int]]:
         wanted = words.casefold()
@@ -431,6 +472,7 @@ class Features:
             promoted=self._moved("promoted", latent),
             suppressed=self._moved("suppressed", latent),
             stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
+            family=self.families[latent],
         )
 
     def _moved(self, name: str, latent: int) -> tuple[LogitChange, ...]:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,14 @@ UNKNOWN = "–"
 MANY_COPIES = 0.02
 # The suffix for metrics that follow SAELens' definition.
 AS_SAELENS = "all tokens, as in SAELens"
+_FAMILY_WORDS = {
+    "dense": "dense",
+    "token": "fire on one token",
+    "position": "at one position",
+    "rare": "rarely",
+    "silent": "never",
+    "other": "other",
+}
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
@@ -281,7 +290,8 @@ class Card(msgspec.Struct, frozen=True):
     settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
     SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
     a digest of the weights described by all `parts`. `features` is a digest of the stored features file. `stability`
-    is None for an SAE that was trained with one seed.
+    is None for an SAE that was trained with one seed. `families` maps each of `features.FAMILIES` to its number of
+    latents; it is empty without stored max-activating examples.
     """
 
     name: str
@@ -305,6 +315,7 @@ class Card(msgspec.Struct, frozen=True):
     parts: dict[str, Part] = {}
     features: str = ""
     stability: Stability | None = None
+    families: dict[str, int] = {}
 
     @property
     def target_l0(self) -> int | None:
@@ -380,12 +391,8 @@ def _numbers_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
-    """Return a random sample of at most `N_SAMPLED` firing latents from a features file.
-
-    Raise `UserError` if the file is not a features file.
-    """
-    features = Features(file)
+def sample_latents(features: Features, seed: int = 0) -> tuple[SampledLatent, ...]:
+    """Return a random sample of at most `N_SAMPLED` firing latents."""
     alive = features.order("latent")
     drawn = sorted(random.Random(seed).sample(alive, min(N_SAMPLED, len(alive))))
     return tuple(_sampled(features, latent) for latent in drawn)
@@ -515,11 +522,17 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
         *([("stability", _stability(card.stability))] if card.stability else []),
+        *([("families", family_words(card.families))] if card.families else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
     ]
+
+
+def family_words(families: Mapping[str, int]) -> str:
+    """Return the number of latents of each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
+    return ", ".join(f"{families.get(name, 0):,} {words}" for name, words in _FAMILY_WORDS.items())
 
 
 def _stability(one: Stability) -> str:
@@ -537,6 +550,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
         *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
+        *([("families", family_words(card.families))] if card.families else []),
         *([("model read", _text_read(card.spliced))] if card.spliced else []),
         *([("probed on", _probed_on(card.probing))] if card.probing else []),
         *_of_run(card),
