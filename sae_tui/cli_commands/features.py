@@ -27,7 +27,7 @@ from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.runs.features import Feature, Features
+from trainer.contract.runs.features import NO_STABILITY, Feature, Features, is_filter
 from trainer.contract.wording import bars
 
 
@@ -35,7 +35,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     """Print one latent with its max-activating examples, or a list of latents in the requested order."""
     read = Features(_file(context, flags))
     if flags.sort == "stable" and not read.has_stability:
-        raise UserError("--sort: the SAE was trained with one seed; train several, like train.seed = [0, 1, 2]")
+        raise UserError(f"--sort: {NO_STABILITY}")
     if flags.latent is not None:
         feature = read.feature(flags.latent)
         if context.as_json:
@@ -50,7 +50,7 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
         show_json(shown)
         return Exit.DONE
     say(f"{read.n_latents:,} latents on {read.n_rows:,} rows: {counts(read)}")
-    if flags.search is None:
+    if flags.search is None or is_filter(flags.search):
         _list(shown)
     else:
         say(f"fire on the words: {len(firing):,}")

@@ -244,7 +244,7 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
     of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
     label = job.best_sae
     if seeds := job.seeds:
-        label = ", ".join(filter(None, [without_seed(label), plural(len(seeds.labels), "seed")]))
+        label = ", ".join(filter(None, [without_seed(label), seeds.count_words]))
         series = {name: LOSS if name == "loss" else series_named(name) for name in of_sae}
         of_sae |= {name: spread_words(seeds.spreads[name], series[name]) for name in of_sae if name in seeds.spreads}
     return {name: f"{text(value)} ({label})" for name, value in of_sae.items()}

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import DENSE, FEATURES, ActivatingExample, Family, Feature, Features, LogitChange
+from trainer.contract.runs.features import (
+    DENSE,
+    FEATURES,
+    ActivatingExample,
+    Family,
+    Feature,
+    Features,
+    LogitChange,
+    is_filter,
+)
 
 # The maximum number of tokens shown for a latent in a list.
 MOST_TOKENS = 6
@@ -60,6 +69,8 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
     found = features.search_apart(words)
     if any(found):
         return found
+    if is_filter(words):
+        raise UserError(f"no latent matches {words}")
     raise UserError(f'no max-activating example contains a token with "{words}"')
 
 

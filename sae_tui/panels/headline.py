@@ -32,7 +32,6 @@ from trainer.contract.settings.series import (
 from trainer.contract.store.rows import Job
 from trainer.contract.store.seeds import without_seed
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import plural
 
 # The number of a program's metrics in the headline.
 _MOST_OWN = 3
@@ -97,18 +96,19 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
         if more.strip() and _cells(first) + cell_len(more) <= width:
             first = (*first, (more, "text"))
-    return [first, *_of_seeds(job), *_ending(detail, width)]
+    return [first, *_of_seeds(job, member), *_ending(detail, width)]
 
 
-def _of_seeds(job: JobView) -> Iterator[Line]:
-    """Yield the means over seeds, like `3 seeds: held-out FVU 0.1460 ± 0.0015  L0 7.9 ± 0.0`."""
+def _of_seeds(job: JobView, member: str) -> Iterator[Line]:
+    """Yield the means over the seeds of the SAE `member`, like `3 seeds: held-out FVU 0.1460 ± 0.0015`."""
     figures = []
+    if job.seeds is None or (member and member not in job.seeds.labels):
+        return
     for name, series in key_metrics().items():
         if spread := spread_of(job, name):
             figures.append(f"{'held-out ' * (name in held_out_metrics())}{series.title} {spread_words(spread, series)}")
-    if job.seeds and figures:
-        group = without_seed(job.seeds.labels[0])
-        which = f"{group}, {plural(len(job.seeds.labels), 'seed')}" if group else plural(len(job.seeds.labels), "seed")
+    if figures:
+        which = ", ".join(filter(None, [without_seed(job.seeds.labels[0]), job.seeds.count_words]))
         yield ((f" {which}: {'  '.join(figures)}", "text"),)
 
 

@@ -77,8 +77,9 @@ def judged_span(job: JobView, name: str) -> Span:
     """
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
-    if spread := spread_of(job, name):
-        text = in_short(spread.mean, spread.sd) if name == CRITERION else text
+    spread = spread_of(job, name)
+    if spread and name == CRITERION and max(abs(spread.mean), spread.sd) < 100:
+        text = in_short(spread.mean, spread.sd)
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 

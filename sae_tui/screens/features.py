@@ -26,7 +26,7 @@ from sae_tui.widgets.frame import FramedScreen, entitle
 from sae_tui.widgets.old_keys import old_key
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import Features, Order
+from trainer.contract.runs.features import Features, Order, is_filter
 from trainer.contract.wording import plural
 
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -161,7 +161,10 @@ class FeaturesScreen(Evaluates, FramedScreen):
     def _show(self, latent: int | None = None) -> None:
         """List the latents in the chosen order, with the cursor on `latent`."""
         if self._features is not None:
-            apart = search(self._features, self.words) if self.words else (self._features.order(self.order), [])
+            try:
+                apart = search(self._features, self.words) if self.words else (self._features.order(self.order), [])
+            except UserError:  # an evaluation has replaced the file
+                self.words, apart = "", (self._features.order(self.order), [])
             self._list(*apart, latent)
 
     def _list(self, latents: Sequence[int], others: Sequence[int], latent: int | None) -> None:
@@ -175,7 +178,9 @@ class FeaturesScreen(Evaluates, FramedScreen):
         if self._features is None:
             parts.append("Features")
         elif self.words:
-            parts.append(f"'{self.words}': {_found(listed.n_firing, len(listed.latents) - listed.n_firing)}")
+            n_others = len(listed.latents) - listed.n_firing
+            found = plural(listed.n_firing, "latent") if is_filter(self.words) else _found(listed.n_firing, n_others)
+            parts.append(f"'{self.words}': {found}")
         else:
             parts += [plural(len(listed.latents), "latent"), counts(self._features), WORDS[self.order]]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))

@@ -49,9 +49,9 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
 
 def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Shell, job_id: int) -> None:
     (line,) = shell.errors("features", job_id, "--sort", "stable", code=1)
-    assert line.startswith("sae-tui: error: --sort: the SAE was trained with one seed; train several, like train.seed")
+    assert line.startswith("sae-tui: error: --sort: no stability over seeds is stored; with several seeds")
     (line,) = shell.errors("features", job_id, "--search", "stable:>0.7", code=1)
-    assert line.startswith("sae-tui: error: stable: is unknown for an SAE with one seed")
+    assert line.startswith("sae-tui: error: stable: no stability over seeds is stored")
     (file,) = shell.data.sae(job_id).rglob(FEATURES)
     file.write_bytes(features_file(stability=("F32", "f", [2], [0.25, 0.9375])))
     assert [one["latent"] for one in shell.json("features", job_id, "--sort", "stable")] == [1, 0]
@@ -59,10 +59,19 @@ def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Sh
         "stable:>0.7": [1],
         "stable:<0.7": [0],
         "stable:>0.1": [1, 0],
+        "stable:>=0.9375": [1],
+        "stable:<.9": [0],
+        "family:other": [0, 1],
         "stable:>0.1 stable:<0.5": [0],
         "stable:<0.7 lämb": [0],
     }.items():
         assert [one["latent"] for one in shell.json("features", job_id, "--search", words)] == latents, words
+    for words in ("stable:0.7", "stable:", "family:no", "lämb stable:>x"):
+        (line,) = shell.errors("features", job_id, "--search", words, code=1)
+        assert "is unknown; write stable:>0.7, or family: and one of silent, dense, token" in line
+    assert shell.errors("features", job_id, "--search", "stable:>1", code=1) == [
+        "sae-tui: error: no latent matches stable:>1"
+    ]
     (line,) = shell.errors("features", job_id, "--search", "lämb stable:>0.7", code=1)
     assert line.startswith("sae-tui: error: no max-activating example contains")
     assert "stability    0.94 (mean cosine" in shell.run("features", job_id, 1).stdout

@@ -83,17 +83,19 @@ class Cards:
 
     def _stability(self) -> dict[str, tuple[str, str, None]]:
         """Compare the SAEs that differ only in the seed; return the event that reports the result, if there are any."""
-        folders = {label: self._trainer.output / label for label in members(self._job)}
+        of_saes = {label: self._trainer.output / label for label in members(self._job)}
+        # SAEs are not exported if their training was abandoned.
+        folders = {label: folder for label, folder in of_saes.items() if exported_tokens(folder) == self._at.tokens}
         # Comparing each latent with all others takes as long as reading `d_sae` rows.
-        most = max(BATCH, self._at.tokens // (SHARE_OF_TOKENS * len(folders)))
-        if any(learner.sae.d_sae > most for learner in self._trainer.learners.values()):
-            return {}
+        most = max(BATCH, self._at.tokens // (SHARE_OF_TOKENS * max(1, len(folders))))
         try:
-            cards = write_stability(folders, self._parallel.device)
+            cards, lack = write_stability(folders, self._parallel.device, most)
         except Exception as error:
             message = f"no stability over seeds: {first_line(error)}; `sae-train eval` adds it"
             return {STABILITY: ("warning", message, None)}
-        shares = [f"{card.stability.share:.1%}" for card in cards.values() if card.stability]
+        if lack:
+            return {STABILITY: ("info", f"no stability over seeds: {lack}; `sae-train eval` adds it", None)}
+        shares = [f"{label} {card.stability.share:.1%}" for label, card in cards.items() if card.stability]
         message = f"latents with a decoder cosine above {STABLE_COSINE} over the seeds: {', '.join(shares)}"
         return {STABILITY: ("info", message, None)} if shares else {}
 

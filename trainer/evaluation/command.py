@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from trainer.contract.errors import UsageError, UserError
+from trainer.contract.errors import UsageError, UserError, first_line
 from trainer.contract.paths import RunPaths
 from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.evaluation_time import planned
@@ -116,8 +116,8 @@ def evaluate(
     with Progress(
         "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
     ):
-        found = [_written_to_run(one, n_contexts) for one in evaluations]
-    return [one.told() for one in _with_stability(found, on)]
+        found = _with_stability([_written_to_run(one, n_contexts) for one in evaluations], on)
+    return [one.told() for one in found]
 
 
 def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
@@ -163,8 +163,14 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
 
 def _with_stability(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
     """Compare the SAEs that differ only in the seed, and return the results with the comparison."""
-    compared = write_stability({one.card.label: one.written_to for one in found if one.written_to}, device)
-    return [one._replace(card=compared.get(one.card.label, one.card)) for one in found]
+    try:
+        folders = {one.card.label: one.written_to for one in found if one.written_to}
+        compared, lack = write_stability(folders, device)
+    except Exception as error:
+        # The report cards are complete without the comparison.
+        compared, lack = {}, first_line(error)
+    notes = [f"no stability over seeds: {lack}"] if lack else []
+    return [one._replace(card=compared.get(one.card.label, one.card), notes=[*one.notes, *notes]) for one in found]
 
 
 def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:

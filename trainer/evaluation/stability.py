@@ -7,15 +7,18 @@ learn different features". PW-MCC is the mean cosine under the best one-to-one m
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from trainer.contract.progress import track
 from trainer.contract.runs.features import STABILITY
 from trainer.contract.runs.report_card import STABLE_COSINE, Card, Stability, read_card
 from trainer.contract.store.seeds import by_seeds
@@ -24,64 +27,91 @@ from trainer.evaluation.exported import ExportedSae, read_exported
 
 # The number of latents compared at once with all latents of another SAE.
 _AT_ONCE = 2048
+# The largest number of latents that are compared. On a CPU, comparing two SAEs with 16,384 latents takes 2 s.
+MOST_LATENTS = {"cuda": 2**17, "cpu": 2**14}
 # The largest number of latents that are matched one to one. The matching takes 1 s for 4,096 latents, and its time
 # grows with the third power.
 MOST_MATCHED = 4096
 
 
-def write_stability(folders: Mapping[str, Path], device: torch.device) -> dict[str, Card]:
-    """Add the stability to the report cards of SAEs that differ only in the seed; return these report cards.
+class _Found(NamedTuple):
+    """For one SAE: per latent, the sum over the others of the largest cosines, and the matched cosines."""
 
-    `folders` maps the label of each SAE to its folder. SAEs without a report card, or with another width than the
-    others, are left out.
+    decoder: Tensor
+    encoder: Tensor
+    matched: list[float]
+
+
+def write_stability(
+    folders: Mapping[str, Path], device: torch.device, most: int | None = None
+) -> tuple[dict[str, Card], str]:
+    """Add the stability to the report cards of SAEs that differ only in the seed.
+
+    `folders` maps the label of each SAE to its folder. Return the report cards, and why others have no stability, or
+    "". SAEs without a report card or with weights that are not finite are left out, and so are SAEs with more than
+    `most` latents, by default `MOST_LATENTS`.
     """
-    done = {}
+    done, wide = {}, 0
+    most = MOST_LATENTS[device.type] if most is None else min(most, MOST_LATENTS[device.type])
     for labels in by_seeds(folders).values():
         cards = {label: card for label in labels if (card := read_card(folders[label]))}
-        saes = {label: read_exported(folders[label], device) for label in cards} if len(cards) > 1 else {}
-        if len({sae.directions.shape for sae in saes.values()}) == 1:
-            for label, card in cards.items():
-                done[label] = _write_one(folders[label], card, label, saes)
-    return done
+        if len(cards) < 2:
+            continue
+        if (widest := max(card.figures.d_sae for card in cards.values())) > most:
+            wide = max(wide, widest)
+            continue
+        saes = {label: read_exported(folders[label], device) for label in cards}
+        saes = {label: sae for label, sae in saes.items() if bool(sae.directions.isfinite().all())}
+        if len(saes) > 1 and len({sae.directions.shape for sae in saes.values()}) == 1:
+            for label, found in _compared(saes).items():
+                others = tuple(other for other in saes if other != label)
+                done[label] = _write(folders[label], cards[label], others, found)
+    return done, f"comparing {wide:,} latents with all others takes too long here" if wide else ""
 
 
-def _write_one(folder: Path, card: Card, label: str, saes: Mapping[str, ExportedSae]) -> Card:
-    """Compare an SAE with the others in `saes`, and write its report card."""
-    own, others = saes[label], {other: sae for other, sae in saes.items() if other != label}
-    found = best_cosines(own.directions, [sae.directions for sae in others.values()])
+def _compared(saes: Mapping[str, ExportedSae]) -> dict[str, _Found]:
+    """Compare each pair of SAEs once."""
+    found = {}
+    for label, sae in saes.items():
+        none = torch.zeros(sae.d_sae, device=sae.directions.device)
+        found[label] = _Found(none, none.clone(), [])
+    for one, other in track([*itertools.combinations(saes, 2)], "stability over seeds"):
+        parts = [(sae.directions, sae.encoder_directions) for sae in (saes[one], saes[other])]
+        for place, (mine, theirs) in enumerate(zip(*parts, strict=True)):
+            for label, cosines in zip((one, other), nearest(mine, theirs), strict=True):
+                (found[label].decoder, found[label].encoder)[place].add_(cosines)
+        if (matched := matched_cosine(saes[one].directions, saes[other].directions)) is not None:
+            found[one].matched.append(matched)
+            found[other].matched.append(matched)
+    return found
+
+
+def _write(folder: Path, card: Card, others: tuple[str, ...], found: _Found) -> Card:
+    decoder, encoder = (total.double().cpu() / len(others) for total in (found.decoder, found.encoder))
     stability = Stability(
-        others=tuple(others),
-        share=float((found > STABLE_COSINE).double().mean()),
-        median=float(found.median()),
-        encoder_share=_encoder_share(own, list(others.values())),
-        pw_mcc=_mean([matched_cosine(own.directions, sae.directions) for sae in others.values()]),
+        others=others,
+        share=float((decoder > STABLE_COSINE).double().mean()),
+        median=float(decoder.quantile(0.5)),
+        encoder_share=float((encoder > STABLE_COSINE).double().mean()),
+        pw_mcc=fmean(found.matched) if found.matched else None,
     )
     whole = msgspec.structs.replace(card, stability=stability)
-    return write_card(folder, whole, {STABILITY: found.cpu()}, replaces=card)
-
-
-def _encoder_share(own: ExportedSae, others: Sequence[ExportedSae]) -> float:
-    """Return the share of latents whose encoder directions are found again."""
-    found = best_cosines(own.encoder_directions, [sae.encoder_directions for sae in others])
-    return float((found > STABLE_COSINE).double().mean())
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    return write_card(folder, whole, {STABILITY: decoder.float()}, replaces=card)
 
 
 @torch.no_grad()
-def best_cosines(own: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """Return the mean over the other SAEs of the largest cosine of each direction with any of theirs [d_sae].
+def nearest(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest cosine of each direction with any direction of the other SAE, for both SAEs.
 
-    `own` and `others` are directions [d_sae, d]. The cosine with a direction of zeros is 0.
+    `own` and `other` are directions [d_sae, d]. The cosine with a direction of zeros is 0.
     """
-    mine, total = normalize(own.float(), dim=1), torch.zeros(len(own), device=own.device)
-    for other in others:
-        theirs = normalize(other.float(), dim=1).T
-        total += torch.cat([(some @ theirs).amax(dim=1) for some in mine.split(_AT_ONCE)])
-    return total / max(1, len(others))
+    mine, theirs = normalize(own.float(), dim=1), normalize(other.float(), dim=1)
+    of_own, of_other = [], torch.full((len(theirs),), -1.0, device=theirs.device)
+    for some in mine.split(_AT_ONCE):
+        cosines = some @ theirs.T
+        of_own.append(cosines.amax(dim=1))
+        of_other = torch.maximum(of_other, cosines.amax(dim=0))
+    return torch.cat(of_own), of_other
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
     CheckpointState,
+    Position,
     best_first,
     damage,
     newest_first,
@@ -73,7 +74,7 @@ def export_checkpoint(
     """Export every SAE in a checkpoint, or in a run's newest or best checkpoint; return the step and the output paths.
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
-    labels are written. Otherwise, of SAEs that differ only in the seed, just the first one is. For a given job,
+    labels are written. Otherwise, of SAEs that differ only in the seed, just one is. For a given job,
     `firings` returns a function that finds the tokens in the job's data on which latents of an SAE fire. Under
     `left_out`, the result lists the SAEs that the format cannot represent, with the reason for each label. Raise
     `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is invalid.
@@ -83,14 +84,14 @@ def export_checkpoint(
     job = load_run_job(RunPaths(run_dir).job_file)
     # Follow a symbolic link given as --out, but no links inside its target folder.
     out = out.resolve() if out.is_symlink() else out.absolute()
-    folders = {label: out / label if label else out for label in labels_of(job, only)}
+    state = read_state(checkpoint)
+    labels = labels_of(job, only, kept_in(output_of(run_dir), state.position))
+    folders = {label: out / label if label else out for label in labels}
     refuse_to_overwrite(out, folders, force)
     stage("reading the checkpoint")
     tensors, position = load(checkpoint)
-    state = read_state(checkpoint)
     notes = dict.fromkeys(notes_on_unfinished(run_dir, job, state))
-    if others := [label for label in members(job) if label not in folders and not only]:
-        notes |= {f"only the first seed is written; write another one with --only {others[0]}": None}
+    notes |= dict.fromkeys(notes_on_seeds(job, labels, only))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
@@ -111,10 +112,23 @@ def export_checkpoint(
     }
 
 
-def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
+def kept_in(output: Path, position: Position) -> Callable[[str], bool]:
+    """Return a function that returns whether a run's output has an SAE of a checkpoint, which it lacks if it failed."""
+    return lambda label: exported_tokens(output / label) == position.tokens
+
+
+def notes_on_seeds(job: JobConfig, written: Sequence[str], only: Sequence[str]) -> Iterator[str]:
+    """Yield a note if SAEs are not written because they differ from a written one only in the seed."""
+    others = [label for label in members(job) if label not in written and not only]
+    if others:
+        yield f"only one seed is written; write another one with --only {others[0]}"
+
+
+def labels_of(job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool]) -> list[str]:
     """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label.
 
-    Without `only`, return the first of the SAEs that differ only in the seed.
+    Without `only`, return the lowest seed of the SAEs that differ only in the seed, without SAEs whose training failed
+    (`is_kept` is False) unless all of them are.
     """
     labels = [*members(job)]
     if only and not job.sweep:
@@ -122,7 +136,7 @@ def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
     unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
-    chosen = only or [group[0] for group in by_seeds(labels).values()]
+    chosen = only or [next(filter(is_kept, group), group[0]) for group in by_seeds(labels).values()]
     return [label for label in labels if label in chosen]
 
 

@@ -16,8 +16,10 @@ from trainer.sharing.base import SharedSae
 from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, notes_of_set, refusal_of_set
 from trainer.training.export_checkpoint import (
     checkpoint_of,
+    kept_in,
     labels_of,
     notes_on_unfinished,
+    output_of,
     refuse_to_overwrite,
     refuse_where_none_fits,
     shared_saes,
@@ -89,7 +91,7 @@ def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) 
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)
         with usable(checkpoint):
-            labels = labels_of(job, only)
+            labels = labels_of(job, only, kept_in(output_of(run_dir), position))
             for label, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint), None, labels):
                 name = " ".join(word for word in (run_dir.name if len(checkpoints) > 1 else "", label) if word)
                 yield name, position.step, sae

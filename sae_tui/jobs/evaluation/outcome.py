@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.going import DONE, FAILED, STOPPED
@@ -11,6 +12,10 @@ from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.runs.spread_words import spread_words
+from trainer.contract.settings.series import CRITERION, series_named
+from trainer.contract.store.seeds import by_seeds, spread_of, without_seed
+from trainer.contract.wording import plural
 
 ENDS = (DONE, FAILED, STOPPED)
 NO_TOKENS = "it has no max-activating examples, since its data has no token ids"
@@ -35,16 +40,25 @@ def failure(paths: RunPaths, code: int) -> str:
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Describe the requested metrics for the SAE with the lowest FVU."""
-    best = min(cards, key=lambda card: card.figures.fvu)
+    """Describe the requested metrics for the SAE with the lowest FVU; with several seeds, with the lowest mean."""
+    by_label = {card.label: card for card in cards}
+    groups = by_seeds(by_label).values()
+    of_best = min(groups, key=lambda labels: fmean(by_label[label].figures.fvu for label in labels))
+    best = by_label[of_best[0]]
+    spread = spread_of([by_label[label].figures.fvu for label in of_best])
+    fvu = f"FVU {best.figures.fvu:.4f}"
+    if spread:
+        named = ", ".join(filter(None, [without_seed(best.label), f"mean of {plural(spread.n, 'seed')}"]))
+        fvu = f"FVU {spread_words(spread, series_named(CRITERION))} ({named})"
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since no rows are held out")  # fmt: skip
-    words = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
+    words = [f"{fvu} on {rows}"] if ROWS in parts else []
     if IN_MODEL in parts:
         words.append(best.spliced.words if best.spliced else "no loss, since its model does not predict the next token")
     if PROBES in parts and best.probing:
         words.append(best.probing.words)
-    return f"{f'{best.label} has ' * (len(cards) > 1)}{', '.join(words)}"
+    is_named = len(cards) > 1 and not (spread and ROWS in parts)
+    return f"{f'{best.label} has ' * is_named}{', '.join(words)}"
 
 
 def _contexts(data: DataDir, job_id: int) -> str:

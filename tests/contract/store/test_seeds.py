@@ -69,6 +69,26 @@ def test_saes_that_differ_in_more_than_the_seed_are_ranked_by_their_mean_over_th
     assert (seeds.labels, seeds.are_all) == (("k=32,seed=0", "k=32,seed=1"), False)
 
 
+def test_a_group_with_a_seed_that_failed_is_ranked_after_complete_groups() -> None:
+    found = {"heldout_fvu@k=4,seed=1": 0.10, "heldout_fvu@k=8,seed=0": 0.11, "heldout_fvu@k=8,seed=1": 0.11}
+    assert best_sae(found) == "k=4,seed=1"
+    found["fvu@k=4,seed=0"] = 9.0
+    assert best_sae(found) == "k=8,seed=0"
+    del found["heldout_fvu@k=8,seed=0"], found["heldout_fvu@k=8,seed=1"]
+    seeds = seeds_in(found, best_sae(found))
+    assert seeds is not None
+    assert seeds.count_words == "1 of 2 seeds"
+
+
+def test_the_lowest_seed_comes_first() -> None:
+    found = latest(seed_10=0.1, seed_9=0.2, seed_2=0.3)
+    assert best_sae(found) == "seed=2"
+    seeds = seeds_in(found, "seed=10")
+    assert seeds is not None
+    assert seeds.labels == ("seed=2", "seed=9", "seed=10")
+    assert seeds.count_words == "3 seeds"
+
+
 @pytest.mark.parametrize("found", [{}, {"fvu": 0.1}, latest(k_16=0.1, k_32=0.2), latest(seed_0=0.1)])
 def test_runs_without_several_seeds_have_no_spread(found: dict[str, float]) -> None:
     assert seeds_in(found, best_sae(found)) is None
@@ -81,6 +101,8 @@ def test_runs_without_several_seeds_have_no_spread(found: dict[str, float]) -> N
         (7.933, 0.0169, "7.933 ± 0.017"),
         (123.4, 17.2, "123 ± 17"),
         (0.25, 0.0, "0.25 ± 0"),
+        (8.0, 1.2e-7, "8 ± 1.2e-07"),
+        (3e28, 2e28, "3e+28 ± 2e+28"),
     ],
 )
 def test_a_spread_is_shown_with_two_digits_of_the_standard_deviation(mean: float, sd: float, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,7 @@ from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.at_end import MOST_ROWS, Cards, most_rows
 from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
-from trainer.evaluation.stability import best_cosines
+from trainer.evaluation.stability import nearest
 from trainer.parallel.base import Parallel
 from trainer.training.loop import Trainer
 
@@ -82,10 +83,10 @@ def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
         k, seed = label.split(",")
         other = f"{k},seed={1 - int(seed[-1])}"
         own, theirs = (load_file(tmp_path / "sae" / one / "sae_weights.safetensors")["W_dec"] for one in (label, other))
-        best = best_cosines(own, [theirs])
+        best, _ = nearest(own, theirs)
         assert card["stability"]["others"] == [other]
         assert card["stability"]["share"] == pytest.approx(float((best > 0.7).double().mean()))
-        assert card["stability"]["median"] == pytest.approx(float(best.median()), rel=1e-4)
+        assert card["stability"]["median"] == pytest.approx(float(best.quantile(0.5)), rel=1e-4)
     # An earlier report card is not archived, because only the comparison was added.
     assert not list(tmp_path.glob("sae/*/cards/*"))
     (tmp_path / "job.toml").write_text(dump_job(job))
@@ -93,6 +94,26 @@ def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
     by_eval = {card["label"]: card for card in json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]}
     for label, card in cards.items():
         assert by_eval[label]["stability"]["median"] == pytest.approx(card["stability"]["median"], rel=1e-3)
+
+
+def test_a_seed_that_was_not_exported_and_wide_saes_are_not_compared(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(train={"seed": [0, 1, 2]})
+    trainer = trained(make_trainer, job, kept)
+    (tmp_path / "sae" / "seed=1" / "cfg.json").unlink()
+    cards_of(trainer, job, kept).write()
+    cards = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("sae/*/card.json")}
+    assert {label: card["stability"]["others"] for label, card in cards.items()} == {
+        "seed=0": ["seed=2"],
+        "seed=2": ["seed=0"],
+    }
+    kept.events.clear()
+    monkeypatch.setattr("trainer.evaluation.stability.MOST_LATENTS", {"cpu": 1})
+    cards_of(trainer, job, kept).write()
+    (_, level, message) = kept.events[-1]
+    assert level == "info"
+    assert re.fullmatch("no stability over seeds: comparing [0-9]+ latents .*; `sae-train eval` adds it", message)
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])

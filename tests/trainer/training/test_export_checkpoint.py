@@ -220,25 +220,30 @@ def test_every_sae_in_a_sweep_gets_its_own_folder(
             assert torch.equal(tensor, ours[name]), name
 
 
-def test_the_first_of_several_seeds_is_exported_unless_another_one_is_named(
+def test_the_lowest_of_several_seeds_is_exported_unless_another_one_is_named(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"seed": [3, 1]}, sae={"k": [2, 4]})
-    stability = Stability(others=("k=2,seed=1",), share=0.5, median=0.7, encoder_share=0.25, pw_mcc=0.6)
-    put_card(run_dir / "sae" / "k=2,seed=3", stability=msgspec.to_builtins(stability))
+    stability = Stability(others=("k=2,seed=3",), share=0.5, median=0.7, encoder_share=0.25, pw_mcc=0.6)
+    put_card(run_dir / "sae" / "k=2,seed=1", stability=msgspec.to_builtins(stability))
     out = tmp_path / "first"
     assert main(["export", str(run_dir), "--out", str(out), "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [*done["saes"]] == ["k=2,seed=3", "k=4,seed=3"]
-    assert "only the first seed is written; write another one with --only k=2,seed=1" in done["notes"]
-    assert {folder.name for folder in out.iterdir() if folder.is_dir()} == {"k=2,seed=3", "k=4,seed=3"}
-    metadata = json.loads((out / "k=2,seed=3" / "cfg.json").read_text())["metadata"]
-    assert (metadata["stability"]["share"], metadata["stability"]["others"]) == (0.5, ["k=2,seed=1"])
+    assert [*done["saes"]] == ["k=2,seed=1", "k=4,seed=1"]
+    assert "only one seed is written; write another one with --only k=2,seed=3" in done["notes"]
+    assert {folder.name for folder in out.iterdir() if folder.is_dir()} == {"k=2,seed=1", "k=4,seed=1"}
+    metadata = json.loads((out / "k=2,seed=1" / "cfg.json").read_text())["metadata"]
+    assert (metadata["stability"]["share"], metadata["stability"]["others"]) == (0.5, ["k=2,seed=3"])
     other = tmp_path / "other"
-    assert main(["export", str(run_dir), "--out", str(other), "--only", "k=4,seed=1", "--json"]) == EXIT_FINISHED
+    assert main(["export", str(run_dir), "--out", str(other), "--only", "k=4,seed=3", "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [*done["saes"]] == ["k=4,seed=1"]
-    assert not any("first seed" in note for note in done.get("notes", ()))
+    assert [*done["saes"]] == ["k=4,seed=3"]
+    assert not any("one seed" in note for note in done.get("notes", ()))
+    # An SAE whose training failed is not exported by the run.
+    shutil.rmtree(run_dir / "sae" / "k=2,seed=1")
+    assert main(["export", str(run_dir), "--out", str(tmp_path / "left"), "--json"]) == EXIT_FINISHED
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*done["saes"]] == ["k=2,seed=3", "k=4,seed=1"]
 
 
 def test_an_export_overwrites_only_an_sae_and_only_with_force(

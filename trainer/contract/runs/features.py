@@ -10,7 +10,7 @@ import operator
 import re
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal
@@ -134,8 +134,16 @@ Family = Literal["silent", "dense", "token", "position", "rare", "other"]
 BOUND, _LEAST_FIRED = 0.9, 10
 _OF_BOUND = ("token", "position")
 _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
-_STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>])(\d(?:\.\d+)?)(?!\S)")
+_STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
+_KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_FILTERS = re.compile(r"(?<!\S)(?:stable|family):\S*")
+NO_STABILITY = "no stability over seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
 _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND).items()}
+
+
+def is_filter(words: str) -> bool:
+    """Return whether a search consists only of filters like `stable:>0.7`."""
+    return not _FILTERS.sub("", words).strip()
 
 
 class LogitChange(msgspec.Struct, frozen=True):
@@ -364,21 +372,21 @@ class Features:
         filters = [*self._filters(words)]
         if not filters:
             return self._search_words(words)
-        rest = " ".join(_FAMILY_FILTER.sub(" ", _STABLE_FILTER.sub(" ", words)).split())
+        rest = " ".join(_FILTERS.sub(" ", words).split())
         by: Order = "stable" if _STABLE_FILTER.search(words) else "sparse"
         firing, others = self._search_words(rest) if rest else (self.order(by), [])
         kept = set(range(self.n_latents)).intersection(*filters)
         return [one for one in firing if one in kept], [one for one in others if one in kept]
 
     def _filters(self, words: str) -> Iterator[set[int]]:
-        """Yield the latents that each filter in `words` keeps."""
+        """Yield the latents that each filter in `words` keeps; raise `UserError` for a filter that is unknown."""
+        for one in _FILTERS.findall(words):
+            if not (_STABLE_FILTER.fullmatch(one) or _FAMILY_FILTER.fullmatch(one)):
+                raise UserError(f"{one} is unknown; write stable:>0.7, or family: and one of {', '.join(FAMILIES)}")
         for sign, than in _STABLE_FILTER.findall(words):
             if not self.has_stability:
-                raise UserError(
-                    "stable: is unknown for an SAE with one seed; train several, like train.seed = [0, 1, 2]"
-                )
-            keeps = partial(operator.lt, float(than)) if sign == ">" else partial(operator.gt, float(than))
-            yield {latent for latent, cosine in enumerate(self.stability) if keeps(cosine)}
+                raise UserError(f"stable: {NO_STABILITY}")
+            yield {latent for latent, cosine in enumerate(self.stability) if _KEEPS[sign](cosine, float(than))}
         for family in _FAMILY_FILTER.findall(words):
             if family in _OF_BOUND and not self.has_families:
                 raise UserError(

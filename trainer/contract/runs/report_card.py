@@ -194,9 +194,9 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     others: tuple[str, ...]
-    share: float
-    median: float
-    encoder_share: float
+    share: float = math.nan
+    median: float = math.nan
+    encoder_share: float = math.nan
     pw_mcc: float | None = None
 
 

@@ -14,4 +14,6 @@ def spread_words(spread: Spread, series: Series, between: str = " ± ") -> str:
     if series.is_share or not spread.sd:
         return f"{measure(spread.mean, series)}{between}{measure(spread.sd, series)}"
     decimals = max(0, 1 - math.floor(math.log10(spread.sd)))
+    if max(abs(spread.mean), spread.sd) >= 1e6 or decimals > 6:
+        return f"{spread.mean:.3g}{between}{spread.sd:.2g}"
     return f"{spread.mean:.{decimals}f}{between}{spread.sd:.{decimals}f}"

@@ -295,12 +295,17 @@ def best_sae(latest: Mapping[str, float]) -> str:
     """Return the label of the SAE with the lowest FVU in a sweep; "" for a run with one SAE or before any measurement.
 
     The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches. SAEs that differ only in the
-    seed are compared by their mean FVU, and the first of them is returned.
+    seed are compared by their mean FVU, and the lowest seed is returned. A group with an SAE that has no FVU, because
+    its training failed, comes after complete groups.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
-    groups = by_seeds(fvu).values()
-    best = min(groups, key=lambda labels: fmean(fvu[label] for label in labels), default=[""])
-    return best[0]
+    known = by_seeds({key.partition("@")[2]: None for key in latest if "@" in key})
+
+    def rank(group: str) -> tuple[bool, float]:
+        return len(measured[group]) < len(known[group]), fmean(fvu[label] for label in measured[group])
+
+    measured = by_seeds(fvu)
+    return measured[min(measured, key=rank)][0] if measured else ""
 
 
 def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:

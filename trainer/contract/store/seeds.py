@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.wording import plural
+
 _SEED = "seed="
 
 
@@ -30,6 +32,14 @@ class Seeds(msgspec.Struct, frozen=True):
     are_all: bool
     spreads: Mapping[str, Spread]
 
+    @property
+    def count_words(self) -> str:
+        """The number of seeds, like `3 seeds`, or `2 of 3 seeds` if the training of one has failed."""
+        of_fvu = self.spreads.get("heldout_fvu") or self.spreads.get("fvu")
+        all_seeds = plural(len(self.labels), "seed")
+        n = of_fvu.n if of_fvu else 1
+        return all_seeds if n == len(self.labels) else f"{n} of {all_seeds}"
+
 
 def spread_of(values: Sequence[float]) -> Spread | None:
     """Return the mean and the standard deviation, or None for less than two values or a value that is not finite."""
@@ -44,19 +54,24 @@ def without_seed(label: str) -> str:
 
 
 def by_seeds(labels: Iterable[str]) -> dict[str, list[str]]:
-    """Return the labels of the SAEs that differ only in the seed, in their order, by their label without the seed.
+    """Return the labels of the SAEs that differ only in the seed, the lowest seed first, by their label without it.
 
     An SAE whose label names no seed is alone.
     """
     groups: dict[str, list[str]] = {}
     for label in labels:
         groups.setdefault(without_seed(label), []).append(label)
-    return groups
+    return {group: sorted(own, key=_seed_of) for group, own in groups.items()}
+
+
+def _seed_of(label: str) -> int:
+    seed = next((part.removeprefix(_SEED) for part in label.split(",") if part.startswith(_SEED)), "")
+    return int(seed) if seed.isdecimal() else -1
 
 
 def seeds_of(labels: Iterable[str], label: str) -> list[str]:
     """Return the labels of an SAE and of all SAEs that differ from it only in the seed."""
-    return [other for other in labels if without_seed(other) == without_seed(label)]
+    return by_seeds(labels).get(without_seed(label), [])
 
 
 def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[str, float]:
@@ -71,7 +86,7 @@ def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[s
 def seeds_in(latest: Mapping[str, float], label: str) -> Seeds | None:
     """Return the SAEs that differ from an SAE only in the seed, and their spreads, or None if there are none."""
     names, labels = ({key.partition("@")[part] for key in latest if "@" in key} for part in (0, 2))
-    own = seeds_of(sorted(labels), label)
+    own = seeds_of(labels, label)
     if len(own) < 2:
         return None
     found = {name: spread_of(list(values_by_seed(latest, name, label).values())) for name in sorted(names)}
