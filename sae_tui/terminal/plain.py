@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+import rich.color
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
@@ -110,10 +111,17 @@ class Colourless(LineFilter):
         ]
 
 
+def _seen(color: rich.color.Color | None) -> Color | None:
+    """Return a colour as terminals show it, or None for the terminal's own colour.
+
+    Textual would turn each of the 16 colours of a terminal into black.
+    """
+    return None if color is None or color.is_default else Color(*color.get_truecolor())
+
+
 @functools.lru_cache(maxsize=1024)
 def _without_colours(style: Style, base: Color) -> Style:
-    behind = base if style.bgcolor is None else Color.from_rich_color(style.bgcolor)
-    front = None if style.color is None else Color.from_rich_color(style.color)
+    behind, front = _seen(style.bgcolor) or base, _seen(style.color)
     apart = max(abs(one - other) / 255 for one, other in zip(behind.rgb, base.rgb, strict=True))
     is_faint = front is not None and abs(front.brightness - behind.brightness) < _FAINT
     is_marked = apart > _STANDS_OUT
