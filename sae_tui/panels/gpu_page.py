@@ -171,7 +171,7 @@ def _heat(sample: GpuSample, details: GpuDetails, settings: Settings) -> list[tu
             celsius(sample.temperature_c),
             heat_style(replace(sample, condition=details.condition), settings),
         ),
-        ("slows at", celsius(details.condition.slowdown_c), "text"),
+        ("throttles at", celsius(details.condition.slowdown_c), "text"),
         *_declared("heat", sample, details),
         ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:,.1f} kWh since the driver was loaded", "text"),
     ]

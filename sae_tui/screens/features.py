@@ -79,13 +79,13 @@ class FeaturesScreen(Evaluates, FramedScreen):
                 tooltip="Only latents whose examples contain these words (firing on them first), or stable:>0.7"),
         Binding("o", "next_order", "Order", id="features.sort",
                 tooltip="0.01 to 1 % first, by density, by largest activation, by stability, by number"),
-        Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="To a latent by its index"),
+        Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
         Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
         old_key("s", "next_order"),
         old_key("g", "go_to"),
         old_key("n", "go_to_nearest"),
-        Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE in the sweep"),
+        Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE: another setting or seed"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     FeaturesScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }

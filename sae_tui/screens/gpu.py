@@ -35,7 +35,7 @@ class GpuScreen(FramedScreen):
         Binding("left_square_bracket", "next_gpu(-1)", "Previous GPU", key_display="[", show=False, id="gpu.before",
                 tooltip="The previous GPU"),
         *span_keys("gpu"),
-        Binding("left", "read_out(-1)", "Read out", priority=True, id="gpu.back_in_time",
+        Binding("left", "read_out(-1)", "Read values", priority=True, id="gpu.back_in_time",
                 tooltip="Show the values at an earlier time, and the job that ran then"),
         Binding("right", "read_out(1)", "Later", show=False, priority=True, id="gpu.later",
                 tooltip="Show the values at a later time"),

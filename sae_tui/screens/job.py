@@ -320,8 +320,8 @@ class JobScreen(Evaluates, FramedScreen):
         other = snippets[self._n_copied % len(snippets)].library
         self.app.copy_to_clipboard(snippet.code)
         self.notify(
-            f"Python that loads the SAE with {snippet.library} was sent to the terminal's clipboard; L again:"
-            f" with {other}.\n\n{snippet.code}",
+            f"Python that loads the SAE with {snippet.library} was sent to the terminal's clipboard;"
+            f" L again: with {other}.",
             markup=False,
         )
 

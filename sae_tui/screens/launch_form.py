@@ -598,7 +598,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
         mark = self.session.data.root / f"best-offered-{os.getuid()}"
         if not is_shared or self.session.readonly or os.path.lexists(mark):
             return
-        self.notify("All free GPUs are ticked; R ticks only as many as pay, now and always.", timeout=_OFFER_S)
+        self.notify(
+            "All free GPUs are selected. R: always only as many as speed up the job.",
+            timeout=_OFFER_S,
+        )
         with contextlib.suppress(OSError, UserError):
             if not self.session.data.root.exists():
                 self.session.data.create()

@@ -36,7 +36,7 @@ def test_the_job_command_shows_the_report_card(shell: Shell) -> None:
     (card,) = shell.json("job", 1)["card"]
     assert (card["sae"], card["figures"]["d_sae"], card["figures"]["rare"], card["spliced"]) == ("", 96, None, None)
     text = shell.run("job", 1).stdout
-    assert f"\nReport card, on {card['figures']['n_tokens']} held-out rows of texts not trained on of " in text
+    assert f"\nReport card, on {card['figures']['n_tokens']} held-out rows (texts not used in training) of " in text
     assert re.search(f"\nFVU +{card['figures']['fvu']:.4f} ± ", text)
     assert [one["sae"] for one in shell.json("job", 2)["card"]] == ["k=4", "k=8"]
     assert "\nk=8  FVU 0." in shell.run("job", 2).stdout

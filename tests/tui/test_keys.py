@@ -35,7 +35,7 @@ ACCEPTED: Mapping[str, tuple[set[str], str]] = {
     "r": ({"Run", "Best"}, "the best GPUs, on the form that runs a job"),
     "R": ({"Rename", "Always"}, "always the best GPUs, on the same form"),
     "plus": ({"Sooner", "Zoom"}, "more"),
-    "minus": ({"Later", "Wider"}, "less"),
+    "minus": ({"Later", "Zoom out"}, "less"),
     "right_square_bracket": ({"GPUs down", "Next GPU", "Rank"}, "the next one"),
     "left_square_bracket": ({"GPUs up", "Previous GPU", "Previous rank"}, "the previous one"),
     "m": ({"SAE", "Metric", "Mark"}, "the next one; in the processes, space folds, so it cannot mark"),

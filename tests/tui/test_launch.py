@@ -166,7 +166,7 @@ async def test_a_clone_keeps_its_gpus_if_the_best_gpus_are_the_default(make_app,
 
 
 async def test_on_a_shared_machine_the_best_gpus_are_offered_once_as_the_default(make_app, data) -> None:
-    offers = "All free GPUs are ticked; R "
+    offers = "All free GPUs are selected. R: "
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)

@@ -231,7 +231,7 @@ class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
         """Return a description of `n` measured rows, such as `1,024 of 4,096 held-out rows`."""
         if self.is_held_out:
             of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
-            return f"{n:,}{of_all} held-out rows{' of texts not trained on' * (self.hold_out == 'texts')}"
+            return f"{n:,}{of_all} held-out rows{' (texts not used in training)' * (self.hold_out == 'texts')}"
         return f"{n:,} {'training ' * self.is_trained_on}rows"
 
 
