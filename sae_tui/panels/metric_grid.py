@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from textual.containers import Grid
 
 from sae_tui.format import count, duration, measure
+from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import CurveAxis
-from trainer.contract.settings.series import USAGE, curves, series_named, title_of, with_held_out
+from trainer.contract.settings.series import SPEED, USAGE, curves, series_named, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
 _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # minimum size of a plot with its frame
@@ -27,12 +28,15 @@ class MetricSeries:
     name: str
     rank: int
     points: Sequence[Point]
+    is_of_program: bool = False
 
     @property
     def title(self) -> str:
         """The title of the plot, with the rank if it is not 0."""
         if self.name in USAGE:
             return f"{title_of(self.name)}, by second"
+        if self.is_of_program and self.name == SPEED:
+            return "steps/s"
         return f"{title_of(self.name)} · rank {self.rank}" if self.rank else title_of(self.name)
 
     def is_found(self, seek: re.Pattern[str]) -> bool:
@@ -46,7 +50,8 @@ def metrics_of(detail: JobDetail, pattern: str) -> list[MetricSeries]:
     # In a sweep, a series without a label repeats the first SAE's series.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
-    found = [MetricSeries(name, rank, points) for (name, rank), points in shown.items()]
+    is_program = kind_of(detail.view.config).is_program
+    found = [MetricSeries(name, rank, points, is_program) for (name, rank), points in shown.items()]
     return sorted((one for one in found if one.is_found(seek)), key=lambda one: (_place(one.name), one.title))
 
 

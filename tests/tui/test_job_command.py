@@ -102,7 +102,7 @@ async def test_without_metrics_the_log_fills_the_screen_and_nothing_about_saes_i
 
 async def test_with_metrics_a_command_shows_curves_with_any_names(make_app, data) -> None:
     job_id = record(data, JobState.RUNNING)
-    record_series(data, job_id, ["loss", "eval/accuracy", "my own metric", "grad_norm"])
+    record_series(data, job_id, ["loss", "eval/accuracy", "my own metric", "grad_norm", "tokens_per_s"])
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
@@ -115,6 +115,8 @@ async def test_with_metrics_a_command_shows_curves_with_any_names(make_app, data
         assert "step 200/400" in shown(screen, Headline)
         await pilot.press("a")
         await wait_until(pilot, lambda: app.screen is not screen)
+        speed = [plot for plot in app.screen.query(MetricPlot) if title_of(plot).startswith("steps/s")]
+        assert len(speed) == 1
 
 
 async def test_a_command_shows_what_all_its_processes_use_now(make_app, data, program) -> None:

@@ -112,7 +112,7 @@ def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
     ]
     if recipe.auxk_alpha is not None:
         lines.append(
-            ("AuxK", f"weight {recipe.auxk_alpha:.3g}, {recipe.k_aux} dead latents" if recipe.k_aux else "off")
+            ("AuxK", f"weight {recipe.auxk_alpha:.3g}, up to {recipe.k_aux} dead latents" if recipe.k_aux else "off")
         )
     return lines
 
