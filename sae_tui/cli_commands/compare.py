@@ -13,7 +13,7 @@ from sae_tui.compare.export import refuse_existing, write_picture, write_table
 from sae_tui.compare.lines import CurveView
 from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.runs import Comparison, Runs
-from sae_tui.compare.tables import ComparisonRow, all_results, differences, results, value_of
+from sae_tui.compare.tables import ComparisonRow, all_results, differences, over_seeds, results, value_of
 from sae_tui.jobs.energy import energy_of
 from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
@@ -80,7 +80,7 @@ def _show(comparison: Comparison, settings: Settings) -> None:
     say()
     lines = results(comparison.saes, settings)
     show_table(["RESULT", *labels], [_words(line) for line in lines])
-    reasons = [line.why for line in lines if line.why]
+    reasons = [*(seeds.words for seeds in over_seeds(comparison.saes)), *(line.why for line in lines if line.why)]
     if reasons:
         say()
     for reason in reasons:
@@ -105,4 +105,8 @@ def _as_json(saes: Sequence[ComparedSae], settings: Settings) -> dict[str, Any]:
         "differences": {line.title: line.values for line in differences(saes)},
         "same": {line.title: [saes[place].label for place in sorted(line.same)] for line in alike},
         "same_because": {line.title: line.why for line in alike},
+        "seeds": [
+            {"id": one.job_id, "sae": one.group, "labels": one.labels, "figures": one.spreads}
+            for one in over_seeds(saes)
+        ],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,6 +17,7 @@ from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import is_ranked, was_resumed
 from sae_tui.settings import Settings
 from trainer.contract.runs.recipe import MOST_L0_MISS
+from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.series import (
@@ -31,8 +32,9 @@ from trainer.contract.settings.series import (
     title_of,
     with_held_out,
 )
+from trainer.contract.store.seeds import Spread, seeds_of, spread_of, without_seed
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import count, duration, gibibytes, join_words, number
+from trainer.contract.wording import count, duration, gibibytes, join_words, number, plural
 
 UNKNOWN = "–"
 BEST = "★"
@@ -40,6 +42,8 @@ SAME = "same"
 UNFINISHED = "unfinished"
 # Other load on the machine affects speeds and times, so a relative difference of at most this much is ignored.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
+# The results of several seeds that are shown in words.
+_BY_SEED = ("heldout_fvu", "heldout_l0", "card_fvu", "card_l0")
 # Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Token counts within this factor are considered equal, because a run always ends with a complete step.
@@ -189,6 +193,49 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
             line = _judged(ComparisonRow(result.title, values, word=result.word), result, saes)
             lines.append(_at_l0(_with_tokens(line, result, saes), result, saes))
     return lines + (_priced(saes, settings) if settings else [])
+
+
+class ComparedSeeds(msgspec.Struct, frozen=True):
+    """SAEs of one run that differ only in the seed, and the spread of each result of quality by name.
+
+    `group` is their label without the seed, or "" if the run has no other SAEs.
+    """
+
+    job_id: int
+    group: str
+    labels: tuple[str, ...]
+    spreads: Mapping[str, Spread]
+
+    @property
+    def words(self) -> str:
+        """The main results as text, like `job 7, k=8, 3 seeds: held-out FVU 0.1460 ± 0.0015, report card FVU …`."""
+        which = ", ".join(filter(None, [f"job {self.job_id}", self.group, plural(len(self.labels), "seed")]))
+        titles = {one.name: one.title for one in all_results()}
+        figures = [
+            f"{titles[name]} {spread_words(self.spreads[name], series_named(name.removeprefix('card_')))}"
+            for name in _BY_SEED
+            if name in self.spreads
+        ]
+        return f"{which}: {', '.join(figures)}"
+
+
+def over_seeds(saes: Sequence[ComparedSae]) -> list[ComparedSeeds]:
+    """Return the SAEs that differ only in the seed, with the spreads of their results."""
+    groups: dict[tuple[int, str], dict[str, ComparedSae]] = {}
+    for sae in saes:
+        groups.setdefault((sae.job.id, without_seed(sae.member)), {})[sae.member] = sae
+    found = []
+    for (job_id, group), own in groups.items():
+        labels = seeds_of(own, next(iter(own)))
+        values = {name: [value_of(own[label], name) for label in labels] for name in sorted(_OF_QUALITY)}
+        spreads = {
+            name: spread
+            for name, some in values.items()
+            if (spread := spread_of([value for value in some if value is not None]))
+        }
+        if spreads:
+            found.append(ComparedSeeds(job_id, group, tuple(labels), spreads))
+    return found
 
 
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:

@@ -11,7 +11,7 @@ from textual.binding import Binding
 
 from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.runs import Comparison
-from sae_tui.compare.tables import ComparisonRow, differences, results
+from sae_tui.compare.tables import ComparisonRow, differences, over_seeds, results
 from sae_tui.settings import Settings
 from sae_tui.widgets.chart import glyph
 from sae_tui.widgets.lines import Span
@@ -108,7 +108,8 @@ class ResultsPanel(SaeTable):
 
     def show_comparison(self, comparison: Comparison) -> None:
         super().show_comparison(comparison)
-        reasons = [line.why for line in self._lines_shown if line.why]
+        of_seeds = [seeds.words for seeds in over_seeds(comparison.saes)]
+        reasons = of_seeds + [line.why for line in self._lines_shown if line.why]
         self.tooltip = Text("\n".join(reasons)) if reasons else None
 
     def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sae_tui.compare.run import ComparedSae
-from sae_tui.compare.tables import best, differences, results
+from sae_tui.compare.tables import best, differences, over_seeds, results
 from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
+from trainer.contract.store.seeds import Spread
 from trainer.contract.store.states import JobState
 
 
@@ -160,6 +162,25 @@ def test_language_model_scores_are_compared_by_their_standard_errors() -> None:
     lines = words(run(1, 0.950, 0.950), run(2, 0.955, 0.970))
     assert lines["report card CE score"] == ["0.95 same", "0.955 same"]
     assert lines["report card KL score"] == ["0.95", "0.97 ★"]
+
+
+def test_seeds_of_each_run_have_a_mean_and_a_deviation() -> None:
+    def seed(number: int, member: str, fvu: float | None) -> ComparedSae:
+        latest = {} if fvu is None else {"heldout_fvu": fvu, "card_fvu": fvu}
+        return msgspec.structs.replace(sae(number, latest=latest), member=member)
+
+    saes = [
+        seed(1, "k=8,seed=10", 0.3),
+        seed(1, "k=8,seed=2", 0.1),
+        seed(1, "k=16,seed=2", 0.4),
+        seed(1, "k=16,seed=10", None),
+        seed(2, "k=8,seed=2", 0.9),
+        seed(3, "", 0.5),
+    ]
+    (found,) = over_seeds(saes)
+    assert (found.job_id, found.group, found.labels) == (1, "k=8", ("k=8,seed=2", "k=8,seed=10"))
+    assert found.spreads["heldout_fvu"] == Spread(pytest.approx(0.2), pytest.approx(0.02**0.5), 2)
+    assert found.words == "job 1, k=8, 2 seeds: held-out FVU 0.20 ± 0.14, report card FVU 0.20 ± 0.14"
 
 
 def test_training_settings_of_an_imported_sae_are_not_listed_as_differences() -> None:

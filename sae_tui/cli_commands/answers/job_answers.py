@@ -386,6 +386,14 @@ _RUN = fields(
     | {"metrics": (by_name(float), "Latest value of each metric that the run stored, by name.")}
     | {name: (_ENERGY[name], ENERGY[name]) for name in ("energy_share", "cost", "currency", "co2_g")},
 )
+_SEEDS_OF_RUN = fields(
+    "Seeds of a run",
+    {
+        "id": _ID,
+        "sae": (str, 'Label of the SAEs without the seed; "" if the run has no other SAEs.'),
+        **{name: (one, one["description"]) for name, one in SEEDS["properties"].items()},
+    },
+)
 _COMPARED = fields(
     "Comparison of runs",
     {
@@ -396,6 +404,7 @@ _COMPARED = fields(
             by_name(str),
             "Maps a result to why they are considered equal, and the smallest significant difference.",
         ),
+        "seeds": (list_of(_SEEDS_OF_RUN), "SAEs that differ only in the seed, with the spreads of their results."),
     },
 )
 _WRITTEN = fields(
