@@ -219,6 +219,15 @@ class Visit:
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
+    def press_until(self, key: str, shows: str) -> None:
+        """Press a key again and again until the screen shows a text."""
+        for _ in range(40):
+            self.terminal.press(key, gap_s=0.2)
+            self.terminal.read_until_quiet(0.2, 5)
+            if shows in self.terminal.text:
+                break
+        self.to(shows)
+
     @property
     def screens(self) -> set[str]:
         return set((self.world.folder / "screens.txt").read_text().split())
@@ -274,9 +283,10 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes("]", to=core("log of rank 1"))
     goes("]", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
-    goes(ESC, ESC, ESC, " ", " ", "c", to="Pareto")
-    goes("M", to=core("metric"))
-    goes(ESC, "\x1b[A", "y", to="Not cloned")
+    # The second space moves the cursor to the job of the other host.
+    goes(ESC, ESC, ESC, " ", " ", "\x1b[A", "c", to="Pareto")
+    visit.press_until("M", shows=core("metric"))
+    goes(ESC, "y", to="Not cloned")
     goes(ESC, "n", to="F4")
     goes("\x1bOQ", " ", to=core("process"))
     goes("n", CTRL_O, to="Job file to open")
@@ -290,8 +300,9 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes(CTRL_F, to="Find a setting")
     goes(ESC, ESC, "d", to=core("partition"))
     goes(ESC, "\x1b[F", to=core("far job"))
-    goes(ENTER, to=core("far log"))
-    goes(ESC, "!", to="Messages")
+    goes(ENTER, to="no values yet")
+    goes("l", to=core("far log"))
+    goes(ESC, ESC, "!", to="Messages")
     goes(ESC, ",", to=core("hook"))
     goes(ESC, "\x10", *"alerts", ENTER, to=core("alert"))
     goes(ESC, "?", to="GPUs above")
@@ -360,6 +371,13 @@ WORDS = {
     "skill": [[]],
     "repair": [[], ["{hostile}"]],
     "rm": [["1", "--yes"]],
+    "run": [
+        ["--gpus", "{hostile}", "--", "true"],
+        ["--gpus", "0", "--hold", "--name", "{hostile}", "--", "echo", "{hostile}"],
+        ["--gpus", "0", "--grid", "a={hostile}", "--", "true"],
+    ],
+    "adopt": [["{hostile}"], ["4194304"]],
+    "receive": [["{hostile}"]],
 }
 TRAINER_WORDS = {
     "run": [["{word}"], ["{path}", "--set", "{hostile}=1"], ["{foreign}", "--out", "{hostile}"]],
