@@ -257,6 +257,7 @@ def test_a_job_launched_by_a_command_outlives_it(box):
     assert box.wait_ended(first).state == JobState.FINISHED
     second = int(log(box, first).splitlines()[-1])
     assert box.job(second).supervisor.is_alive()
+    box.wait(second, JobState.RUNNING)
     assert len(box.living(second)) == 1
     edits.stop(box.data, second)
     assert box.wait_ended(second).state == JobState.STOPPED
