@@ -67,7 +67,13 @@ def one_line(screen: str) -> str:
 
 def asked_in(screen: str) -> str:
     """Return the text of the topmost dialog."""
-    return one_line(" ".join(re.findall(r"│(.*?)│", screen)))
+    rows = [row for row in screen.splitlines() if "│" in row]
+    asking = next(row for row in rows if "?" in row)
+    left = asking.rfind("│", 0, asking.index("?"))
+    right = asking.index("│", asking.index("?"))
+    return one_line(
+        " ".join(row[left + 1 : right] for row in rows if row[left : left + 1] == row[right : right + 1] == "│")
+    )
 
 
 def recorded(box: Box) -> list[Job]:
@@ -128,7 +134,7 @@ def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_the_confirmation_of_a_job_that_must_wait_says_how_much_memory_it_needs(box: Box) -> None:
-    terminal = box.app(80, 24)
+    terminal = box.app(120, 40)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB")
     open_file(terminal, job_file(box, "later", 600_000, "[1]"), "1 GPU, single")
