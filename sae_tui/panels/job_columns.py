@@ -73,22 +73,25 @@ def _judged(name: str) -> Callable[[JobView], Span]:
 def judged_span(job: JobView, name: str) -> Span:
     """Return a job's held-out metric or, before the first evaluation, its batch value, dim and marked.
 
-    A mean over seeds has its standard deviation in parentheses, like `0.146(2)` for 0.146 ± 0.002.
+    A held-out mean over seeds has its standard deviation in parentheses, like `0.146(2)` for 0.146 ± 0.002.
     """
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
+    if is_of_batch:
+        return (f"{OF_BATCH}{text}", "dim") if value is not None else (text, "text")
     spread = spread_of(job, name)
-    if spread and name == CRITERION and max(abs(spread.mean), spread.sd) < 100:
-        text = in_short(spread.mean, spread.sd)
-    return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
+    if spread and name == CRITERION and max(abs(spread.mean), spread.sd) < 99:
+        text = mean_with_digit(spread.mean, spread.sd)
+    return text, "text"
 
 
-def in_short(mean: float, sd: float) -> str:
+def mean_with_digit(mean: float, sd: float) -> str:
     """Return a mean up to the first digit of its standard deviation, and this digit in parentheses, like `0.146(2)`.
 
-    A smaller standard deviation than 0.0001 is shown as 0.
+    The text has at most 8 characters, the width of the column, so a much smaller standard deviation is shown as 0.
     """
-    decimals = 4 if sd < 1e-4 else min(4, max(0, -math.floor(math.log10(sd))))
+    most = 3 if abs(mean) < 9.99 else 2
+    decimals = most if sd < 10**-most else min(most, max(0, -math.floor(math.log10(sd))))
     digit = round(sd * 10**decimals)
     if digit == 10 and decimals:
         decimals, digit = decimals - 1, 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sae_tui.jobs.view.find import orders
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.shape import d_sae_words, dead_after_words, k_words
-from sae_tui.panels.job_columns import COLUMNS, HELP, SHOWN, columns_of
+from sae_tui.panels.job_columns import COLUMNS, HELP, SHOWN, columns_of, mean_with_digit
 from sae_tui.panels.jobs import job_row
 from sae_tui.settings import JobColumnName
 from sae_tui.widgets.table import fit_columns
@@ -37,6 +39,22 @@ def test_a_row_shows_held_out_values_or_marked_batch_values_until_they_exist() -
     assert (measured["FVU"], measured["L0"]) == (("0.1341", "text"), ("36.4", "text"))
     assert measured["DEAD"] == ("0.4%", "text")
     assert cells(job())["FVU"] == ("–", "text")
+
+
+@given(st.floats(0, 98.9), st.floats(0, 98.9))
+def test_a_mean_over_seeds_with_its_deviation_fits_into_the_column(mean: float, sd: float) -> None:
+    text = mean_with_digit(mean, sd)
+    assert len(text) <= COLUMNS["fvu"].column.width
+    shown_mean, digits = text.removesuffix(")").split("(")
+    unit = 10.0 ** -len(shown_mean.partition(".")[2])
+    assert float(shown_mean) == pytest.approx(mean, abs=0.501 * unit)
+    assert int(digits) * unit == pytest.approx(sd, abs=0.501 * unit)
+
+
+def test_a_deviation_below_the_last_shown_digit_is_shown_as_zero() -> None:
+    assert mean_with_digit(0.2091, 0.0003) == "0.209(0)"
+    assert mean_with_digit(0.2337, 0.0016) == "0.234(2)"
+    assert mean_with_digit(12.3456, 0.03) == "12.35(3)"
 
 
 def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
