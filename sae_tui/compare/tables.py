@@ -32,9 +32,9 @@ from trainer.contract.settings.series import (
     title_of,
     with_held_out,
 )
-from trainer.contract.store.seeds import Spread, seeds_of, spread_of, without_seed
+from trainer.contract.store.seeds import Spread, seed_count, seeds_of, spread_of, without_seed
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import count, duration, gibibytes, join_words, number, plural
+from trainer.contract.wording import count, duration, gibibytes, join_words, number
 
 UNKNOWN = "–"
 BEST = "★"
@@ -209,7 +209,8 @@ class ComparedSeeds(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         """The main results as text, like `job 7, k=8, 3 seeds: held-out FVU 0.1460 ± 0.0015, report card FVU …`."""
-        which = ", ".join(filter(None, [f"job {self.job_id}", self.group, plural(len(self.labels), "seed")]))
+        n = min((spread.n for name, spread in self.spreads.items() if name in _BY_SEED), default=len(self.labels))
+        which = ", ".join(filter(None, [f"job {self.job_id}", self.group, seed_count(n, len(self.labels))]))
         titles = {one.name: one.title for one in all_results()}
         figures = [
             f"{titles[name]} {spread_words(self.spreads[name], series_named(name.removeprefix('card_')))}"

@@ -181,6 +181,9 @@ def test_seeds_of_each_run_have_a_mean_and_a_deviation() -> None:
     assert (found.job_id, found.group, found.labels) == (1, "k=8", ("k=8,seed=2", "k=8,seed=10"))
     assert found.spreads["heldout_fvu"] == Spread(pytest.approx(0.2), pytest.approx(0.02**0.5), 2)
     assert found.words == "job 1, k=8, 2 seeds: held-out FVU 0.20 ± 0.14, report card FVU 0.20 ± 0.14"
+    saes.append(seed(1, "k=8,seed=3", None))
+    (found,) = over_seeds(saes)
+    assert found.words.startswith("job 1, k=8, 2 of 3 seeds: held-out FVU 0.20 ± 0.14")
 
 
 def test_training_settings_of_an_imported_sae_are_not_listed_as_differences() -> None:

@@ -36,9 +36,13 @@ class Seeds(msgspec.Struct, frozen=True):
     def count_words(self) -> str:
         """The number of seeds, like `3 seeds`, or `2 of 3 seeds` if the training of one has failed."""
         of_fvu = self.spreads.get("heldout_fvu") or self.spreads.get("fvu")
-        all_seeds = plural(len(self.labels), "seed")
-        n = of_fvu.n if of_fvu else 1
-        return all_seeds if n == len(self.labels) else f"{n} of {all_seeds}"
+        return seed_count(of_fvu.n if of_fvu else 1, len(self.labels))
+
+
+def seed_count(n: int, n_all: int) -> str:
+    """Return the number of seeds, like `3 seeds`, or `2 of 3 seeds` if only two of them have a value."""
+    all_seeds = plural(n_all, "seed")
+    return all_seeds if n == n_all else f"{n} of {all_seeds}"
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
