@@ -660,7 +660,7 @@ def _add_finding(add: Add) -> None:
         "--search",
         metavar="WORDS",
         help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
-        " stable:>0.7 keeps latents that other seeds have found too, and family:token those that fire on one token",
+        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)

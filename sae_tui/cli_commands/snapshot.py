@@ -51,12 +51,12 @@ class Snapshot(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, samples=of_these(self.samples, only), choices=choices)
 
 
-def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
-    """Read all GPUs in parallel; call `tell` with a message if the driver is slow."""
+def take(source: GpuSource, occupancy: Occupancy, data: DataDir, warn: Callable[[str], None]) -> Snapshot:
+    """Read all GPUs in parallel; call `warn` with a message if the driver is slow."""
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
-        with warn_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
+        with warn_when_slow(lambda: warn(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
             close_source(source)  # do not keep the driver open: `launch --wait` may run for days
     except SourceUnavailable as error:

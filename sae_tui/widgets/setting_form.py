@@ -207,7 +207,7 @@ class SettingRow(Horizontal, can_focus=True):
             editor.call_later(editor.action_show_overlay)
 
     def fill(self) -> Menu | Input:
-        """Return the editor, and create it if there is none."""
+        """Return the editor, and create it if needed."""
         if self._editor is None:
             self._editor = self._new_editor()
             self._editor.styles.width = self._value_width

@@ -352,12 +352,12 @@ def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path:
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
         state_of(copy, lambda state: state.is_complete)
         assert names() >= {"exit.json", "card.json", "rank0.log"}
-        told = threading.Event()
-        copy.on_change = told.set
+        changed = threading.Event()
+        copy.on_change = changed.set
         there.run(1).exit_file.unlink()
         (there.sae(1) / "card.json").unlink()
         wait_for(lambda: names().isdisjoint({"exit.json", "card.json"}))
-        assert told.wait(60)
+        assert changed.wait(60)
         assert "rank0.log" in names()
         # What is deleted while there is no connection is found by the next one.
         there.run(1).log(0).unlink()
@@ -367,7 +367,7 @@ def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path:
         assert "job.toml" in names()
 
 
-def test_a_broken_connection_is_told_with_its_time_and_the_copy_is_completed_again(
+def test_a_broken_connection_is_reported_with_its_time_and_the_copy_is_completed_again(
     there: DataDir, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -391,7 +391,7 @@ def test_a_broken_connection_is_told_with_its_time_and_the_copy_is_completed_aga
 
 
 @pytest.mark.parametrize(("greeting", "limit"), [(f"say({HELLO!r})", "CUT_AFTER_S"), ("pass", "GREETING_S")])
-def test_a_silent_host_is_told_as_in_the_list_of_hosts(
+def test_a_silent_host_is_reported_as_in_the_list_of_hosts(
     greeting: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, limit, 0.3)
@@ -399,7 +399,7 @@ def test_a_silent_host_is_told_as_in_the_list_of_hosts(
         assert state_of(copy, lambda state: state.sentence).sentence.startswith("has sent nothing for ")
 
 
-def test_an_older_host_and_a_missing_job_are_told_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
+def test_an_older_host_and_a_missing_job_are_reported_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
     old = "sys.stderr.write('sae-tui: error: unrecognized arguments: --job 1; see sae-tui stream --help'); sys.exit(2)"
     with copied(far_side(tmp_path / "old", old)) as copy:
         assert (
@@ -433,7 +433,7 @@ def test_what_no_sae_tui_sends_closes_the_connection_and_writes_nothing(message:
         assert names.isdisjoint({"evil", "job.toml", "card.json", FEATURES})
 
 
-def test_a_full_disk_here_is_told_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
+def test_a_full_disk_here_is_reported_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
     there.run(1).job_file.write_text("# " + "x" * 200_000)
     # A limit for the size of files makes writes fail halfway, as a full disk does.
     program = f"""

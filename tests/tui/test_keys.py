@@ -19,7 +19,7 @@ from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
 from sae_tui.widgets.old_keys import OLD
 
-# Keys that act on whatever has the focus, or leave it.
+# Keys that act on the focused widget, or move the focus.
 GENERAL = frozenset(("space", "enter", "escape", "up", "down", "left", "right"))
 # The keys that have several names, and why they may.
 ACCEPTED: Mapping[str, tuple[set[str], str]] = {

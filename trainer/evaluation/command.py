@@ -117,7 +117,7 @@ def evaluate(
         "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
     ):
         found = _with_stability([_written_to_run(one, n_contexts) for one in evaluations], on)
-    return [one.told() for one in found]
+    return [one.as_json() for one in found]
 
 
 def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
@@ -138,7 +138,7 @@ class _Measured(NamedTuple):
     written_to: Path | None
     notes: list[str]
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         written_to = str(self.written_to) if self.written_to else None
         return {"card": as_table(self.card), "lines": [*lines(self.card), *self.notes], "written_to": written_to}
 
@@ -193,7 +193,7 @@ def is_folder_of_saes(path: Path) -> bool:
 
 def _written(folder: Path, card: Card) -> dict[str, Any]:
     card = write_card(folder, card)
-    return _Measured(card, folder, [f"written to {folder}"]).told()
+    return _Measured(card, folder, [f"written to {folder}"]).as_json()
 
 
 def _device(name: str) -> torch.device:
