@@ -536,11 +536,12 @@ def family_words(families: Mapping[str, int]) -> str:
 
 
 def _stability(one: Stability) -> str:
-    """Return how many latents are found again, like `46.0% of the latents have a cosine above 0.7 with …`."""
-    which = f"with a latent of {'each of ' * (len(one.others) > 1)}{plural(len(one.others), 'other seed')}, on average"
+    """Return how many latents are found again, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
+    n = len(one.others)
+    which = f"with a latent of {'the other seed' if n == 1 else f'each of {n} other seeds, on average'}"
     matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"
     of_encoder = f"{one.encoder_share:.1%} of the encoder directions"
-    return f"{one.share:.1%} have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
+    return f"{one.share:.1%} of latents have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
 
 
 def remarks(card: Card) -> list[tuple[str, str]]:
