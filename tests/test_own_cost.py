@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import psutil
+import pytest
 
 from sae_tui.own_cost import OwnCost, cost_lines, own_cost
 
@@ -28,3 +33,30 @@ def test_cpu_time_is_shown_per_minute_and_a_slow_gpu_is_marked() -> None:
     assert "2.1 ms" in lines[5]
     assert "slow" not in lines[5]
     assert "210.0 ms (slow)" in lines[6]
+
+
+FREED_BY_THREADS = """
+import threading
+import psutil
+from sae_tui.start import _return_freed_memory
+
+def use():
+    for _ in range(2):
+        bytearray(b"x") * 5_000_000
+    gate.wait()
+
+_return_freed_memory()
+gate, process = threading.Barrier(9), psutil.Process()
+before = process.memory_info().rss
+threads = [threading.Thread(target=use) for _ in range(8)]
+for thread in threads:
+    thread.start()
+gate.wait()
+print(process.memory_info().rss - before)
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="only glibc keeps memory for each thread")
+def test_memory_that_threads_have_freed_is_returned_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", FREED_BY_THREADS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 8 << 20

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from contextvars import Context
 from typing import Literal
 
+from textual._styles_cache import StylesCache
 from textual.content import Content
 from textual.events import ScreenResume
 from textual.geometry import Size
@@ -64,8 +67,8 @@ class FramedScreen(Screen[None]):
 
         It takes 30 ms, so wait until the next screen is drawn and its first keys are probably handled.
         """
-        if self.app._running and not self.app._exit:
-            self.app.set_timer(_FREED_AFTER_S, gc.collect)
+        # The timer has its own context, because Textual's context refers to this screen.
+        asyncio.get_running_loop().call_later(_FREED_AFTER_S, _free_closed, context=Context())
 
     def watch_focused(self, before: Widget | None, now: Widget | None) -> None:
         """Give the class `-focus-within` to the focused widget and its ancestors.
@@ -88,6 +91,16 @@ class FramedScreen(Screen[None]):
         entitle(panel, title, hint)
         for line in self.query(HeadingLine):
             line.update(_with_hint(Content(title), hint, self.size.width))
+
+
+def _free_closed() -> None:
+    """Free closed screens with the lines they rendered.
+
+    Textual 8.2 caches background colours under keys that contain a widget's rendered lines. This cache would keep the
+    lines of the last 1,024 widgets, 6 MiB for each tour of all screens.
+    """
+    StylesCache.get_inner_outer.cache_clear()
+    gc.collect()
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
 from sae_tui.settings import load_settings
 from sae_tui.theme import THEMES
+from sae_tui.widgets import frame
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer, FooterKey, arrange
 from sae_tui.widgets.setting_form import SettingForm
@@ -367,3 +369,29 @@ def test_a_desktop_notification_about_an_ended_job_is_one_terminal_sequence() ->
     assert sequence.startswith("\x1b]9;Job 7 (a")
     assert sequence.endswith("\x07")
     assert sequence[2:-1].isprintable()
+
+
+# Memory.
+
+
+async def test_a_closed_screen_and_its_rendered_lines_are_freed(make_app, monkeypatch) -> None:
+    monkeypatch.setattr(frame, "_FREED_AFTER_S", 0.1)
+    async with make_app(4).run_test(size=(120, 40)) as pilot:
+        await pilot.press("comma")
+        await wait_until(pilot, lambda: pilot.app.screen.query(SettingForm))
+        await pilot.pause()
+        lines = [weakref.ref(widget._styles_cache) for widget in pilot.app.screen.query("*")]
+        assert len(lines) > 10
+        await pilot.press("escape")
+
+        async def open_and_close_another() -> None:
+            await pilot.press("question_mark")  # Textual keeps the widget that had the focus last
+            await wait_until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+            await pilot.press("escape")
+            await pilot.pause(0.2)
+
+        for _ in range(20):
+            await open_and_close_another()
+            if not (left := [one for one in lines if one()]):
+                break
+        assert not left
