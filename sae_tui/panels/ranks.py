@@ -37,7 +37,7 @@ class RanksPanel(DetailPanel):
         super().show_detail(detail)
 
     def title(self, detail: JobDetail) -> Line:
-        return (("Ranks", "title"),)
+        return (("Ranks, without waiting", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
