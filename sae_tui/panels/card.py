@@ -13,7 +13,7 @@ from sae_tui.format import fit, wrap
 from sae_tui.jobs.features import readable
 from sae_tui.panels.latents import cut_around
 from sae_tui.widgets.lines import Line, LineView, Span
-from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, title_of_group
+from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, next_to_twins, title_of_group
 from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.runs.spread_words import spread_words
@@ -91,7 +91,7 @@ def card_lines(
     for caution in cautions(card):
         warned.add(caution.text)
         lines += _wrapped("! ", f"{caution.text}: {caution.remedy}", width, "warn")
-    lines += [*_in_columns([*_seed_blocks(over_seeds), *_blocks(card, cosines)], width), _BLANK]
+    lines += [*_in_columns([*_seed_blocks(over_seeds), *_twin_blocks(card), *_blocks(card, cosines)], width), _BLANK]
     known = [(title, text) for title, text in remarks(card) if text not in warned]
     column = max((len(title) for title, _ in known), default=0) + 2
     for title, text in known:
@@ -123,6 +123,21 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
         if rows:
             heading = title_of_group(group, card)
             blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
+    return blocks
+
+
+def _twin_blocks(card: Card) -> list[list[Line]]:
+    """Return a group for each random twin with the main figures of the SAE and of the twin, or [] without twins."""
+    by_twin: dict[str, list[Line]] = {}
+    for figure, twins in next_to_twins(card):
+        for twin, text in twins:
+            title = (fit(f"  {figure.series.title}", _TITLE), "label")
+            values = (f"{figure.text:>{_VALUE}}", "title"), (f"{text.partition(' ')[0]:>{_ERROR}}", "text")
+            by_twin.setdefault(twin.label, []).append((title, *values))
+    blocks = []
+    for twin in card.twins:
+        heading = (fit(f" Next to a {twin.words}", _CELLS - _ERROR), "accent"), (f"{'twin':>{_ERROR}}", "dim")
+        blocks += [[heading, *by_twin[twin.label]]] if twin.label in by_twin else []
     return blocks
 
 

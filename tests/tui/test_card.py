@@ -192,6 +192,19 @@ async def test_the_report_card_of_one_of_several_seeds_begins_with_their_means(
         assert re.search(r"FVU +0\.250 ± 0\.071", lines[at + 1])
 
 
+async def test_a_report_card_shows_its_figures_next_to_those_of_a_random_twin(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    twin = {"label": "freeze=decoder", "frozen": "decoder", "figures": {"fvu": 0.6}, "errors": {"fvu": 0.01}}
+    put_card(data.sae(job_id) / "freeze=off", label="freeze=off", figures=FIGURES | {"fvu": 0.2}, twins=[twin])
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        lines = screen.query_one(CardPanel).plain.splitlines()
+        (at,) = [number for number, line in enumerate(lines) if "Next to a random decoder" in line]
+        assert re.search(r"FVU +0\.2000 +0\.6000", lines[at + 1])
+
+
 async def test_a_job_without_a_report_card_explains_how_to_get_one_and_then_shows_it(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from trainer.activations.base import Source, StreamSource
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
 from trainer.contract.runs.features import STABILITY
-from trainer.contract.runs.report_card import FIRES_ON, STABLE_COSINE, Card, summary
+from trainer.contract.runs.report_card import FIRES_ON, STABLE_COSINE, TWINS, Card, quality_words, summary
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.settings.series import CRITERION, error_of, held_out
@@ -25,6 +26,7 @@ from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked
 from trainer.evaluation.stability import write_stability
+from trainer.evaluation.twins import write_twins
 from trainer.extraction.token_bytes import read_tokens
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
@@ -73,7 +75,7 @@ class Cards:
         except Exception as error:
             results = {"": ("warning", f"no report cards: {first_line(error)}", None)}
         if self._parallel.is_main:
-            results |= self._stability()
+            results |= self._compared()
         for place, (label, (level, message, fvu_error)) in enumerate(results.items()):
             self._progress.event("card", message, level)
             if fvu_error is not None:
@@ -81,13 +83,16 @@ class Cards:
                 self._progress.rows([MetricRow(name, self._at.step, fvu_error) for name in sorted(names)])
         self._progress.heartbeat(FINISHED, self._at.step, self._at.tokens)
 
-    def _stability(self) -> dict[str, tuple[str, str, None]]:
-        """Compare the SAEs that differ only in the seed; return the event that reports the result, if there are any."""
+    def _compared(self) -> dict[str, tuple[str, str, None]]:
+        """Compare the SAEs that differ only in the seed, and SAEs with their random twins; return events to report."""
         of_saes = {label: self._trainer.output / label for label in members(self._job)}
         # SAEs are not exported if their training was abandoned.
         folders = {label: folder for label, folder in of_saes.items() if exported_tokens(folder) == self._at.tokens}
         # Comparing each latent with all others takes as long as reading `d_sae` rows.
         most = max(BATCH, self._at.tokens // (SHARE_OF_TOKENS * max(1, len(folders))))
+        return self._stability(folders, most) | _twins(folders)
+
+    def _stability(self, folders: Mapping[str, Path], most: int) -> dict[str, tuple[str, str, None]]:
         try:
             cards, lack = write_stability(folders, self._parallel.device, most)
         except Exception as error:
@@ -163,6 +168,16 @@ class Cards:
         if isinstance(self._source, StreamSource):
             return self._trainer.data
         return open_data(self._source, self._job, Parallel(self._parallel.device))
+
+
+def _twins(folders: Mapping[str, Path]) -> dict[str, tuple[str, str, None]]:
+    """Compare SAEs with their random twins; return the event that reports the result, if there are any."""
+    try:
+        cards = write_twins(folders)
+    except Exception as error:
+        return {TWINS: ("warning", f"no comparison with random twins: {first_line(error)}", None)}
+    words = [f"{label or 'the SAE'}: {quality_words(card)}" for label, card in cards.items()]
+    return {TWINS: ("info", f"next to random twins: {'; '.join(words)}", None)} if words else {}
 
 
 def most_rows(tokens: int, world_size: int) -> int:

@@ -35,6 +35,7 @@ from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
 from trainer.evaluation.stability import write_stability
+from trainer.evaluation.twins import write_twins
 from trainer.sharing.base import NOTHING_GIVEN, Given
 from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
@@ -116,7 +117,7 @@ def evaluate(
     with Progress(
         "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
     ):
-        found = _with_stability([_written_to_run(one, n_contexts) for one in evaluations], on)
+        found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on)
     return [one.as_json() for one in found]
 
 
@@ -161,11 +162,12 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
     return _Measured(card, one.folder if is_same else None, notes)
 
 
-def _with_stability(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
-    """Compare the SAEs that differ only in the seed, and return the results with the comparison."""
+def _compared(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
+    """Compare the SAEs that differ only in the seed, and SAEs with their random twins; return the changed results."""
     try:
         folders = {one.card.label: one.written_to for one in found if one.written_to}
         compared, lack = write_stability(folders, device)
+        compared |= write_twins(folders)
     except Exception as error:
         # The report cards are complete without the comparison.
         compared, lack = {}, first_line(error)

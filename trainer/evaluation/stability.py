@@ -22,6 +22,7 @@ from trainer.contract.progress import track
 from trainer.contract.runs.features import STABILITY
 from trainer.contract.runs.report_card import STABLE_COSINE, Card, Stability, read_card
 from trainer.contract.store.seeds import by_seeds
+from trainer.contract.store.twins import without_twins
 from trainer.evaluation.card import write_card
 from trainer.evaluation.exported import ExportedSae, read_exported
 
@@ -48,12 +49,12 @@ def write_stability(
     """Add the stability to the report cards of SAEs that differ only in the seed.
 
     `folders` maps the label of each SAE to its folder. Return the report cards, and why others have no stability, or
-    "". SAEs without a report card or with weights that are not finite are left out, and so are SAEs with more than
-    `most` latents, by default `MOST_LATENTS`.
+    "". Random twins, SAEs without a report card and SAEs with weights that are not finite are left out, and so are SAEs
+    with more than `most` latents, by default `MOST_LATENTS`.
     """
     done, wide = {}, 0
     most = MOST_LATENTS[device.type] if most is None else min(most, MOST_LATENTS[device.type])
-    for labels in by_seeds(folders).values():
+    for labels in by_seeds(without_twins(folders)).values():
         cards = {label: card for label in labels if (card := read_card(folders[label]))}
         if len(cards) < 2:
             continue

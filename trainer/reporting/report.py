@@ -15,6 +15,7 @@ from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
 from trainer.contract.store.metrics_store import MetricRow
+from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
@@ -176,8 +177,8 @@ class Report:
                 self._progress.event(kind, message, level)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the run's SAEs, or None if it has not been measured yet."""
-        measured = [values[name] for values in self.values.values() if name in values]
+        """Return the mean of a metric over the run's SAEs without random twins, or None if it was not measured yet."""
+        measured = [self.values[label][name] for label in without_twins(self.values) if name in self.values[label]]
         return statistics.fmean(measured) if measured else None
 
     def _sae_rows(self, step: int, label: str, values: Mapping[str, float]) -> None:

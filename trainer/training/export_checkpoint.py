@@ -34,7 +34,7 @@ from trainer.contract.runs.checkpoint_manifest import (
 from trainer.contract.runs.features import CARD, FEATURES, STABILITY
 from trainer.contract.runs.how_far import HowFar, of_state
 from trainer.contract.runs.recipe import Recipe, recipe_of
-from trainer.contract.runs.report_card import read_card
+from trainer.contract.runs.report_card import TWINS, read_card
 from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
@@ -47,6 +47,7 @@ from trainer.contract.settings.series import measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.seeds import by_seeds
+from trainer.contract.store.twins import without_twins
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
@@ -91,7 +92,7 @@ def export_checkpoint(
     stage("reading the checkpoint")
     tensors, position = load(checkpoint)
     notes = dict.fromkeys(notes_on_unfinished(run_dir, job, state))
-    notes |= dict.fromkeys(notes_on_seeds(job, labels, only))
+    notes |= dict.fromkeys(notes_on_others(job, labels, only))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
@@ -117,18 +118,23 @@ def kept_in(output: Path, position: Position) -> Callable[[str], bool]:
     return lambda label: exported_tokens(output / label) == position.tokens
 
 
-def notes_on_seeds(job: JobConfig, written: Sequence[str], only: Sequence[str]) -> Iterator[str]:
-    """Yield a note if SAEs are not written because they differ from a written one only in the seed."""
-    others = [label for label in members(job) if label not in written and not only]
+def notes_on_others(job: JobConfig, written: Sequence[str], only: Sequence[str]) -> Iterator[str]:
+    """Yield a note if SAEs are not written because they are random twins or differ only in the seed."""
+    labels = [*members(job)]
+    trained = without_twins(labels)
+    others = [label for label in trained if label not in written and not only]
     if others:
         yield f"only one seed is written; write another one with --only {others[0]}"
+    twins = [label for label in labels if label not in trained and not only]
+    if twins:
+        yield f"random twins are not written; write one with --only {twins[0]}"
 
 
 def labels_of(job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool]) -> list[str]:
     """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label.
 
-    Without `only`, return the lowest seed of the SAEs that differ only in the seed, without SAEs whose training failed
-    (`is_kept` is False) unless all of them are.
+    Without `only`, return the lowest seed of the SAEs that differ only in the seed, without random twins, and without
+    SAEs whose training failed (`is_kept` is False) unless all of them are.
     """
     labels = [*members(job)]
     if only and not job.sweep:
@@ -136,7 +142,7 @@ def labels_of(job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool
     unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
-    chosen = only or [next(filter(is_kept, group), group[0]) for group in by_seeds(labels).values()]
+    chosen = only or [next(filter(is_kept, group), group[0]) for group in by_seeds(without_twins(labels)).values()]
     return [label for label in labels if label in chosen]
 
 
@@ -217,6 +223,8 @@ def shared_saes(
         card = read_card(output / label) if of_these_weights else None
         if card and card.stability:
             training[STABILITY] = msgspec.to_builtins(card.stability)
+        if card and card.twins:
+            training[TWINS] = msgspec.to_builtins(card.twins)
         sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
         yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 

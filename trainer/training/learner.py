@@ -70,6 +70,9 @@ class WholeSteps(Protocol):
 class Update:
     """Updates whole matrices in separate passes; used on a CPU and for optimizers without a row-wise step."""
 
+    # Whether the rows of W_dec are normalised after each step.
+    normalises = True
+
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, following: Following | None) -> None:
         self._sae, self._stepped, self._optimizer, self._following = sae, stepped, optimizer, following
 
@@ -83,7 +86,8 @@ class Update:
         skips = check.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
-            self._sae.normalise_decoder(skips, self._stepped.rows)
+            if self.normalises:
+                self._sae.normalise_decoder(skips, self._stepped.rows)
         self._sae.constrain(self._stepped.rows)
 
     def _squares(self, names: Iterable[str]) -> Squares:
@@ -192,6 +196,10 @@ class Learner:
         share = self.sae.traits.encoder_scale if asked == "auto" else asked
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
+        if frozen := self._job.sae.frozen:
+            whole = Update(*of, None)
+            whole.normalises = "W_dec" not in frozen  # normalising unit rows again would change their last digits
+            return whole
         by_rows = self.optimizer.by_rows()
         # With one micro-batch per step and one replica, the gradient that a kernel sums is final, so the same kernel
         # can measure its row norms.
@@ -311,6 +319,8 @@ class Learner:
         Pass `counts=False` while a step is captured, so that the host does not count it.
         """
         self.stepped.begin()
+        for name in self._job.sae.frozen:
+            self.stepped.parameters[name].grad = None
         squares = self._update.measure()
         of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
         came = self.sae.n_tokens_in_step(), self.sae.has_overflowed()

@@ -73,7 +73,13 @@ MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, uniqu
 
 # Arbitrary text might be parsed as several hooks, which would make the setting a sweep axis.
 HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
-OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
+OF_THEIR_OWN = {
+    "launch.gpus": GPUS,
+    "train.mirror": MIRROR_CHOICES,
+    "data.hook": HOOKS,
+    # A random twin is short for a sweep over sae.freeze.
+    "train.random_twin": st.just(False),
+}
 
 
 def allowed(path: str, setting: Setting) -> st.SearchStrategy[Any]:
@@ -96,6 +102,8 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
         declared = section_settings(section, *chosen.values())
         drawn = {setting.name: draw(allowed(f"{section}.{setting.name}", setting)) for setting in declared}
         table[section] = {key: value for key, value in (drawn | chosen).items() if value is not None}
+    if table["sae"]["freeze"] != "off":
+        table["sae"]["resample_every_tokens"] = 0
     return table
 
 

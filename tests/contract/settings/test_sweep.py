@@ -256,3 +256,35 @@ def test_data_and_run_length_and_devices_are_the_same_for_all_saes() -> None:
         "train.decay_fraction", "train.grad_clip", "train.seed", "train.lr_scaling", "train.lr_tokens",
     }  # fmt: skip
     assert all(may_differ(path) for path in axes_of_everything() if path.startswith("sae."))
+
+
+@pytest.mark.parametrize("freeze", [None, "off", ["off", "decoder"]])
+def test_a_random_twin_is_short_for_a_sweep_over_frozen_weights(freeze: Any) -> None:
+    sae = {"k": [8, 16]} | ({} if freeze is None else {"freeze": freeze})
+    job = swept(sae=sae, train={"random_twin": True})
+    assert [*members(job)] == [f"k={k},freeze={one}" for k in (8, 16) for one in ("off", "decoder")]
+    assert job == swept(sae=sae | {"freeze": ["off", "decoder"]})
+    assert parse_job(tomllib.loads(dump_job(job)))[0] == job
+
+
+def test_other_twins_can_be_named_and_are_kept() -> None:
+    job = swept(sae={"freeze": ["off", "both"]}, train={"random_twin": True})
+    assert [*members(job)] == ["freeze=off", "freeze=both"]
+
+
+@pytest.mark.parametrize("freeze", ["decoder", ["decoder", "both"]])
+def test_a_twin_without_an_sae_that_is_trained_in_full_is_refused(freeze: Any) -> None:
+    refusal = problem(sae={"freeze": freeze}, train={"random_twin": True})
+    assert refusal.path == "train.random_twin"
+    assert "sae.freeze" in refusal.message
+
+
+def test_weights_cannot_be_frozen_and_resampled() -> None:
+    refusal = problem(sae={"resample_every_tokens": 1000}, train={"random_twin": True})
+    assert refusal.path == "sae.resample_every_tokens"
+    assert 'sae.freeze = "decoder"' in refusal.message
+
+
+@pytest.mark.parametrize("wrong", ["yes", 1, [True]])
+def test_a_wrong_value_for_the_random_twin_is_named(wrong: Any) -> None:
+    assert problem(train={"random_twin": wrong}).path == "train.random_twin"

@@ -96,6 +96,31 @@ def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
         assert by_eval[label]["stability"]["median"] == pytest.approx(card["stability"]["median"], rel=1e-3)
 
 
+def test_report_cards_have_the_figures_of_random_twins_at_the_end_and_by_eval(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(train={"random_twin": True, "seed": [0, 1]})
+    trainer = trained(make_trainer, job, kept)
+    cards_of(trainer, job, kept).write()
+    assert kept.events[-1][2].startswith("next to random twins: freeze=off,seed=0: FVU ")
+    cards = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("sae/*/card.json")}
+    for seed in (0, 1):
+        (twin,) = cards[f"freeze=off,seed={seed}"]["twins"]
+        own = cards[f"freeze=decoder,seed={seed}"]
+        assert (twin["label"], twin["frozen"]) == (f"freeze=decoder,seed={seed}", "decoder")
+        assert twin["figures"]["fvu"] == own["figures"]["fvu"]
+        assert twin["errors"]["fvu"] == own["figures"]["fvu_error"]
+        assert own["twins"] == []
+        assert own["stability"] is None
+        assert cards[f"freeze=off,seed={seed}"]["stability"]["others"] == [f"freeze=off,seed={1 - seed}"]
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    by_eval = {card["label"]: card for card in found}
+    of_twin = by_eval["freeze=off,seed=1"]["twins"][0]["figures"]
+    assert of_twin["fvu"] == pytest.approx(cards["freeze=decoder,seed=1"]["figures"]["fvu"], rel=1e-3)
+
+
 def test_a_seed_that_was_not_exported_and_wide_saes_are_not_compared(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, T
 from trainer.contract.runs.how_far import HowFar, from_metadata
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.runs.recipe import RECIPE, read_recipe
-from trainer.contract.runs.report_card import Stability
+from trainer.contract.runs.report_card import Stability, Twin
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported
@@ -218,6 +218,26 @@ def test_every_sae_in_a_sweep_gets_its_own_folder(
         ours = load_file(run_dir / "sae" / label / "sae_weights.safetensors")
         for name, tensor in load_file(tmp_path / "out" / label / "sae_weights.safetensors").items():
             assert torch.equal(tensor, ours[name]), name
+
+
+def test_random_twins_are_exported_only_by_name_and_their_figures_go_with_the_sae(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(train={"random_twin": True})
+    twin = Twin(label="freeze=decoder", frozen="decoder", figures={"fvu": 0.6})
+    put_card(run_dir / "sae" / "freeze=off", twins=[msgspec.to_builtins(twin)])
+    out = tmp_path / "first"
+    assert main(["export", str(run_dir), "--out", str(out), "--json"]) == EXIT_FINISHED
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [*done["saes"]] == ["freeze=off"]
+    assert "random twins are not written; write one with --only freeze=decoder" in done["notes"]
+    metadata = json.loads((out / "freeze=off" / "cfg.json").read_text())["metadata"]
+    assert metadata["random_twins"][0]["figures"] == {"fvu": 0.6}
+    assert metadata["training_recipe"]["freeze"] == "off"
+    other = tmp_path / "other"
+    assert main(["export", str(run_dir), "--out", str(other), "--only", "freeze=decoder"]) == EXIT_FINISHED
+    metadata = json.loads((other / "freeze=decoder" / "cfg.json").read_text())["metadata"]
+    assert metadata["training_recipe"]["freeze"] == "decoder"
 
 
 def test_the_lowest_of_several_seeds_is_exported_unless_another_one_is_named(

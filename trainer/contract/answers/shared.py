@@ -20,6 +20,7 @@ from trainer.contract.runs.report_card import (
     Probing,
     Stability,
     TextRows,
+    Twin,
 )
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import HELD_OUT, measured_names
@@ -218,6 +219,7 @@ _RECIPE = typed(
         "lr": "Peak learning rate, with auto resolved.",
         "encoder_follows": "Whether encoder updates are tied to decoder updates.",
         "encoder_lr": "Learning rate of tied encoders; null if the encoders are not tied.",
+        "freeze": "Weights that kept their initial values: off, decoder, encoder or both.",
         "warmup_fraction": "Share of the steps during which the learning rate rises.",
         "decay_fraction": "Share of the steps during which the learning rate falls.",
         "batch_tokens": "Tokens per step.",
@@ -295,6 +297,17 @@ _STABILITY = typed(
         "pw_mcc": "Mean cosine under the best one-to-one matching; null without scipy, or above 4,096 latents.",
     },
 )
+_TWIN = typed(
+    "Twin",
+    Twin,
+    {
+        "label": "Label of the twin.",
+        "frozen": "Weights that keep their random initial values: decoder, encoder or both.",
+        "figures": "Figures of the twin that can be compared with those of the SAE, by name.",
+        "errors": "Standard errors of these figures, by name.",
+    },
+    {"figures": by_name(float), "errors": by_name(float)},
+)
 _CARD: dict[str, tuple[Any, str]] = {
     "name": (str, "Name of the run or folder."),
     "label": (str, 'Label of the SAE in a sweep; "" if the run is not a sweep.'),
@@ -308,6 +321,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "spliced": (or_null(_SPLICED), "Loss of the patched language model; null if not measured."),
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
     "stability": (or_null(_STABILITY), "How many latents are found again with other seeds; null for one seed."),
+    "twins": (list_of(_TWIN), "Random twins that were trained next to the SAE."),
     "latents": (list_of(by_name({})), "Random latents, with texts on which they fire."),
     "families": (by_name(int), "Number of latents of each family; empty without stored max-activating examples."),
     "recipe": (or_null(_RECIPE), "How the SAE was trained; null if unknown."),

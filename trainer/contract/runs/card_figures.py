@@ -13,9 +13,10 @@ from typing import Any, Literal
 import msgspec
 
 from trainer.contract.runs.recipe import asked_l0, misses_l0
-from trainer.contract.runs.report_card import AS_SAELENS, Card, Caution, data_cautions
+from trainer.contract.runs.report_card import AS_SAELENS, Card, Caution, Twin, data_cautions
 from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
+from trainer.contract.store.twins import frozen_in
 
 Group = Literal["reconstruction", "model", "latents", "probes", "all_tokens"]
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
@@ -177,6 +178,35 @@ def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, 
         if len(values) == len(own) and (spread := spread_of(values)):
             found.append((figure, spread))
     return found
+
+
+def twin_of(card: Card, label: str, other: Card) -> Twin:
+    """Return the random twin described by the report card `other`, with the figures that can be compared."""
+    own = {one.name: one.condition for one in figures_of(card)}
+    known = [one for one in figures_of(other) if one.name in own and own[one.name] == one.condition]
+    return Twin(
+        label=label,
+        frozen=frozen_in(label),
+        figures={one.name: one.value for one in known},
+        errors={one.name: one.error for one in known if one.error is not None},
+    )
+
+
+def next_to_twins(card: Card) -> Iterator[tuple[CardFigure, list[tuple[Twin, str]]]]:
+    """Yield the main figures of an SAE, each with the twins that have it and their values with errors as text."""
+    for figure in figures_of(card):
+        known = [twin for twin in card.twins if figure.name in twin.figures]
+        if known and figure.series.prominence == "key":
+            yield figure, [(twin, _twin_text(twin, figure)) for twin in known]
+
+
+def _twin_text(twin: Twin, like: CardFigure) -> str:
+    error = twin.errors.get(like.name)
+    return _with_error(msgspec.structs.replace(like, value=twin.figures[like.name], error=error))
+
+
+def _with_error(figure: CardFigure) -> str:
+    return f"{figure.text} ± {figure.error_text}" if figure.error_text else figure.text
 
 
 def _figure(

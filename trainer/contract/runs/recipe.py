@@ -23,10 +23,10 @@ MOST_L0_MISS = 0.05
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps` steps, each on `batch_tokens` tokens over all ranks.
 
-    `lr` is the peak learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over the
-    last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the encoders' separate
-    learning rate. `target_l0` is the requested L0, or None if the penalty is fixed. `passes` is the number of passes
-    over the data, or None if its size is unknown.
+    `lr` is the peak learning rate, after the warm-up over `warmup_fraction` of the steps and before the decay over
+    the last `decay_fraction`. If encoder updates are tied to decoder updates, `encoder_lr` is the encoders' separate
+    learning rate. `freeze` names the weights that kept their initial values. `target_l0` is the requested L0, or None
+    if the penalty is fixed. `passes` is the number of passes over the data, or None if its size is unknown.
     """
 
     optimizer: str
@@ -34,6 +34,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     encoder_follows: bool
     encoder_lr: float | None = None
+    freeze: str = "off"
     warmup_fraction: float
     decay_fraction: float
     batch_tokens: int
@@ -74,6 +75,7 @@ def recipe_of(
         lr=lr,
         encoder_follows=following is not None,
         encoder_lr=lr * following.encoder if following else None,
+        freeze=member.sae.freeze,
         warmup_fraction=train.warmup_fraction,
         decay_fraction=decay_fraction(member, is_transcoder=is_transcoder),
         batch_tokens=layout.tokens_per_step,
@@ -110,6 +112,9 @@ def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
         ("schedule", f"{rise}, {fall}"),
         ("steps", f"{recipe.steps:,}{of_all}, {recipe.batch_tokens:,} tokens each, seed {recipe.seed}"),
     ]
+    if recipe.freeze != "off":
+        both = "encoder and decoder keep their initial values"
+        lines.append(("frozen", both if recipe.freeze == "both" else f"the {recipe.freeze} keeps its initial values"))
     if recipe.auxk_alpha is not None:
         lines.append(
             ("AuxK", f"weight {recipe.auxk_alpha:.3g}, up to {recipe.k_aux} dead latents" if recipe.k_aux else "off")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -200,6 +201,30 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     pw_mcc: float | None = None
 
 
+class Twin(msgspec.Struct, frozen=True, kw_only=True):
+    """A random twin of an SAE: its label, the weights that it keeps frozen, and its figures by name.
+
+    `errors` maps the names of figures to their standard errors, if known.
+    """
+
+    label: str
+    frozen: str
+    figures: dict[str, float]
+    errors: dict[str, float] = {}
+
+    @property
+    def words(self) -> str:
+        """The frozen weights, like `random decoder`."""
+        return "random encoder and decoder" if self.frozen == "both" else f"random {self.frozen}"
+
+
+# The key of random twins in an exported SAE's metadata.
+TWINS = "random_twins"
+# The figures of a random twin that are listed, with titles and formats.
+_TWIN_FIGURES = {"fvu": ("FVU", ".4f"), "ce_score": ("CE score", ".4f"), "kl_score": ("KL score", ".4f")}
+_AUC = re.compile("auc_([0-9]+)")
+
+
 class EvaluationData(msgspec.Struct, frozen=True, kw_only=True):
     """The rows used to measure an SAE.
 
@@ -290,8 +315,8 @@ class Card(msgspec.Struct, frozen=True):
     settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
     SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
     a digest of the weights described by all `parts`. `features` is a digest of the stored features file. `stability`
-    is None for an SAE that was trained with one seed. `families` maps each of `features.FAMILIES` to its number of
-    latents; it is empty without stored max-activating examples.
+    is None for an SAE that was trained with one seed. `twins` are the random twins trained next to the SAE. `families`
+    maps each of `features.FAMILIES` to its number of latents; it is empty without stored max-activating examples.
     """
 
     name: str
@@ -315,6 +340,7 @@ class Card(msgspec.Struct, frozen=True):
     parts: dict[str, Part] = {}
     features: str = ""
     stability: Stability | None = None
+    twins: tuple[Twin, ...] = ()
     families: dict[str, int] = {}
 
     @property
@@ -347,6 +373,7 @@ class Card(msgspec.Struct, frozen=True):
             spliced=self.spliced or older.spliced,
             probing=self.probing or older.probing,
             stability=self.stability or older.stability,
+            twins=self.twins or older.twins,
             parts=older.parts | self.parts,
         )
 
@@ -445,13 +472,19 @@ def summary(card: Card) -> str:
     """Return a one-line report card: the most important metrics, the rows, and caveats about the metrics."""
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
-    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
+    quality = f"{quality_words(card)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
     latents += f", {card.stability.share:.1%} stable over seeds" if card.stability else ""
     unfinished = card.training.unfinished if card.training else ""
     of_data = (one.text for one in data_cautions(card.data))
     notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
     return "; ".join([f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}", *notes])
+
+
+def quality_words(card: Card) -> str:
+    """Return the FVU, followed by that of random twins, like `FVU 0.1419 ± 0.0028, 0.5836 with a random decoder`."""
+    of_twins = [f"{twin.figures['fvu']:.4f} with a {twin.words}" for twin in card.twins if "fvu" in twin.figures]
+    return ", ".join([f"FVU {_with_error(card.figures.fvu, card.figures.fvu_error)}", *of_twins])
 
 
 class Caution(msgspec.Struct, frozen=True):
@@ -522,6 +555,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
         *([("stability", _stability(card.stability))] if card.stability else []),
+        *((twin.words, _twin(twin)) for twin in card.twins),
         *([("families", family_words(card.families))] if card.families else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *(_losses(card.spliced) if card.spliced else []),
@@ -542,6 +576,15 @@ def _stability(one: Stability) -> str:
     matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"
     of_encoder = f"{one.encoder_share:.1%} of the encoder directions"
     return f"{one.share:.1%} of latents have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
+
+
+def _twin(twin: Twin) -> str:
+    """Return the main figures of a random twin, like `FVU 0.5836 ± 0.0024, CE score 0.4120 ± 0.0080`."""
+    named = [(name, *_TWIN_FIGURES[name]) for name in _TWIN_FIGURES if name in twin.figures]
+    probes = filter(None, map(_AUC.fullmatch, twin.figures))
+    named += [(one[0], f"AUC (k = {one[1]})", ".3f") for one in probes]
+    errors = {name: twin.errors.get(name, math.nan) for name, *_ in named}
+    return ", ".join(f"{title} {_with_error(twin.figures[name], errors[name], form)}" for name, title, form in named)
 
 
 def remarks(card: Card) -> list[tuple[str, str]]:

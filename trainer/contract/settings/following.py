@@ -12,11 +12,12 @@ _USUAL_DECAY = 0.2
 def following_rates(job: JobConfig, *, is_transcoder: bool) -> FollowingRates | None:
     """Return the rates for tied updates, or None if updates are not tied.
 
-    Updates can be tied if the encoder starts as the transpose of the decoder, and if the architecture and the optimizer
-    support tied updates.
+    Updates can be tied if the encoder starts as the transpose of the decoder, if neither is frozen, and if the
+    architecture and the optimizer support tied updates.
     """
     starts_tied = job.sae.encoder_init == "tied" and not is_transcoder
-    if job.sae.encoder_follows == "off" or not starts_tied or not ARCHITECTURES[job.sae.architecture].encoder_follows:
+    may_follow = job.sae.encoder_follows != "off" and job.sae.freeze == "off"
+    if not may_follow or not starts_tied or not ARCHITECTURES[job.sae.architecture].encoder_follows:
         return None
     return OPTIMIZERS[job.train.optimizer].following
 

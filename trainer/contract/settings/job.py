@@ -111,6 +111,9 @@ def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
+_FROZEN = {"off": (), "decoder": ("W_dec",), "encoder": ("W_enc",), "both": ("W_enc", "W_dec")}
+
+
 class SaeSettings(msgspec.Struct, frozen=True):
     """The `[sae]` section: the architecture, size and initialisation of the dictionary."""
 
@@ -143,6 +146,10 @@ class SaeSettings(msgspec.Struct, frozen=True):
             "Ties encoder updates to decoder updates, at a fifth of lr; auto: TopK variants with Adam.", advanced=True
         ),
     ] = "auto"
+    freeze: Annotated[
+        Literal["off", "decoder", "encoder", "both"],
+        about("Matrices that keep their random initial values, as a baseline (arXiv 2602.14111).", advanced=True),
+    ] = "off"
     skip: Annotated[
         bool,
         about(
@@ -170,6 +177,11 @@ class SaeSettings(msgspec.Struct, frozen=True):
             ge=0,
         ),
     ] = 0
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The names of the weights that `freeze` keeps."""
+        return frozenset(_FROZEN[self.freeze])
 
     def width(self, d_in: int) -> int:
         """Return the number of latents for this input dimension."""
@@ -237,6 +249,13 @@ class Train(msgspec.Struct, frozen=True):
         Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Precision of the matmuls; weights stay fp32.")
     ] = "auto"
     seed: Annotated[int, about("Seed of the initial weights and the order of the data.", ge=0)] = 0
+    random_twin: Annotated[
+        bool,
+        about(
+            "Also trains each SAE with a frozen random decoder, to compare with;"
+            ' short for sae.freeze = ["off", "decoder"].'
+        ),
+    ] = False
     log_every: Annotated[int, about("Logs metrics every N steps.", unit="steps", advanced=True, ge=1)] = 10
     eval_every: Annotated[
         int, about("Evaluates on held-out data every N steps; 0: only at the end.", unit="steps", ge=0)
@@ -453,6 +472,17 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
 
 
+def _conflicts_of_freeze(sae: SaeSettings | None, train: Train | None) -> list[Problem]:
+    problems = []
+    if sae and sae.freeze != "off" and sae.resample_every_tokens:
+        message = f'replaces weights that sae.freeze = "{sae.freeze}" keeps; set it to 0'
+        problems.append(Problem("sae.resample_every_tokens", message))
+    if train and train.random_twin:
+        message = 'needs SAEs that are trained in full; leave out sae.freeze, or set it to ["off", "decoder"]'
+        problems.append(Problem("train.random_twin", message))
+    return problems
+
+
 class JobConfig(AnyJob, frozen=True, kw_only=True):
     """A complete training job, with all defaults filled in."""
 
@@ -477,13 +507,14 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report a job file that does not set the run length although the data is a stream."""
+        """Report frozen weights that would be replaced, and a stream without the length of the run."""
+        problems = _conflicts_of_freeze(sections["sae"], sections["train"])
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
-            return []
+            return problems
         message = "is missing, but the data is an endless stream; set it or train.n_steps"
-        return [Problem("train.n_tokens", message)]
+        return [*problems, Problem("train.n_tokens", message)]
 
     def with_paths(self, bases: Sequence[Path]) -> JobConfig:
         settings = self.data.settings

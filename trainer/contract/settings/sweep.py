@@ -21,6 +21,8 @@ from trainer.contract.settings.sections import CHOSEN, section_settings, words_o
 MOST_MEMBERS = 64
 # The settings in [train] in which SAEs may differ. SAEs may also differ in all [sae] and optimizer settings.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
+# The value of `sae.freeze` of SAEs that are trained in full.
+UNFROZEN = "off"
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
 Table = dict[str, Any]
@@ -44,6 +46,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
     single value.
     """
     base: Table = copy.deepcopy(dict(raw))
+    _expand_twin(base)
     axes: list[SweepAxis] = []
     for section in CHOSEN:
         keys = base.get(section)
@@ -51,6 +54,18 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
             axes += _axes_of(section, keys)
             base[section] = _first_of(section, keys)
     return base, tuple(axes)
+
+
+def _expand_twin(base: Table) -> None:
+    """Replace `train.random_twin = true` by the sweep for which it is short, unless `sae.freeze` prevents this."""
+    train = base.get("train")
+    if not (isinstance(train, dict) and train.get("random_twin") is True):
+        return
+    sae = base.setdefault("sae", {})
+    if isinstance(sae, dict) and sae.get("freeze", UNFROZEN) == UNFROZEN:
+        sae["freeze"] = [UNFROZEN, "decoder"]
+    if isinstance(sae, dict) and isinstance(sae["freeze"], list) and UNFROZEN in sae["freeze"]:
+        train["random_twin"] = False
 
 
 def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:

@@ -17,6 +17,7 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, convert, readable
 from trainer.contract.store.seeds import by_seeds, values_by_seed
+from trainer.contract.store.twins import without_twins
 
 # log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
 # million rows for a plot takes 3 ms.
@@ -296,15 +297,16 @@ def best_sae(latest: Mapping[str, float]) -> str:
 
     The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches. SAEs that differ only in the
     seed are compared by their mean FVU, and the lowest seed is returned. A group with an SAE that has no FVU, because
-    its training failed, comes after complete groups.
+    its training failed, comes after complete groups. Random twins do not count.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
-    known = by_seeds({key.partition("@")[2]: None for key in latest if "@" in key})
+    labels = without_twins({key.partition("@")[2]: None for key in latest if "@" in key})
+    known = by_seeds(labels)
 
     def rank(group: str) -> tuple[bool, float]:
         return len(measured[group]) < len(known[group]), fmean(fvu[label] for label in measured[group])
 
-    measured = by_seeds(fvu)
+    measured = by_seeds([label for label in labels if label in fvu])
     return measured[min(measured, key=rank)][0] if measured else ""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import plural
 
 _SEED = "seed="
@@ -25,7 +26,7 @@ class Spread(msgspec.Struct, frozen=True):
 class Seeds(msgspec.Struct, frozen=True):
     """The SAEs in a sweep that differ only in the seed, and the spread of each metric over them.
 
-    `are_all` is True if the sweep has no other SAEs, so that none of its SAEs is the best.
+    `are_all` is True if the sweep has no other SAEs except random twins, so that none of its SAEs is the best.
     """
 
     labels: tuple[str, ...]
@@ -95,7 +96,7 @@ def seeds_in(latest: Mapping[str, float], label: str) -> Seeds | None:
         return None
     found = {name: spread_of(list(values_by_seed(latest, name, label).values())) for name in sorted(names)}
     spreads = {name: spread for name, spread in found.items() if spread}
-    return Seeds(tuple(own), len(by_seeds(labels)) == 1, spreads)
+    return Seeds(tuple(own), len(by_seeds(without_twins(labels))) == 1, spreads)
 
 
 def as_json(seeds: Seeds) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""Random twins: SAEs in a sweep with weights that keep their random initial values, to compare other SAEs with.
+
+An SAE that is hardly better than its twin owes its figures to the data and the sparsity, not to what it has learnt
+(Korznikov et al. 2026, arXiv 2602.14111).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_FREEZE, _OFF = "freeze=", "off"
+
+
+def frozen_in(label: str) -> str:
+    """Return which weights an SAE keeps frozen according to its label: "decoder", "encoder", "both", or ""."""
+    value = next((part.removeprefix(_FREEZE) for part in label.split(",") if part.startswith(_FREEZE)), _OFF)
+    return "" if value == _OFF else value
+
+
+def twins_of(labels: Collection[str], label: str) -> list[str]:
+    """Return the labels of the random twins of an SAE, which differ from it only in their frozen weights."""
+    return [other for other in labels if other != label and _trained(other) == label]
+
+
+def without_twins(labels: Collection[str]) -> list[str]:
+    """Return the labels of all SAEs except random twins."""
+    return [label for label in labels if not (frozen_in(label) and _trained(label) in labels)]
+
+
+def _trained(label: str) -> str:
+    """Return the label of the SAE that differs only in having no frozen weights."""
+    return ",".join(f"{_FREEZE}{_OFF}" if part.startswith(_FREEZE) else part for part in label.split(","))
