@@ -96,6 +96,14 @@ def duration(seconds: float | None) -> str:
     return UNKNOWN if seconds is None or not math.isfinite(seconds) else wording.duration(seconds, short=True)
 
 
+def measured_duration(seconds: float) -> str:
+    """Return a duration like `duration`, but with seconds below ten minutes, like `2 min 30`."""
+    if seconds >= 90 and round(seconds) < 600:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d}"
+    return duration(seconds)
+
+
 def clock_time(timestamp: float) -> str:
     """Return the local time of day, with the date if it is not today."""
     then, now = time.localtime(timestamp), time.localtime()

@@ -470,7 +470,7 @@ def _field_title(name: str, *, is_program: bool) -> str:
         return "steps/s"
     if name in (*measured_names(), *USAGE, SPEED):
         return title_of(name)
-    return "ETA" if name == "eta_s" else name
+    return "ETA" if name == "eta_s" else name.removesuffix("_bytes")
 
 
 def _field_texts(job: JobView) -> dict[str, object]:

@@ -18,7 +18,6 @@ from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import CurveAxis, Series
 from trainer.contract.settings.series import (
-    OF_BATCH,
     SPEED,
     curves,
     held_out,
@@ -59,7 +58,7 @@ class CurvePlot(Plot):
             return
         # Show three digits, so that both values fit into a narrow frame.
         newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""
-        note = f"batch {newest}" if measured else f"{OF_BATCH}{newest} (batch)"
+        note = f"batch {newest}" if measured else f"not yet measured · batch {newest}"
         self.show_points(measured, note if newest else "", nothing, behind=of_training, span=span)
 
 

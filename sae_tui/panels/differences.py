@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from rich.cells import cell_len
-from rich.text import Text
 from textual.binding import Binding
 
 from sae_tui.compare.run import ComparedSae
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import ComparisonRow, differences, over_seeds, results
+from sae_tui.format import wrap
 from sae_tui.settings import Settings
 from sae_tui.widgets.chart import glyph
 from sae_tui.widgets.lines import Span
@@ -29,6 +29,8 @@ class SaeTable(KeyedTable):
         Binding("right", "shift(1)", "Right", show=False, id="compare.right", tooltip="The runs further right"),
     ]
     heading = ""
+    # Sentences below the rows.
+    notes: Sequence[str] = ()
 
     def __init__(self, *, empty: str, id: str | None = None) -> None:  # noqa: A002
         super().__init__((), empty=empty, id=id)
@@ -63,8 +65,16 @@ class SaeTable(KeyedTable):
                 Column(f"{glyph(place)[0]} {self._saes[place].label}", self._width(place), right=True)
                 for place in shown
             ),
+            # Leaves the whole width to the notes.
+            Column("", 1, grow=True, drop=1),
         )
-        self.show_rows([_row(line, shown) for line in self._lines_shown])
+        notes = [part for note in self.notes for part in wrap(note, max(10, self.size.width - 4))]
+        nothing: list[Span] = [("", "text")] * (len(shown) + 1)
+        below = [
+            Row(f"note {place}", ((f" {note}", "dim"), *nothing), spill=(0,), is_heading=True)
+            for place, note in enumerate(["", *notes] if notes else [])
+        ]
+        self.show_rows([*(_row(line, shown) for line in self._lines_shown), *below])
 
     @property
     def _title_width(self) -> int:
@@ -107,10 +117,9 @@ class ResultsPanel(SaeTable):
         self._settings = settings
 
     def show_comparison(self, comparison: Comparison) -> None:
-        super().show_comparison(comparison)
         of_seeds = [seeds.words for seeds in over_seeds(comparison.saes)]
-        reasons = of_seeds + [line.why for line in self._lines_shown if line.why]
-        self.tooltip = Text("\n".join(reasons)) if reasons else None
+        self.notes = of_seeds + [line.why for line in self.lines_of(comparison.saes) if line.why]
+        super().show_comparison(comparison)
 
     def lines_of(self, saes: Sequence[ComparedSae]) -> list[ComparisonRow]:
         return results(saes, self._settings)
@@ -126,4 +135,4 @@ def _elsewhere(before: int, after: int) -> str:
 def _row(line: ComparisonRow, shown: range) -> Row:
     words = line.words()
     cells: list[Span] = [(words[place], "good" if place in line.best else "text") for place in shown]
-    return Row(line.title, ((f" {line.title}", "label"), *cells))
+    return Row(line.title, ((f" {line.title}", "label"), *cells, ("", "text")))

@@ -12,7 +12,7 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.widgets import Label
 
-from sae_tui.format import bar, clock_time, count, duration, gibibytes, measure, number
+from sae_tui.format import bar, clock_time, count, duration, gibibytes, measure, measured_duration, number
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.find import architectures, orders, run_seconds
@@ -55,7 +55,7 @@ def _progress(job: JobView) -> Span:
     # For a resumed job, `started` is when it was last started.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
         return bar(job.progress, 10), "bar rail"
-    return duration(max(0.0, job.ended - job.started)), "dim"
+    return measured_duration(max(0.0, job.ended - job.started)), "dim"
 
 
 def _speed(job: JobView) -> Span:
@@ -88,11 +88,11 @@ def judged_span(job: JobView, name: str) -> Span:
 def mean_with_digit(mean: float, sd: float) -> str:
     """Return a mean up to the first digit of its standard deviation, and this digit in parentheses, like `0.146(2)`.
 
-    The text has at most 8 characters, the width of the column, so a much smaller standard deviation is shown as 0.
+    The text has at most 9 characters, the width of the column. The digit is at least 1.
     """
-    most = 3 if abs(mean) < 9.99 else 2
+    most = 4 if abs(mean) < 9.99 else 3
     decimals = most if sd < 10**-most else min(most, max(0, -math.floor(math.log10(sd))))
-    digit = round(sd * 10**decimals)
+    digit = max(1, round(sd * 10**decimals))
     if digit == 10 and decimals:
         decimals, digit = decimals - 1, 1
     return f"{mean:.{decimals}f}({digit})"
@@ -132,7 +132,7 @@ def _memory(job: JobView) -> Span:
 # first to disappear in narrow windows.
 COLUMNS = {
     "k": JobColumn(Column("K", 6, right=True, drop=1), lambda job: (job.k, "text"), "k"),
-    "d_sae": JobColumn(Column("D_SAE", 8, right=True, drop=5), lambda job: (job.d_sae, "text"), "d_sae"),
+    "d_sae": JobColumn(Column("D_SAE", 7, right=True, drop=5), lambda job: (job.d_sae, "text"), "d_sae"),
     "state": JobColumn(Column("STATE", 10), _state, "state"),
     "progress": JobColumn(Column("PROGRESS", 10), _progress, "progress", is_value=True),
     "percent": JobColumn(
@@ -147,7 +147,7 @@ COLUMNS = {
     "loss": JobColumn(
         Column("LOSS", 8, right=True, drop=9), lambda job: (number(job.loss), "text"), "loss", is_value=True
     ),
-    "fvu": JobColumn(Column("FVU", 8, right=True), _judged("fvu"), "fvu", is_value=True),
+    "fvu": JobColumn(Column("FVU", 9, right=True), _judged("fvu"), "fvu", is_value=True),
     "l0": JobColumn(Column("L0", 6, right=True, drop=2), _judged("l0"), "l0", is_value=True),
     "dead_fraction": JobColumn(
         Column("DEAD", 6, right=True, drop=6), _judged("dead_fraction"), "dead_fraction", is_value=True

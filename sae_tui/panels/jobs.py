@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from textual.binding import Binding
 from textual.message import Message
 
-from sae_tui.format import bar, duration, number
+from sae_tui.format import bar, measured_duration, number
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import waits
@@ -265,12 +265,12 @@ def run_time(job: JobView) -> str:
     """Return how long a running command that reports no steps has run, or "" for any other job."""
     if job.state.is_final or job.state == JobState.QUEUED or job.step or not kind_of(job.config).is_program:
         return ""
-    return duration(max(0.0, time.time() - (job.started or time.time())))
+    return measured_duration(max(0.0, time.time() - (job.started or time.time())))
 
 
 def _outcome(job: JobView, ran: str) -> Span:
     """Return a command's run time, and its loss or how it ended, such as `12 min · exit code 3`."""
-    took = ran or (duration(max(0.0, job.ended - job.started)) if job.started and job.ended else "")
+    took = ran or (measured_duration(max(0.0, job.ended - job.started)) if job.started and job.ended else "")
     failed = job.state in (JobState.FAILED, JobState.LOST)
     error = (job.error or "").partition("; its last log line")[0] if failed else ""
     why = error.removeprefix("its program ").removeprefix("ended with ")

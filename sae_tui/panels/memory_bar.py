@@ -143,7 +143,7 @@ def _legend(need: Need, drawn: Collection[str], width: int) -> Line:
     small = [name for name in sizes if name not in drawn]
     if small and width >= WIDE:
         each = between.join(f"{names[name][0]} {short(sizes[name])}" for name in small)
-        spans.append((f"{between}under one cell: {each}", "label"))
+        spans.append((f"{between}not drawn: {each}", "label"))
     elif small:
         words = "+".join(names[name][1] for name in small)
         spans += [(f"{between}{words} ", "label"), (short(sum(sizes[name] for name in small)), "text")]

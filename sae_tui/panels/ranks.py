@@ -14,8 +14,16 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
+SHARE = "share"
 # The columns and their widths. A panel shows only as many columns as leave space for the speed history.
-COLUMNS = (("tokens/s", RATE, 10), ("busy ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
+COLUMNS = (
+    ("tokens/s", RATE, 10),
+    ("busy ms", OWN, 8),
+    ("share", SHARE, 7),
+    ("data", DATA, 7),
+    ("memory", MEMORY, 8),
+    ("step", STEP, 8),
+)
 LEAST_SPARK, SIGN = 3, 5
 
 
@@ -37,7 +45,7 @@ class RanksPanel(DetailPanel):
         super().show_detail(detail)
 
     def title(self, detail: JobDetail) -> Line:
-        return (("Ranks, without waiting", "title"),)
+        return (("Ranks, excluding waits", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
@@ -47,7 +55,11 @@ class RanksPanel(DetailPanel):
         # Leave an eighth of a row free above the fastest rank, to separate the rows.
         top = None if top is None else top * 8 / 7
         late = late_ranks(detail.series, ranks)
-        rank_lines = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
+        shares = shares_of(detail.series, ranks)
+        rank_lines = [
+            rank_line(rank, rates[rank], top, width, detail.series, share=shares.get(rank), is_late=rank in late)
+            for rank in ranks
+        ]
         return [((fit(column_titles(width), width), "label"),), *(rank_lines or [_none(detail, width)])]
 
 
@@ -74,6 +86,12 @@ def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[
     return {rank for rank, time in times.items() if typical > 0 and time > LATE * typical}
 
 
+def shares_of(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> dict[int, float]:
+    """Return the share of the work that each rank does, from its speed and its work time; {} if any is unknown."""
+    work = {rank: (latest(series, RATE, rank) or 0) * (latest(series, OWN, rank) or 0) for rank in ranks}
+    return {rank: one / sum(work.values()) for rank, one in work.items()} if all(work.values()) else {}
+
+
 def latest(series: Mapping[tuple[str, int], tuple[Point, ...]], name: str, rank: int) -> float | None:
     points = series.get((name, rank))
     return points[-1].value if points else None
@@ -90,10 +108,12 @@ def rank_line(
     width: int,
     series: Mapping[tuple[str, int], tuple[Point, ...]],
     *,
+    share: float | None = None,
     is_late: bool,
 ) -> Line:
     """Return a line like `▲ 1    7.3k    98.2` with as many columns as fit; the sign marks a slow rank."""
-    cells = {name: latest(series, name, rank) for _, name, _ in columns(width)} | {RATE: values[-1] if values else None}
+    cells = {name: latest(series, name, rank) for _, name, _ in columns(width)}
+    cells |= {RATE: values[-1] if values else None, SHARE: share}
     text = "".join(fit(_cell_text(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
     return (
         (f"{'▲' if is_late else ' '}{rank:>3} ", "warn" if is_late else "label"),
@@ -107,4 +127,6 @@ def _cell_text(name: str, value: float | None) -> str:
         return count(value)
     if name == MEMORY:
         return gibibytes(value)
+    if name == SHARE:
+        return UNKNOWN if value is None else f"{value:.0%}"
     return UNKNOWN if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

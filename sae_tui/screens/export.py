@@ -139,7 +139,7 @@ class ExportDialog(_SaeDialog):
         yield Label(f"Export the SAE of job {self._job.id} as", markup=False)
         yield Menu([(form, form) for form in WRITTEN_FORMATS], value="saelens", allow_blank=False, compact=True)
         yield Label("into the folder", markup=False)
-        yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
+        yield Input(str(self._session.data.root / "exports" / f"{name}-{self._job.id}"), compact=True, id="folder")
         yield Label("and upload it to the Hugging Face hub as (empty: do not)", markup=False)
         yield Input(placeholder="OWNER/NAME, a private repository", compact=True, id="push")
         yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")

@@ -35,6 +35,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.old_keys import old_key
+from sae_tui.widgets.reading import TextScreen
 from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ class JobScreen(Evaluates, FramedScreen):
         return launch_line(view.config, view.name)
 
     def action_copy_snippet(self) -> None:
-        """Copy Python that loads the SAE; another press copies the next way to load it."""
+        """Show and copy Python that loads the SAE; another press shows the next way to load it."""
         snippets = loading_snippets(self._sae_folder)
         if not snippets:
             self.notify(f"Job {self.job_id} has no SAE to load yet.", severity="warning")
@@ -319,11 +320,10 @@ class JobScreen(Evaluates, FramedScreen):
         self._n_copied += 1
         other = snippets[self._n_copied % len(snippets)].library
         self.app.copy_to_clipboard(snippet.code)
-        self.notify(
-            f"Python that loads the SAE with {snippet.library} was sent to the terminal's clipboard;"
-            f" L again: with {other}.",
-            markup=False,
-        )
+        title = f"Python that loads the SAE with {snippet.library}, also sent to the terminal's clipboard"
+        code = [((line, "text"),) for line in snippet.code.splitlines()]
+        more = [((" ", "text"),), ((f"Close this and press L again to load it with {other}.", "dim"),)]
+        self.app.push_screen(TextScreen(title, lambda _: [*code, *(more if len(snippets) > 1 else [])]))
 
     @property
     def _sae_folder(self) -> Path:

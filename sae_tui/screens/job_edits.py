@@ -143,7 +143,7 @@ class JobEdits(JobsFinder):
         folds = not self.session.settings.fold_clones
         self.session.actions.keep("Families", fold_clones=folds)
         self.show_jobs(self.session.jobs, self.session.watcher.problem)
-        self.notify("A job and its clones are one row, if there are three." if folds else "Each clone is a row.")
+        self.notify("Three or more clones of a job are now one row." if folds else "Each clone is a row.")
 
     def action_tag(self) -> None:
         ids = self.targets

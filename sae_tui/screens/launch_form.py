@@ -325,7 +325,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if not self.changed:
             self.notify("No setting was changed.")
             return
-        question = f"Reset your {plural(len(self.changed), 'changed setting')}?"
+        question = f"Reset {plural(len(self.changed), 'changed setting')}?"
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
@@ -547,6 +547,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         elif default == "available":
             picker.action_available()
             self._offer_best(picker.choices)
+            if not picker.gpus:
+                picker.choose_any(1)  # the job waits in the queue
         elif default == "all":
             picker.choose(
                 [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
@@ -599,7 +601,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if not is_shared or self.session.readonly or os.path.lexists(mark):
             return
         self.notify(
-            "All free GPUs are selected. R: always only as many as speed up the job.",
+            "All free GPUs are selected. Press F2, then R, to start with the GPUs that speed up the job from now on.",
             timeout=_OFFER_S,
         )
         with contextlib.suppress(OSError, UserError):

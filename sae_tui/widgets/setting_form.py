@@ -70,7 +70,7 @@ class Field:
             return "no shell expands it; ↑ lists earlier ones"
         if self.options or not self.setting.is_number:
             return self.setting.wanted if self.setting.is_list and self.setting.default == [] else ""
-        lists = "1e-4,3e-4" if self.setting.name == "lr" else "16,32,64"
+        lists = {"lr": "1e-4,3e-4", "seed": "0,1,2"}.get(self.setting.name, "16,32,64")
         hints = [
             "300k, 10M and 1e6 are numbers too" if self.setting.unit == "tokens" else "",
             f"a list like {lists} trains one SAE per value" if self.several else "",

@@ -114,6 +114,7 @@ class KeyedTable(LineView, can_focus=True):
         keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
+            self.call_after_refresh(self._reveal)
         if self.cursor not in keys:
             before = self.rows[: self._cursor_index()]
             nearest = min(sum(not row.is_heading for row in before), len(keys) - 1)
@@ -126,6 +127,7 @@ class KeyedTable(LineView, can_focus=True):
         """Put the cursor on a row, or wait until the row appears."""
         if any(row.key == key for row in self.rows):
             self.cursor = key
+            self._reveal()
         else:
             self._awaited = key
 
@@ -139,7 +141,13 @@ class KeyedTable(LineView, can_focus=True):
         at = bisect.bisect_left(places, self._cursor_index())
         index = places[max(0, min(len(places) - 1, at + by))]
         self.cursor = self.rows[index].key
-        visible = self.size.height - 1
+        self._reveal()
+
+    def _reveal(self) -> None:
+        """Scroll as little as needed to show the row under the cursor."""
+        if not self.rows:
+            return
+        index, visible = self._cursor_index(), self.size.height - 1
         top = round(self.scroll_y)
         if index < top or index >= top + visible:
             self.scroll_to(y=index if index < top else index - visible + 1, animate=False)

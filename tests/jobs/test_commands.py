@@ -133,7 +133,7 @@ def test_a_program_that_cannot_be_started_fails_with_the_reason(box):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"argv": []}, "command.argv: is empty; write the program and its arguments"),
+        ({"argv": []}, "command.argv: is empty; write a program and its arguments"),
         ({"argv": ["true"], "memory": "much"}, 'command.memory: must be a size like 20GiB or 500MB, not "much"'),
         ({"argv": ["true"], "env": ["A"]}, 'command.env: must be NAME=VALUE, not "A"'),
         ({"argv": ["true"], "retry_on": [0]}, "command.retry_on: must be a list of exit codes from 1 to 255"),

@@ -322,3 +322,27 @@ async def test_programs_are_compared_by_what_they_report_losses_first(make_app, 
         assert "val/loss" in shown
         assert "0.25" in shown
         assert not any(word in shown for word in ("FVU", "L0", "tokens"))
+
+
+async def test_different_l0_values_are_named_below_the_results(make_app, data) -> None:
+    ids = []
+    for k in (16, 64):
+        ids.append(record_job(data, f"k{k}", JobState.FINISHED, config=job_file(k=k)))
+        data.run(ids[-1]).create()
+        values = {"heldout_fvu": 4 / k, "heldout_l0": float(k), "fvu": 4 / k, "l0": float(k)}
+        with closing(SeriesWriter(data.run(ids[-1]).metrics_db)) as writer:
+            writer.write(
+                [MetricRow(name, 100, value) for name, value in values.items()],
+                Heartbeat("finished", 100, 100, 9, 0.0),
+            )
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(app, pilot, ids)
+        await pilot.press("2")
+        results = app.screen.query_one(ResultsPanel)
+        words = " ".join(results.plain.split())
+        assert "the L0 values differ, and a higher L0 alone lowers the held-out FVU" in words
+        keys = [row.key for row in results.rows]
+        results.focus()
+        await pilot.press("end")
+        assert results.cursor == next(key for key in reversed(keys) if not key.startswith("note"))

@@ -512,3 +512,21 @@ async def test_a_key_for_a_gpu_or_a_job_that_does_not_exist_says_so(make_app) ->
         for key, words in (("9", "There is no GPU 9."), ("y", "There is no job yet; n launches one.")):
             await pilot.press(key)
             await wait_until(pilot, lambda words=words: any(words in one.message for one in app.notices))
+
+
+async def test_a_selected_row_outside_the_window_is_scrolled_into_view(make_app, data) -> None:
+    ids = [record_job(data, f"job-{number}", JobState.FINISHED) for number in range(40)]
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.session.jobs) == 40)
+        await pilot.pause()
+        await pilot.press("end")
+        table = app.screen.query_one(JobsPanel)
+        assert table.scroll_y > 0
+        app.screen.select(ids[-1])  # the newest job is the first row
+        await pilot.pause()
+        assert table.cursor == str(ids[-1])
+        assert table.scroll_y == 0
+        app.screen.select(ids[0])
+        await pilot.pause()
+        assert table.scroll_y > 0

@@ -27,6 +27,7 @@ from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.widgets.log_view import LogView
+from sae_tui.widgets.reading import Page, TextScreen
 from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
@@ -514,7 +515,7 @@ async def test_the_first_curve_is_the_held_out_fvu_in_front_of_a_dimmed_batch_fv
             return {style for text, style in spans if any(0x2800 < ord(char) < 0x2900 for char in text)}
 
         assert await styles_after([MetricRow("fvu", step, 0.4 - step / 1000) for step in (10, 50, 90)], 90) == {"dim"}
-        assert "~0.31 (batch)" in plot.plain.splitlines()[0]
+        assert "not yet measured · batch 0.31" in plot.plain.splitlines()[0]
         assert "FVU ~0.31" in screen.query_one(Headline).plain
         measured = [
             MetricRow("heldout_fvu", 100, 0.38),
@@ -538,7 +539,7 @@ async def test_one_dead_latent_is_drawn_near_zero_in_percent(make_app, data) -> 
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         heading, top, *_ = screen.query_one("#curve-dead_fraction").plain.splitlines()
-        assert heading == "dead 0.1% · in 1 tokens"
+        assert heading == "dead 0.1% · silent for 1 tokens"
         assert top.split("┤")[0].strip() == "1%"
         assert not any(0x2800 < ord(char) < 0x2900 for char in top)
 
@@ -671,7 +672,9 @@ async def test_keys_copy_the_command_that_launches_the_job_and_python_that_loads
         assert app.clipboard == "sae-tui launch /dev/null --set name=minilm --set data.path=data/sample"
         await pilot.press("L")
         assert app.clipboard == f"from sae_lens import SAE\n\nsae = SAE.load_from_disk('{folder}')\n"
-        await pilot.press("L")
+        assert isinstance(app.screen, TextScreen)
+        assert "sae = SAE.load_from_disk(" in app.screen.query_one(Page).plain
+        await pilot.press("escape", "L")
         assert "load_file('" in app.clipboard
 
 

@@ -270,10 +270,10 @@ def test_a_commands_row_shows_its_run_time_loss_and_exit_code_instead_of_values_
         return "".join(text for text, _ in _row_line(row, fit_columns(columns_of(SHOWN), width), columns_of(SHOWN), {}))
 
     running = line(state=JobState.RUNNING)
-    assert running.split()[-2:] == ["5", "min"]
+    assert running.split()[-3:] == ["5", "min", "00"]
     assert "–" not in running
-    assert "probe.py --layer 12 --rank 8" in running
-    assert "5 min · loss 0.25" in line(state=JobState.RUNNING, loss=0.25)
+    assert "probe.py --layer 12 --rank" in running
+    assert "5 min 00 · loss 0.25" in line(state=JobState.RUNNING, loss=0.25)
     ended = {"ended": usual["started"] + 60}
     assert line(state=JobState.FINISHED, **ended).split()[-4:-2] == ["✓", "finished"]
     error = "its program ended with exit code 3; its last log line: no such layer"

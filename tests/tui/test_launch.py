@@ -4,9 +4,11 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 from contextlib import closing
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from textual.widgets import Button, Input, Static
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
 from sae_tui.jobs.shard_headers import ShardHeaders
@@ -133,22 +136,23 @@ async def test_more_gpus_than_pay_are_named_in_the_review_and_a_key_takes_fewer(
     app = make_app(16)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        text = await reviewed(pilot, screen, "12 GPUs, about ", "F2 r takes it")
+        text = await reviewed(pilot, screen, "12 GPUs, about ", "press F2, then r")
         assert "; 1 GPU would take " in text
         assert "effective batch 768 = 64 × 12 (512 on 1 GPU)" in text
         await pilot.press("r")
         assert screen.query_one(GpuPicker).chosen == {0}
         text = await reviewed(pilot, screen, "1 GPU, single", "effective batch 512 ·")
-        assert "takes it" not in text
+        assert "press F2" not in text
 
 
-async def test_if_all_suitable_gpus_are_busy_the_best_choice_waits_for_any_of_them(make_app) -> None:
+@pytest.mark.parametrize("default", ["best", "available"])
+async def test_if_all_suitable_gpus_are_busy_the_form_waits_for_any_of_them(make_app, default: str) -> None:
     class Taken(Simulated):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             taken = super().sample(3, processes=processes)
             return dataclasses.replace(taken, index=index, uuid=f"GPU-{index}")
 
-    app = make_app(monitor=StillMonitor(source=Taken(4, clock=lambda: 0.0)), default_gpu_selection="best")
+    app = make_app(monitor=StillMonitor(source=Taken(4, clock=lambda: 0.0)), default_gpu_selection=default)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await wait_until(pilot, lambda: screen.query_one(GpuPicker).gpus == "auto:1")
@@ -166,7 +170,7 @@ async def test_a_clone_keeps_its_gpus_if_the_best_gpus_are_the_default(make_app,
 
 
 async def test_on_a_shared_machine_the_best_gpus_are_offered_once_as_the_default(make_app, data) -> None:
-    offers = "All free GPUs are selected. R: "
+    offers = "All free GPUs are selected. Press F2, then R"
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -328,6 +332,23 @@ async def test_every_preset_is_a_valid_job(make_app, data) -> None:
         table = job_form.flatten(job_form.read_job_table(preset))
         review = job_form.review(job_form.Draft(table, {}, "cpu"), [], data, [], cuda=False)
         assert review.job is not None, review.text
+
+
+async def test_data_that_is_deleted_during_a_review_is_named_in_the_review(data, monkeypatch, tmp_path) -> None:
+    table = job_form.flatten(job_form.read_job_table(job_form.default_preset()))
+    rows = tmp_path / "rows"
+    shutil.copytree("data/sample", rows)
+    best = job_form.best_gpus
+
+    def delete_first(*arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(rows)
+        return best(*arguments, **options)
+
+    monkeypatch.setattr(job_form, "best_gpus", delete_first)
+    choices = [GpuChoice(0, "GPU-0", "H200", 141 << 30, 141 << 30, "available")]
+    review = job_form.review(job_form.Draft(table | {"data.path": str(rows)}, {}, [0]), choices, data, [], cuda=True)
+    assert review.job is None
+    assert review.errors[0].path == "data.path"
 
 
 async def test_the_form_is_kept_when_the_screen_is_left_and_reopened(make_app) -> None:

@@ -109,7 +109,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         # The other components are smaller than a cell, and are only named.
         letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
         assert letters == list("ERC")
-        small = "under one cell: Weights " if size[0] > 100 else "Weights+Grad+Opt+Acts "
+        small = "not drawn: Weights " if size[0] > 100 else "Weights+Grad+Opt+Acts "
         assert small in panel.plain
         before = screen.form.review.need.parts
         await put_into_row(pilot, "sae-d_sae", "294912")

@@ -167,6 +167,16 @@ def _with_environment(reviewed: Review, there: Environment, *, wants_gpus: bool)
 def _review(
     candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool, several: bool
 ) -> Review:
+    try:
+        return _review_files(candidate, choices, data, past, cuda=cuda, several=several)
+    except JobFileError as error:
+        # The data was deleted or changed during the review.
+        return Review(None, tuple(error.problems))
+
+
+def _review_files(
+    candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool, several: bool
+) -> Review:
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
     job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
     wrong_paths = {problem.path for problem in problems}
@@ -218,7 +228,7 @@ def _review(
 
 
 def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: Sequence[Job]) -> str:
-    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s, r takes it`, or "" if all of these GPUs pay."""
+    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s: press F2, then r`, or "" if all GPUs pay."""
     job, n_gpus = proposal.job, proposal.devices
     if best is None or not best.gpus or not proposal.outlook.on_gpus or n_gpus <= best.count:
         return ""
@@ -227,8 +237,8 @@ def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: S
     now, then = (None if time is None else duration(time) for time in times)
     if now is None or then is None:
         return ""
-    takes = "it" if best.count == 1 else "them"
-    return f"{plural(n_gpus, 'GPU')}, about {now}; {plural(best.count, 'GPU')} would take {then}, F2 r takes {takes}"
+    fewer_gpus = plural(best.count, "GPU")
+    return f"{plural(n_gpus, 'GPU')}, about {now}; {fewer_gpus} would take {then}: press F2, then r"
 
 
 def capacity(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> FreeMemory:

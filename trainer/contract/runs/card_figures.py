@@ -175,7 +175,9 @@ def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, 
     for figure in figures_of(cards[label]) if len(own) > 1 else ():
         like = (figure.name, figure.condition)
         values = [one.value for figures in own for one in figures if (one.name, one.condition) == like]
-        if len(values) == len(own) and (spread := spread_of(values)):
+        # Two SAEs have the same PW-MCC, since each is compared with the other.
+        is_mutual = figure.name == "pw_mcc" and len(own) == 2
+        if len(values) == len(own) and not is_mutual and (spread := spread_of(values)):
             found.append((figure, spread))
     return found
 

@@ -556,7 +556,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("gamma of the data", f"{card.data.gamma:.2f}"),
         *([("stability", _stability(card.stability))] if card.stability else []),
         *((twin.words, _twin(twin)) for twin in card.twins),
-        *([("families", family_words(card.families))] if card.families else []),
+        *([("families", _families(card))] if card.families else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_probes(card.probing) if card.probing else []),
@@ -567,6 +567,12 @@ def facts(card: Card) -> list[tuple[str, str]]:
 def family_words(families: Mapping[str, int]) -> str:
     """Return the number of latents of each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
     return ", ".join(f"{families.get(name, 0):,} {words}" for name, words in _FAMILY_WORDS.items())
+
+
+def _families(card: Card) -> str:
+    """Return the families, with the number of rows in which they were counted if it is known."""
+    counted = card.parts.get(FIRES_ON)
+    return family_words(card.families) + (f" (in {counted.n:,} rows with their tokens)" if counted else "")
 
 
 def _stability(one: Stability) -> str:
@@ -594,7 +600,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
         *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
-        *([("families", family_words(card.families))] if card.families else []),
+        *([("families", _families(card))] if card.families else []),
         *([("model read", _text_read(card.spliced))] if card.spliced else []),
         *([("probed on", _probed_on(card.probing))] if card.probing else []),
         *_of_run(card),

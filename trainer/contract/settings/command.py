@@ -143,7 +143,7 @@ class CommandJob(AnyJob, frozen=True, kw_only=True):
 def _problems_of(command: Command) -> list[Problem]:
     problems = []
     if not command.argv or not command.argv[0]:
-        problems.append(Problem("command.argv", 'is empty; write the program and its arguments, like ["make"]'))
+        problems.append(Problem("command.argv", "is empty; write a program and its arguments, like python train.py"))
     texts = {"argv": command.argv, "env": command.env, "folder": [command.folder], "metrics": command.metrics}
     for name, words in texts.items():
         for word in words or ():

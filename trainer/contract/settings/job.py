@@ -253,7 +253,8 @@ class Train(msgspec.Struct, frozen=True):
         bool,
         about(
             "Also trains each SAE with a frozen random decoder, to compare with;"
-            ' short for sae.freeze = ["off", "decoder"].'
+            ' short for sae.freeze = ["off", "decoder"].',
+            advanced=True,
         ),
     ] = False
     log_every: Annotated[int, about("Logs metrics every N steps.", unit="steps", advanced=True, ge=1)] = 10
