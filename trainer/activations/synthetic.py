@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,79 +15,190 @@ from trainer.activations.permutation import Words, mixed
 from trainer.contract.settings.sources import SyntheticSettings
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+class Firings(NamedTuple):
+    """The features that fire: the place of the row in the request, the feature's number, and its coefficient.
+
+    They are in ascending order of `rows`. A feature may be listed twice; its coefficients are then added.
+    """
+
+    rows: Integers
+    features: Integers
+    coefficients: Floats
 
 
 class Synthetic(IndexedSource):
     """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
-    Features fire independently. The probability of feature j is about proportional to j^-skew, and its coefficient is
-    uniform in 0.5 .. 1.5. A row is generated only from hashes of the seed and of the row's number, so it does not
-    depend on the other rows of a batch.
+    The probability of feature j is about proportional to j^-skew, and its coefficient is uniform in 0.5 .. 1.5. A row
+    is generated only from hashes of the seed and of the row's number, so it does not depend on the other rows of a
+    batch. Features fire independently, unless there are trees (`children`) or groups (`topics`).
     """
 
-    def __init__(
-        self, *, d_in: int, n_features: int, active: float, skew: float, noise: float, n_rows: int, data_seed: int
-    ) -> None:
-        settings = SyntheticSettings(d_in, n_features, active, skew, noise, n_rows, data_seed)
+    def __init__(self, **options: Any) -> None:
+        """Take the fields of `SyntheticSettings`."""
+        settings = SyntheticSettings(**options)
         self.d_in, self.d_out, _ = settings.shape()
-        self.n_tokens = n_rows
+        self.n_tokens = settings.n_rows
         self.place, self.meta = settings.place, dict[str, Any]()
         # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
-        key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
-        self._noise, self._key = noise, key
+        key, features_key = np.random.SeedSequence(settings.data_seed).generate_state(2, np.uint64)
+        self._noise, self._key = settings.noise, key
         generator = torch.Generator().manual_seed(int(features_key >> 1))
-        self.features = normalize(torch.randn(n_features, d_in, generator=generator), dim=1)
-        rates = _rates(active, n_features, skew)
-        self._features_cumulative = rates.cumsum() / rates.sum()
-        self._features_cumulative[-1] = 1
+        self.features = normalize(torch.randn(settings.n_features, self.d_in, generator=generator), dim=1)
+        self._groups = _Groups(settings)
+        rates, self._given_parent = _rates(settings, self._groups)
+        self._groups.fit(rates)
+        self._children, self._n_roots = settings.children, len(rates)
         self._count_cumulative = _poisson_cumulative(float(rates.sum()))
 
     def rows(self, indices: Indices) -> Tensor:
         """Return rows [n, d_in] in fp32, in ascending order of row number."""
-        words = mixed(np.sort(indices).astype(np.uint64) ^ self._key)
-        rows = self._sums(words)
+        words = self._words(indices)
+        fired = self._firings(words)
+        rows = embedding_bag(
+            torch.from_numpy(fired.features),
+            self.features,
+            torch.from_numpy(np.searchsorted(fired.rows, np.arange(len(words)))),
+            per_sample_weights=torch.from_numpy(fired.coefficients.astype(np.float32)),
+            mode="sum",
+        )
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
+
+    def firings(self, indices: Indices) -> Tensor:
+        """Return the coefficient of each feature [n, n_features] in rows, in ascending order of row number."""
+        words = self._words(indices)
+        fired = self._firings(words)
+        found = torch.zeros(len(words), len(self.features))
+        place = torch.from_numpy(fired.rows), torch.from_numpy(fired.features)
+        return found.index_put_(place, torch.from_numpy(fired.coefficients).float(), accumulate=True)
 
     def name_of(self, index: int) -> str:
         return f"row {index}"
 
-    def _sums(self, words: Words) -> Tensor:
-        """Return the sum of a Poisson-distributed number of features for each row.
+    def _words(self, indices: Indices) -> Words:
+        return mixed(np.sort(indices).astype(np.uint64) ^ self._key)
 
-        Features are sampled in proportion to their rates. How often a feature is sampled is then an independent Poisson
-        variable. A feature sampled twice is added twice.
+    def _firings(self, words: Words) -> Firings:
+        """Return the features that fire in rows.
+
+        The roots of a row are sampled in proportion to their rates, a Poisson-distributed number of times. How often a
+        root is sampled is then an independent Poisson variable. A root sampled twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
+        rows = np.arange(len(words)).repeat(counts)
         starts = counts.cumsum() - counts
         draws = np.arange(counts.sum()) - starts.repeat(counts)
         chosen = words.repeat(counts) + draws.astype(np.uint64)
-        numbers = np.searchsorted(self._features_cumulative, _uniform(chosen, 1), side="right")
-        coefficients = (0.5 + _uniform(chosen, 2)).astype(np.float32)
-        return embedding_bag(
-            torch.from_numpy(numbers),
-            self.features,
-            torch.from_numpy(starts),
-            per_sample_weights=torch.from_numpy(coefficients),
-            mode="sum",
-        )
+        roots = self._groups.roots(words, rows, chosen)
+        fired = Firings(rows, roots, 0.5 + _uniform(chosen, 2))
+        return self._with_children(words, fired) if self._children else fired
+
+    def _with_children(self, words: Words, fired: Firings) -> Firings:
+        """Add the children that fire; each fires with its own probability if its parent fires."""
+        n, c = len(self.features), self._children
+        levels, parents = [fired], np.unique(fired.rows * n + fired.features)
+        while len(parents):
+            rows, features = parents // n, parents % n
+            rows, children = rows.repeat(c), (self._n_roots + features[:, None] * c + np.arange(c)).ravel()
+            rows, children = rows[children < n], children[children < n]
+            own = mixed(words[rows] ^ (children.astype(np.uint64) << np.uint64(20)))
+            fires = _uniform(own, 4) < self._given_parent[children]
+            rows, children = rows[fires], children[fires]
+            levels.append(Firings(rows, children, 0.5 + _uniform(own[fires], 5)))
+            parents = rows * n + children
+        whole = Firings(*map(np.concatenate, zip(*levels, strict=True)))
+        order = np.argsort(whole.rows, kind="stable")
+        return Firings(whole.rows[order], whole.features[order], whole.coefficients[order])
 
 
-def _rates(active: float, n_features: int, skew: float) -> Floats:
-    """Return each feature's rate (mean number of draws per row), such that `active` features fire on average.
+class _Groups:
+    """Chooses the roots of rows. With topics, half of them are chosen from the roots of the row's topic."""
 
-    A feature fires with probability 1 - e^-rate. Rates are limited to 3 (a probability of 95 %), because the number of
-    draws grows without bound as the probability approaches 1.
+    # The share of a row's roots chosen from its topic.
+    SHARE = 0.5
+
+    def __init__(self, settings: SyntheticSettings) -> None:
+        self._n = settings.topics
+        # Roots that follow each other in frequency belong to different topics.
+        self._topic_of = np.arange(settings.n_roots) % max(1, self._n)
+
+    def fire(self, rates: Floats) -> Floats:
+        """Return the probability that each root fires, over all topics; `rates` are mean numbers of draws per row."""
+        if not self._n:
+            return -np.expm1(-rates)
+        shares = self._shares(rates)[self._topic_of]
+        inside = rates * (1 - self.SHARE + self.SHARE / shares)
+        return -shares * np.expm1(-inside) - (1 - shares) * np.expm1(-rates * (1 - self.SHARE))
+
+    def _shares(self, rates: Floats) -> Floats:
+        """Return the share of each topic in the draws, which is also the share of rows with this topic."""
+        found: Floats = np.bincount(self._topic_of, rates, minlength=self._n) / rates.sum()
+        return found
+
+    def fit(self, rates: Floats) -> None:
+        """Use these rates of the roots from now on."""
+        self._cumulative = _cumulative(rates)
+        if self._n:
+            self._topics = _cumulative(self._shares(rates))
+            own = [np.flatnonzero(self._topic_of == topic) for topic in range(self._n)]
+            self._own = [(roots, _cumulative(rates[roots])) for roots in own]
+
+    def roots(self, words: Words, rows: Integers, chosen: Words) -> Integers:
+        """Return a root for each draw; `chosen` are the draws' words and `rows` their places in `words`."""
+        uniform = _uniform(chosen, 1)
+        found = np.searchsorted(self._cumulative, uniform, side="right")
+        if self._n:
+            topics = np.searchsorted(self._topics, _uniform(words, 6), side="right")[rows]
+            is_own = _uniform(chosen, 7) < self.SHARE
+            for topic, (roots, cumulative) in enumerate(self._own):
+                these = is_own & (topics == topic)
+                found[these] = roots[np.searchsorted(cumulative, uniform[these], side="right")]
+        return found
+
+
+def _cumulative(rates: Floats) -> Floats:
+    found: Floats = rates.cumsum() / rates.sum()
+    found[-1] = 1
+    return found
+
+
+# A child fires at most this often when its parent fires; otherwise the two could not be told apart.
+_MOST_GIVEN_PARENT = 0.5
+
+
+def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats]:
+    """Return the rate of each root (mean number of draws per row), and each feature's probability given its parent.
+
+    On average, `active` features fire. A root fires with probability 1 - e^-rate. Rates are limited to 3 (a probability
+    of 95 %), because the number of draws grows without bound as the probability approaches 1.
     """
-    shares = np.arange(1.0, n_features + 1) ** -skew
+    n, c, n_roots = settings.n_features, settings.children, settings.n_roots
+    shares = np.arange(1.0, n + 1) ** -settings.skew
 
-    def rates(scale: float) -> Floats:
-        return np.minimum(scale * shares, 3.0)
+    def at(scale: float) -> tuple[Floats, Floats, float]:
+        rates = np.minimum(scale * shares, 3.0)
+        fire, given = groups.fire(rates[:n_roots]), np.ones(n)
+        if c:
+            wanted, first = -np.expm1(-rates), n_roots
+            fire = np.concatenate([fire, np.zeros(n - n_roots)])
+            while first < n:
+                # The children of the features before `first` whose probabilities are known.
+                last = min(n, n_roots + first * c)
+                parents = (np.arange(first, last) - n_roots) // c
+                given[first:last] = np.minimum(_MOST_GIVEN_PARENT, wanted[first:last] / fire[parents].clip(1e-300))
+                fire[first:last] = given[first:last] * fire[parents]
+                first = last
+        return rates[:n_roots], given, float(fire.sum())
 
     low, high = 0.0, 3.0 / float(shares[-1])
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if -np.expm1(-rates(middle)).sum() < active else (low, middle)
-    return rates(high)
+        low, high = (middle, high) if at(middle)[2] < settings.active else (low, middle)
+    rates, given, _ = at(high)
+    return rates, given
 
 
 def _poisson_cumulative(rate: float) -> Floats:

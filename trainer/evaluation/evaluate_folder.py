@@ -25,6 +25,7 @@ from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
+from trainer.evaluation.known_features import known_features
 from trainer.evaluation.rows import EvaluationRows
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
 from trainer.training.thresholds import SET_ON
@@ -121,6 +122,7 @@ def card_of(
         figures=figures,
         sums=rows.sums,
         recovery=recovery(source, sae.W_dec),
+        known=known_features(source, sae.W_dec, sae.encode),
         recipe=read_recipe(sae.metadata),
         threshold_set_on=str(sae.metadata.get(SET_ON, "")),
         training=from_metadata(sae.metadata),

@@ -48,6 +48,7 @@ from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.contexts import MOST_ROWS, TokenRows, acts_of, contexts_of, moved_alone, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import recovery
+from trainer.evaluation.known_features import known_features
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
 from trainer.evaluation.rows import EvaluationRows
@@ -123,6 +124,9 @@ def evaluations_of(
                 "tokens": position.tokens,
                 "origin": state.origin_of(label),
                 "recovery": recovery(source.of_hook(learner.hook), learner.sae.raw_decoder()),
+                "known": known_features(
+                    source.of_hook(learner.hook), learner.sae.raw_decoder(), partial(acts_of, learner)
+                ),
                 "recipe": recipe_of_run(run_dir, state, label, learner.sae.d_in),
                 "threshold_set_on": str(threshold_facts(learner.sae).get(SET_ON, "")),
                 "training": how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sae_lens.synthetic import HierarchyNode, hierarchy_modifier
 from support.recovery import mmcs
 
 from trainer.activations.synthetic import Synthetic
@@ -125,3 +126,50 @@ def test_extreme_settings_produce_finite_rows(settings: dict[str, Any]) -> None:
 def test_too_many_active_features_cause_a_one_sentence_error() -> None:
     with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
         synthetic(active=231)
+
+
+# Trees and topics.
+
+
+@pytest.mark.parametrize("children", [1, 2, 4])
+@pytest.mark.parametrize("topics", [0, 3])
+def test_a_child_fires_only_with_its_parent_as_in_saelens(children: int, topics: int) -> None:
+    source = synthetic(children=children, topics=topics, active=8.0, skew=0.7)
+    fired, n_roots = source.firings(np.arange(3000)), source._n_roots
+    nodes = [HierarchyNode(number) for number in range(256)]
+    for number in range(n_roots, 256):
+        parent = nodes[(number - n_roots) // children]
+        parent.children = [*parent.children, nodes[number]]
+    gated = hierarchy_modifier(nodes[:n_roots])(fired.clone())
+    torch.testing.assert_close(gated, fired)
+    parents = (torch.arange(n_roots, 256) - n_roots) // children
+    given = (fired[:, n_roots:] > 0)[fired[:, parents] > 0].float().mean()
+    assert 0.1 < given < 0.6
+
+
+@pytest.mark.parametrize("options", [{}, {"children": 4}, {"topics": 6}, {"children": 3, "topics": 6, "skew": 0.0}])
+def test_the_mean_number_of_active_features_is_as_set(options: dict[str, Any]) -> None:
+    source = synthetic(**{"skew": 0.6} | options)
+    n = float((source.firings(np.arange(40_000)) > 0).float().sum(1).mean())
+    assert n == pytest.approx(5.0, rel=0.05)
+
+
+def test_features_of_a_topic_fire_together() -> None:
+    source = synthetic(topics=8, n_features=64)
+    fired = (source.firings(np.arange(30_000)) > 0).float()
+    table, topic = torch.corrcoef(fired.T), torch.arange(64) % 8
+    same = (topic[:, None] == topic) & ~torch.eye(64, dtype=torch.bool)
+    assert table[same].mean() > 0.03
+    assert table[topic[:, None] != topic].mean() < 0
+
+
+@given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 40))
+@settings(max_examples=25)
+def test_rows_are_the_sums_of_the_features_that_fire(children: int, topics: int, n: int) -> None:
+    source = synthetic(children=children, topics=topics, skew=0.4)
+    torch.testing.assert_close(source.rows(np.arange(n)), source.firings(np.arange(n)) @ source.features)
+
+
+def test_more_topics_than_features_without_a_parent_are_refused() -> None:
+    with pytest.raises(JobFileError, match=r"data.topics: must be at most the number of features without a parent, 12"):
+        synthetic(children=4, topics=13)

@@ -15,6 +15,7 @@ from trainer.contract.runs.report_card import (
     Card,
     EvaluationData,
     Figures,
+    KnownFeatures,
     Part,
     PatchedModel,
     Probing,
@@ -297,6 +298,21 @@ _STABILITY = typed(
         "pw_mcc": "Mean cosine under the best one-to-one matching; null without scipy, or above 4,096 latents.",
     },
 )
+_KNOWN = typed(
+    "KnownFeatures",
+    KnownFeatures,
+    {
+        "n_features": "Number of known features.",
+        "n_rows": "Number of rows, which no run was trained on.",
+        "true_l0": "Mean number of features that fire on a row.",
+        "f1": "Mean F1 of the latents as detectors of their nearest features.",
+        "f1_error": "Standard error of this mean.",
+        "precision": "Mean precision of the latents.",
+        "recall": "Mean recall of the latents.",
+        "uniqueness": "Number of different nearest features per latent.",
+        "mcc": "Mean absolute cosine under the best one-to-one matching; null if it was not computed.",
+    },
+)
 _TWIN = typed(
     "Twin",
     Twin,
@@ -318,6 +334,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "data": (_DATA, "Data on which the SAE was measured."),
     "figures": (_FIGURES, "Metrics of the SAE on this data."),
     "recovery": (float | None, "Share of the true directions that the SAE found; null if the directions are unknown."),
+    "known": (or_null(_KNOWN), "How well latents detect the known features of synthetic data; null for other data."),
     "spliced": (or_null(_SPLICED), "Loss of the patched language model; null if not measured."),
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
     "stability": (or_null(_STABILITY), "How many latents are found again with other seeds; null for one seed."),

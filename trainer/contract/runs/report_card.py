@@ -201,6 +201,26 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     pw_mcc: float | None = None
 
 
+class KnownFeatures(msgspec.Struct, frozen=True, kw_only=True):
+    """How well latents detect the known features of synthetic data, on `n_rows` rows that no run was trained on.
+
+    Each latent is judged as a detector of the feature with the nearest direction. `f1`, `precision` and `recall` are
+    means over the latents, and `f1_error` is the standard error of the mean. `uniqueness` is the number of different
+    nearest features per latent. `mcc` is the mean absolute cosine under the best one-to-one matching, or None if it was
+    not computed. `true_l0` is the mean number of features that fire on a row.
+    """
+
+    n_features: int
+    n_rows: int
+    true_l0: float = math.nan
+    f1: float = math.nan
+    f1_error: float = math.nan
+    precision: float = math.nan
+    recall: float = math.nan
+    uniqueness: float = math.nan
+    mcc: float | None = None
+
+
 class Twin(msgspec.Struct, frozen=True, kw_only=True):
     """A random twin of an SAE: its label, the weights that it keeps frozen, and its figures by name.
 
@@ -221,7 +241,12 @@ class Twin(msgspec.Struct, frozen=True, kw_only=True):
 # The key of random twins in an exported SAE's metadata.
 TWINS = "random_twins"
 # The figures of a random twin that are listed, with titles and formats.
-_TWIN_FIGURES = {"fvu": ("FVU", ".4f"), "ce_score": ("CE score", ".4f"), "kl_score": ("KL score", ".4f")}
+_TWIN_FIGURES = {
+    "fvu": ("FVU", ".4f"),
+    "ce_score": ("CE score", ".4f"),
+    "kl_score": ("KL score", ".4f"),
+    "f1": ("F1", ".3f"),
+}
 _AUC = re.compile("auc_([0-9]+)")
 
 
@@ -310,7 +335,8 @@ PART_TITLES = {
 class Card(msgspec.Struct, frozen=True):
     """The report card for an SAE: its identity, data and metrics.
 
-    `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data. `latents` is a
+    `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data, and `known` says
+    how well latents detect these features. `latents` is a
     random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
     settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
     SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
@@ -328,6 +354,7 @@ class Card(msgspec.Struct, frozen=True):
     data: EvaluationData
     figures: Figures
     recovery: float | None = None
+    known: KnownFeatures | None = None
     spliced: PatchedModel | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
@@ -370,6 +397,7 @@ class Card(msgspec.Struct, frozen=True):
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
+            known=self.known or older.known,
             spliced=self.spliced or older.spliced,
             probing=self.probing or older.probing,
             stability=self.stability or older.stability,
@@ -475,6 +503,7 @@ def summary(card: Card) -> str:
     quality = f"{quality_words(card)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
     latents += f", {card.stability.share:.1%} stable over seeds" if card.stability else ""
+    latents += f", F1 {_with_error(card.known.f1, card.known.f1_error, '.3f')} on known features" if card.known else ""
     unfinished = card.training.unfinished if card.training else ""
     of_data = (one.text for one in data_cautions(card.data))
     notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
@@ -558,6 +587,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *((twin.words, _twin(twin)) for twin in card.twins),
         *([("families", _families(card))] if card.families else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
+        *([("known features", _known_features(card.known))] if card.known else []),
         *(_losses(card.spliced) if card.spliced else []),
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
@@ -567,6 +597,14 @@ def facts(card: Card) -> list[tuple[str, str]]:
 def family_words(families: Mapping[str, int]) -> str:
     """Return the number of latents of each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
     return ", ".join(f"{families.get(name, 0):,} {words}" for name, words in _FAMILY_WORDS.items())
+
+
+def _known_features(one: KnownFeatures) -> str:
+    """Return the figures, like `F1 0.812 ± 0.010, precision 0.850, recall 0.790, MCC 0.900, uniqueness 0.950; …`."""
+    mcc = "" if one.mcc is None else f", MCC {one.mcc:.3f}"
+    figures = f"precision {_known(one.precision, '.3f')}, recall {_known(one.recall, '.3f')}{mcc}"
+    f1 = _with_error(one.f1, one.f1_error, ".3f")
+    return f"F1 {f1}, {figures}, uniqueness {one.uniqueness:.3f}; {one.true_l0:.1f} of {one.n_features:,} fire per row"
 
 
 def _families(card: Card) -> str:

@@ -297,7 +297,10 @@ MOST_SYNTHETIC = 10**9
 
 
 class SyntheticSettings(SourceSettings, frozen=True):
-    """Rows generated from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
+    """Rows generated from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition").
+
+    Trees are from Bussmann et al. 2025, "Learning multi-level features with Matryoshka sparse autoencoders".
+    """
 
     d_in: Annotated[int, about("Width of a row.", unit="dimensions", ge=1)] = 64
     n_features: Annotated[
@@ -307,6 +310,23 @@ class SyntheticSettings(SourceSettings, frozen=True):
     skew: Annotated[
         float, about("Zipf exponent of the feature frequencies; 0: all equally frequent.", advanced=True, ge=0)
     ] = 0.5
+    children: Annotated[
+        int,
+        about(
+            "Children of each feature in trees of three levels; a child fires only with its parent. 0: no trees.",
+            unit="features",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 0
+    topics: Annotated[
+        int,
+        about(
+            "Groups of features that fire together: half of a row's features are from one group. 0: independent.",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 0
     noise: Annotated[float, about("Standard deviation of the noise added to every value.", advanced=True, ge=0)] = 0.0
     n_rows: Annotated[int, about("Number of rows before they repeat.", unit="tokens", ge=1)] = 10_000_000
     data_seed: Annotated[int, about("Seed of the features and of all rows.", advanced=True, ge=0)] = 0
@@ -315,7 +335,15 @@ class SyntheticSettings(SourceSettings, frozen=True):
     def place(self) -> str:
         return f"synthetic data of {self.n_features:,} features"
 
+    @property
+    def n_roots(self) -> int:
+        """The number of features without a parent."""
+        return max(1, self.n_features // (1 + self.children + self.children**2))
+
     def shape(self) -> DataShape:
+        if self.topics > self.n_roots:
+            which = "features without a parent" if self.children else "features"
+            raise JobFileError([Problem("data.topics", f"must be at most the number of {which}, {self.n_roots:,}")])
         if self.active > 0.9 * self.n_features:
             message = f"must be at most 0.9 of data.n_features, {self.n_features}, not {self.active:g}"
             raise JobFileError([Problem("data.active", message)])
