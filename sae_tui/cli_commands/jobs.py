@@ -157,7 +157,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
 
     code = Exit.DONE
     if flags.wait:
-        code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
+        code = EXITS[wait_until_ended(context, flags.id, is_told=False).state]
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if flags.against:
@@ -366,7 +366,7 @@ def wait_for(context: CommandContext, *job_ids: int, began: str = "is launched",
     if not context.as_json:
         for job_id in job_ids:
             say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
-    ended = [_wait_until_ended(context, job_id) for job_id in job_ids]
+    ended = [wait_until_ended(context, job_id) for job_id in job_ids]
     if context.as_json:
         rows = _rows(context, ended)
         show_json(rows if len(rows) > 1 else rows[0])
@@ -380,7 +380,7 @@ def _what_came_of(view: JobView) -> str:
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
 
 
-def _wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = True) -> JobView:
+def wait_until_ended(context: CommandContext, job_id: int, *, is_told: bool = True) -> JobView:
     """Wait until the job has ended, print how it ended if `is_told`, and return it.
 
     Raise `UserError` if the job is deleted in the meantime.

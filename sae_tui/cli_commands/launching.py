@@ -113,6 +113,30 @@ def launch_all(
     array: Array | None = None,
 ) -> int:
     """Launch all jobs, or none if any cannot run. Return the exit code."""
+    ids, places = record_all(context, flags, jobs, parent, array)
+    if flags.wait:
+        held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}
+        return wait_for(context, *ids, **held)
+    if context.as_json:
+        shared = {"logout": guarantee(context.data).sentence, "array": ids[0] if array else None}
+        rows = [_launched(job_id, where) | shared for job_id, where in zip(ids, places, strict=True)]
+        show_json(rows if len(rows) > 1 else rows[0])
+    elif array and len(ids) > MOST_LISTED:
+        say(_array_stands(flags, ids, array))
+    else:
+        for job_id, job, where in zip(ids, jobs, places, strict=True):
+            say(f"job {job_id} {_stands(context, flags, job_id, job, where)}")
+    return Exit.DONE
+
+
+def record_all(
+    context: CommandContext,
+    flags: argparse.Namespace,
+    jobs: Sequence[AnyJob],
+    parent: int | None = None,
+    array: Array | None = None,
+) -> tuple[list[int], list[Placement]]:
+    """Launch all jobs, or none if any cannot run. Return their ids and where they run."""
     # A clone trains with its parent's Python, even if that was the app's own Python.
     jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu or job.cluster for job in jobs)
@@ -132,19 +156,7 @@ def launch_all(
             warn(f"warning: {error}")
             ids = error.job_ids
     has_done(f"{named_jobs(ids)} {'are' if len(ids) > 1 else 'is'} launched")
-    if flags.wait:
-        held = {"began": "is launched and held", "leaves": "queued"} if flags.hold else {}
-        return wait_for(context, *ids, **held)
-    if context.as_json:
-        shared = {"logout": logout.sentence, "array": ids[0] if array else None}
-        rows = [_launched(job_id, where) | shared for job_id, where in zip(ids, places, strict=True)]
-        show_json(rows if len(rows) > 1 else rows[0])
-    elif array and len(ids) > MOST_LISTED:
-        say(_array_stands(flags, ids, array))
-    else:
-        for job_id, job, where in zip(ids, jobs, places, strict=True):
-            say(f"job {job_id} {_stands(context, flags, job_id, job, where)}")
-    return Exit.DONE
+    return ids, places
 
 
 def _launched(job_id: int, where: Placement) -> dict[str, Any]:

@@ -105,6 +105,11 @@ COMMAND_EXAMPLES = {
         "launch job.toml --grid train.seed=0,1,2,3 --at-once 2",
         "launch job.toml --host gpu1                            launch it on another host",
     ],
+    "arena": [
+        "arena topk.toml matryoshka.toml",
+        "arena recipe.toml --set sae.architecture=topk,batch_topk,jumprelu --seeds 5",
+        "arena 12 13      the table of jobs that were trained on synthetic data",
+    ],
     "run": [
         "run --gpus 1 --memory 20GiB --name probe -- python probe.py --layer 12",
         "run --gpus 2 --after 7 --time 4h -- torchrun --nproc-per-node {gpus} finetune.py",
@@ -390,6 +395,11 @@ def _add_job_file_commands(add: Add) -> None:
     grid = "launch a job for each value; with several grids, for each combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
     _add_at_once(launch)
+    compete = add("arena", "arena.arena", "Compare recipes by the known features of synthetic data that they find")
+    given = "job files, whose data is replaced unless it is synthetic, or ids of ended jobs"
+    compete.add_argument("jobs", nargs="+", metavar="JOB", help=given)
+    seeds = "train each recipe with N seeds; default: %(default)s"
+    compete.add_argument("--seeds", type=positive, default=3, metavar="N", help=seeds)
     look = add("doctor", "doctor.doctor", "Check this machine for problems that would prevent training")
     cost = "price of a GPU per hour, in any currency"
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
@@ -408,11 +418,11 @@ def _add_job_file_commands(add: Add) -> None:
     _add_adopt(add)
     _add_importing(add)
     _add_export(add)
-    for command in (recommend, validate, launch, look):
+    for command in (recommend, validate, launch, look, compete):
         _add_overrides(command)
-    for command in (validate, launch, look):
+    for command in (validate, launch, look, compete):
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
-    for command in (validate, launch, look):
+    for command in (validate, launch, look, compete):
         _add_gpus(command)
 
 

@@ -104,6 +104,7 @@ _OF_CARD = (
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
     ComparedFigure("card_auc_1", "probing AUC, k = 1", "higher", number),
     ComparedFigure("card_auc_16", "probing AUC, k = 16", "higher", number),
+    ComparedFigure("card_f1", "F1, known features", "higher", number),
     ComparedFigure("card_rows", "report card rows", None, count),
 )
 _OF_RUN = (

@@ -27,7 +27,15 @@ class ProgramCurves(MetricGrid, can_focus=False):
 
     DEFAULT_CSS = "ProgramCurves { height: 3fr; min-height: 6; display: none; }"
 
+    _shown: JobDetail | None = None
+
+    def on_resize(self) -> None:
+        # How many curves fit is known only once the panel has a size.
+        if self._shown:
+            self.show_detail(self._shown)
+
     def show_detail(self, detail: JobDetail) -> None:
+        self._shown = detail
         self.display = kind_of(detail.view.config).is_program and bool(detail.series)
         columns, rows = self.shape
         own = own_series(name for name, rank in detail.series if rank == 0)

@@ -106,8 +106,9 @@ async def test_with_metrics_a_command_shows_curves_with_any_names(make_app, data
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
-        await wait_until(pilot, lambda: screen.query_one(ProgramCurves).display)
-        plots = [plot for plot in screen.query_one(ProgramCurves).query(MetricPlot) if plot.display]
+        curves = screen.query_one(ProgramCurves)
+        await wait_until(pilot, lambda: len([one for one in curves.query(MetricPlot) if one.display]) == 4)
+        plots = [plot for plot in curves.query(MetricPlot) if plot.display]
         await wait_until(pilot, lambda: all(any(0x2800 < ord(char) < 0x2900 for char in one.plain) for one in plots))
         titles = [title_of(plot).split()[0] for plot in plots]
         assert titles == ["loss", "eval/accuracy", "gradient", "my"]

@@ -6,6 +6,7 @@ from typing import get_args
 
 import msgspec
 
+from sae_tui.cli_commands.arena import FIGURES
 from sae_tui.compare.cards import Verdict
 from sae_tui.compare.tables import all_results
 from sae_tui.doctor.advice import JobReport
@@ -484,6 +485,34 @@ _REMOVED = fields(
     "Deleted jobs", {"ids": (list_of(int), "Ids of the deleted jobs."), "bytes": (int, "Freed disk space, in bytes.")}
 )
 _REPAIRED = fields("Repaired", {"done": (list_of(str), "Repairs, one sentence each; empty if nothing was wrong.")})
+_OVER_SEEDS = fields(
+    "Figure over seeds",
+    {
+        "mean": (float | None, "Mean over the seeds, or the value for one seed; null if not measured."),
+        "sd": (float | None, "Standard deviation over the seeds; null for one seed."),
+    },
+)
+_ARENA = fields(
+    "Arena",
+    {
+        "recipes": (
+            list_of(
+                fields(
+                    "Recipe",
+                    {
+                        "id": _ID,
+                        "recipe": (str, "Name of the job, and the label of its SAE without the seed."),
+                        "seeds": (int, "Number of seeds."),
+                        "true_l0": (float | None, "Mean number of known features that fire on a row; null if unknown."),
+                        "same_as_best": (bool, "Whether the F1 is within two standard errors of the largest."),
+                        **{name: (_OVER_SEEDS, f"Figure {name} of the report cards.") for name in FIGURES.values()},
+                    },
+                )
+            ),
+            "The recipes, the largest F1 first.",
+        )
+    },
+)
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer(
@@ -501,6 +530,7 @@ ANSWERS: dict[str, Schema] = {
     "export": answer("sae-tui export --json", _EXPORTED),
     "doctor": answer("sae-tui doctor --json", _DOCTOR),
     "compare": answer("sae-tui compare --json", _COMPARED, _WRITTEN),
+    "arena": answer("sae-tui arena --json", _ARENA),
     "features": answer("sae-tui features --json: all latents, or the one that you name", list_of(_FEATURE), _FEATURE),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),

@@ -14,7 +14,7 @@ from trainer.contract.printable import printable
 from trainer.contract.runs import card_versions, report_card
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.features import CARD
-from trainer.contract.runs.report_card import Card
+from trainer.contract.runs.report_card import Card, KnownFeatures
 from trainer.contract.settings.series import error_of
 
 
@@ -88,6 +88,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     tokens: int = 0
     spliced: PatchedModelSummary | None = None
     probing: ProbingSummary | None = None
+    known: KnownFeatures | None = None
 
     def values(self) -> dict[str, float]:
         """Return the metrics used to compare SAEs, with their standard errors if known."""
@@ -105,6 +106,8 @@ class ReportCard(msgspec.Struct, frozen=True):
             values |= {"card_kl_score": self.spliced.kl_score, error_of("card_kl_score"): self.spliced.kl_score_error}
         for k, probes in (self.probing.k if self.probing else {}).items():
             values |= {f"card_auc_{k}": probes.auc, error_of(f"card_auc_{k}"): probes.seed_error}
+        if self.known:
+            values |= {"card_f1": self.known.f1, error_of("card_f1"): self.known.f1_error}
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -1,0 +1,178 @@
+"""`sae-tui arena`: trains recipes on synthetic data and compares them by the known features that they find."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.job_files import consent_of, read_job
+from sae_tui.cli_commands.jobs import EXITS, wait_until_ended
+from sae_tui.cli_commands.launching import record_all
+from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table, warn
+from sae_tui.compare.tables import BEST, SAME
+from sae_tui.jobs.evaluation.report_card import whole_cards
+from sae_tui.jobs.view.find import run_seconds
+from sae_tui.jobs.view.reader import JobView
+from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
+from trainer.contract.runs.card_figures import CardFigure, figures_of, in_form
+from trainer.contract.runs.report_card import Card
+from trainer.contract.runs.spread_words import spread_words
+from trainer.contract.settings.catalog import TRAINING
+from trainer.contract.settings.job import AnyJob
+from trainer.contract.settings.job_file import any_job_of, to_table
+from trainer.contract.store.seeds import Spread, by_seeds, spread_of
+from trainer.contract.wording import join_words
+
+# The data of recipes whose job files do not set synthetic data: features in trees and topics, as in SynthSAEBench, but
+# few enough for a CPU.
+DATA = {
+    "source": "synthetic", "d_in": 256, "n_features": 1024, "active": 12.0, "skew": 0.7, "children": 4, "topics": 8,
+}  # fmt: skip
+TAG = "arena"
+# The columns: the titles, and the names of the figures on report cards.
+FIGURES = {
+    "F1": "f1", "PRECISION": "precision", "RECALL": "recall", "MCC": "mcc", "UNIQUE": "uniqueness", "L0": "l0",
+    "FVU": "fvu", "NEVER FIRE": "dead",
+}  # fmt: skip
+# Two means differ if they are further apart than this number of standard errors.
+_APART = 2.0
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """An SAE of a job, over its seeds: the name, the number of seeds, and the figures with their spreads by name."""
+
+    job_id: int
+    name: str
+    n: int
+    figures: dict[str, CardFigure]
+    spreads: dict[str, Spread]
+    true_l0: float
+    seconds: float | None
+
+    def mean(self, name: str) -> float | None:
+        if spread := self.spreads.get(name):
+            return spread.mean
+        return self.figures[name].value if name in self.figures else None
+
+    def error(self, name: str) -> float:
+        """Return the standard error of the mean over the seeds, or for one seed that of its value; nan if unknown."""
+        if spread := self.spreads.get(name):
+            return spread.sd / math.sqrt(spread.n)
+        error = self.figures[name].error if name in self.figures else None
+        return math.nan if error is None else error
+
+    def words(self, name: str) -> str:
+        if name not in self.figures:
+            return UNKNOWN
+        series = self.figures[name].series
+        spread = self.spreads.get(name)
+        return spread_words(spread, series) if spread else in_form(self.figures[name].value, series)
+
+
+def arena(context: CommandContext, flags: argparse.Namespace) -> int:
+    """Train the recipes with several seeds, or take ended jobs, and print a table, the largest F1 first."""
+    files = [Path(word) for word in flags.jobs if not word.isdecimal()]
+    overrides, consent = [*flags.overrides], consent_of(context, flags)
+    jobs = [_on_known_features(read_job(file, overrides, flags.gpus, consent), file, flags.seeds) for file in files]
+    ids = [int(word) for word in flags.jobs if word.isdecimal()]
+    if jobs:
+        options = argparse.Namespace(**vars(flags), after=[], hold=False, tag=[TAG], wait=True)
+        launched, _ = record_all(context, options, jobs)
+        ids += launched
+        if not context.as_json:
+            again = " ".join(map(str, ids))
+            warn(f"Ctrl-C leaves the jobs running; `sae-tui arena {again}` then shows the table")
+    ended = [wait_until_ended(context, job_id, is_told=bool(jobs)) for job_id in ids]
+    recipes = ranked([recipe for view in ended for recipe in recipes_of(view, whole_cards(context.data.sae(view.id)))])
+    if context.as_json:
+        show_json(as_json(recipes))
+    elif recipes:
+        _show(recipes)
+    without = [str(view.id) for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
+    if without:
+        raise UserError(f"no known features on the report cards of {join_words(without)}; train on synthetic data")
+    return max((EXITS[view.state] for view in ended), default=Exit.DONE)
+
+
+def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
+    """Return a training job on synthetic data with several seeds, unless its file sets synthetic data or seeds."""
+    if job.kind != TRAINING:
+        raise UserError(f'{file}: the arena compares training jobs, and this one has kind = "{job.kind}"')
+    table = to_table(job)
+    if table["data"]["source"] != DATA["source"]:
+        table["data"] = dict(DATA)
+    if not isinstance(table["train"]["seed"], list) and n_seeds > 1:
+        table["train"]["seed"] = [*range(n_seeds)]
+    return any_job_of(table)
+
+
+def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
+    """Yield the SAEs of a job that were judged by known features, those that differ only in the seed as one."""
+    for group, labels in by_seeds({label: card for label, card in cards.items() if card.known}).items():
+        of_seeds = [{one.name: one for one in figures_of(cards[label])} for label in labels]
+        shared = set.intersection(*map(set, of_seeds))
+        spreads = {name: spread_of([figures[name].value for figures in of_seeds]) for name in shared}
+        known = cards[labels[0]].known
+        yield Recipe(
+            job_id=view.id,
+            name=" ".join(filter(None, [view.name, group])),
+            n=len(labels),
+            figures={name: of_seeds[0][name] for name in shared},
+            spreads={name: spread for name, spread in spreads.items() if spread},
+            true_l0=known.true_l0 if known else math.nan,
+            seconds=run_seconds(view),
+        )
+
+
+def ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Sort the recipes by their mean F1, the largest first."""
+    return sorted(recipes, key=lambda one: -(one.mean("f1") or 0))
+
+
+def alike(recipes: Sequence[Recipe]) -> list[bool]:
+    """Return whether each recipe's F1 is within two standard errors of the first one's."""
+    first = recipes[0]
+
+    def is_alike(one: Recipe) -> bool:
+        apart = (first.mean("f1") or 0) - (one.mean("f1") or 0)
+        return apart <= _APART * math.hypot(first.error("f1"), one.error("f1"))
+
+    return [is_alike(one) for one in recipes]
+
+
+def as_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
+    """Return the table for `--json`."""
+    marks = alike(recipes) if recipes else []
+    rows = [
+        {"id": one.job_id, "recipe": one.name, "seeds": one.n, "true_l0": one.true_l0, "same_as_best": mark}
+        | {
+            name: {"mean": one.mean(name), "sd": one.spreads[name].sd if name in one.spreads else None}
+            for name in FIGURES.values()
+        }
+        for one, mark in zip(recipes, marks, strict=True)
+    ]
+    return {"recipes": rows}
+
+
+def _show(recipes: Sequence[Recipe]) -> None:
+    marks = [SAME if mark else "" for mark in alike(recipes)]
+    if marks.count(SAME) == 1:
+        marks[0] = BEST
+    rows = [
+        (f"{one.name} {mark}".strip(), *map(one.words, FIGURES.values()), one.job_id)
+        for one, mark in zip(recipes, marks, strict=True)
+    ]
+    show_table(("RECIPE", *FIGURES, "JOB"), rows)
+    say()
+    seeds = sorted({one.n for one in recipes})
+    over = f"mean ± s.d. over {join_words([*map(str, seeds)])} seeds; " if seeds != [1] else ""
+    same = f"{SAME}: the F1 is within two standard errors of the largest; " if SAME in marks else ""
+    true_l0 = ", ".join(dict.fromkeys(f"{one.true_l0:.1f}" for one in recipes))
+    say(f"{over}{same}{true_l0} features fire per row")
