@@ -93,8 +93,9 @@ def evaluate(
             if is_given:
                 raise UsageError(f"{flag}: requires the folder of a run, but {path} contains an SAE")
         with Progress("evaluating"):
-            cards = cards_in(path.absolute(), _device(device), data, targets, given, allows_code=allows_code)
-            return [_written(*one) for one in cards]
+            on = _device(device)
+            cards = cards_in(path.absolute(), on, data, targets, given, allows_code=allows_code)
+            return [one.as_json() for one in _compared([_written(*one) for one in cards], on)]
     if data and RunPaths(path).job_file.exists():
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
         raise UsageError(f"--data: {message}")
@@ -193,9 +194,8 @@ def is_folder_of_saes(path: Path) -> bool:
     return bool(saes_in(path)) and not RunPaths(path).job_file.exists()
 
 
-def _written(folder: Path, card: Card) -> dict[str, Any]:
-    card = write_card(folder, card)
-    return _Measured(card, folder, [f"written to {folder}"]).as_json()
+def _written(folder: Path, card: Card) -> _Measured:
+    return _Measured(write_card(folder, card), folder, [f"written to {folder}"])
 
 
 def _device(name: str) -> torch.device:

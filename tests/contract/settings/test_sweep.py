@@ -18,7 +18,7 @@ from trainer.contract.settings.architectures import ArchitectureSettings
 from trainer.contract.settings.catalog import ArchitectureEntry
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.job import JobConfig, SweepAxis
-from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
+from trainer.contract.settings.job_file import apply_override, dump_job, members, parse_job, to_table
 from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
@@ -288,3 +288,12 @@ def test_weights_cannot_be_frozen_and_resampled() -> None:
 @pytest.mark.parametrize("wrong", ["yes", 1, [True]])
 def test_a_wrong_value_for_the_random_twin_is_named(wrong: Any) -> None:
     assert problem(train={"random_twin": wrong}).path == "train.random_twin"
+
+
+def test_words_separated_by_commas_on_the_command_line_form_a_sweep() -> None:
+    table = {"data": {"path": "acts"}}
+    apply_override(table, "sae.architecture=topk, batch_topk,jumprelu")
+    apply_override(table, "sae.freeze=off,decoder")
+    apply_override(table, "data.path=a,b")
+    assert table["sae"] == {"architecture": ["topk", "batch_topk", "jumprelu"], "freeze": ["off", "decoder"]}
+    assert table["data"]["path"] == "a,b"

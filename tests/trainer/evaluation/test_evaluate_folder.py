@@ -231,3 +231,15 @@ def test_flags_that_do_not_apply_to_an_sae_without_a_run_are_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(reason)
     assert not (Path(alone) / "card.json").exists()
+
+
+def test_seeds_in_a_folder_without_a_run_are_compared(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    job = make_job(train={"seed": [0, 1], "random_twin": True})
+    assert make_trainer(job, kept, output=tmp_path / "run" / "sae").run()
+    alone = shutil.copytree(tmp_path / "run" / "sae", tmp_path / "alone")
+    found = {card["label"]: card for card in cards(capsys, str(alone), "--data", str(activations))}
+    assert found["freeze=off,seed=0"]["stability"]["others"] == ["freeze=off,seed=1"]
+    assert found["freeze=off,seed=1"]["twins"][0]["label"] == "freeze=decoder,seed=1"
+    assert read_card(alone / "freeze=off,seed=0").stability is not None
