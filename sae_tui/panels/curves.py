@@ -53,12 +53,12 @@ class CurvePlot(Plot):
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         if not self.is_held_out:
-            note = dead_after_words(detail.view) if self.series_name == "dead_fraction" and of_training else ""
+            note = dead_after_words(detail.view).replace("silent for", "silent") if self.series_name == "dead_fraction" and of_training else ""
             self.show_points(of_training, note, nothing, span=span)
             return
         # Show three digits, so that both values fit into a narrow frame.
         newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""
-        note = f"batch {newest}" if measured else f"not yet measured · batch {newest}"
+        note = f"batch {newest}" if measured else f"none yet · batch {newest}"
         self.show_points(measured, note if newest else "", nothing, behind=of_training, span=span)
 
 

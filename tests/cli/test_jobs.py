@@ -475,7 +475,7 @@ def test_the_held_out_fvu_is_listed_or_else_the_batch_fvu_with_a_mark(shell):
     text = shell.run("job", fresh).stdout
     assert "overfitting" not in text
     assert re.search(r"^held-out FVU +-\nbatch FVU +0\.08$", text, re.MULTILINE)
-    assert re.search(r"^dead +0\.4% \(silent for 20,000 tokens\)$", text, re.MULTILINE)
+    assert re.search(r"^dead +0\.4% \(silent for 20\.0k tokens\)$", text, re.MULTILINE)
 
 
 def test_every_command_has_examples_and_lists_the_common_flags_once(shell):

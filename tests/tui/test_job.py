@@ -515,7 +515,7 @@ async def test_the_first_curve_is_the_held_out_fvu_in_front_of_a_dimmed_batch_fv
             return {style for text, style in spans if any(0x2800 < ord(char) < 0x2900 for char in text)}
 
         assert await styles_after([MetricRow("fvu", step, 0.4 - step / 1000) for step in (10, 50, 90)], 90) == {"dim"}
-        assert "not yet measured · batch 0.31" in plot.plain.splitlines()[0]
+        assert "none yet · batch 0.31" in plot.plain.splitlines()[0]
         assert "FVU ~0.31" in screen.query_one(Headline).plain
         measured = [
             MetricRow("heldout_fvu", 100, 0.38),
@@ -539,7 +539,7 @@ async def test_one_dead_latent_is_drawn_near_zero_in_percent(make_app, data) -> 
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         heading, top, *_ = screen.query_one("#curve-dead_fraction").plain.splitlines()
-        assert heading == "dead 0.1% · silent for 1 tokens"
+        assert heading == "dead 0.1% · silent 1 tokens"
         assert top.split("┤")[0].strip() == "1%"
         assert not any(0x2800 < ord(char) < 0x2900 for char in top)
 

@@ -173,7 +173,7 @@ def test_the_error_for_a_step_larger_than_the_data_names_the_largest_possible_si
     (problem,) = checked(train=train, launch={"gpus": gpus})
     assert problem.path == "train.batch_size"
     cure = f"make batch_size × accumulate at most {most:,}"
-    assert problem.message.endswith(f"has only 20,000, with 1,000 held out; {cure}")
+    assert problem.message.endswith(f"has only 20,000, with about 1,000 held out; {cure}")
     ranks = int(gpus.partition(":")[2] or 1)
     assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
     assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []

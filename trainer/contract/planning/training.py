@@ -266,7 +266,7 @@ def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
         return Problem("data.held_out_tokens", message)
     if work.tokens_per_step <= n_train:
         return None
-    kept_back = f", with {held_out:,} held out" if held_out else ""
+    kept_back = f", with about {held_out:,} held out" if held_out else ""
     message = f"one step needs {work.tokens_per_step:,} tokens, but {place} has only {n_tokens:,}{kept_back}"
     if work.job.train.global_batch_size:
         return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
