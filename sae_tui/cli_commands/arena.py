@@ -17,7 +17,7 @@ from sae_tui.cli_commands.launching import record_all
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table, warn
 from sae_tui.compare.tables import BEST, SAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
-from sae_tui.jobs.view.find import run_seconds
+from sae_tui.jobs.states import ENDED
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
@@ -38,8 +38,8 @@ DATA = {
 TAG = "arena"
 # The columns: the titles, and the names of the figures on report cards.
 FIGURES = {
-    "F1": "f1", "PRECISION": "precision", "RECALL": "recall", "MCC": "mcc", "UNIQUE": "uniqueness", "L0": "l0",
-    "FVU": "fvu", "NEVER FIRE": "dead",
+    "F1": "f1", "PRECISION": "precision", "RECALL": "recall", "MCC": "mcc", "UNIQUE": "uniqueness",
+    "RECOVERED": "recovery", "L0": "l0", "FVU": "fvu", "NEVER FIRE": "dead",
 }  # fmt: skip
 # Two means differ if they are further apart than this number of standard errors.
 _APART = 2.0
@@ -54,7 +54,8 @@ class Recipe(msgspec.Struct, frozen=True):
     figures: dict[str, CardFigure]
     spreads: dict[str, Spread]
     true_l0: float
-    seconds: float | None
+    d_sae: int
+    data: str
 
     def mean(self, name: str) -> float | None:
         if spread := self.spreads.get(name):
@@ -62,11 +63,10 @@ class Recipe(msgspec.Struct, frozen=True):
         return self.figures[name].value if name in self.figures else None
 
     def error(self, name: str) -> float:
-        """Return the standard error of the mean over the seeds, or for one seed that of its value; nan if unknown."""
-        if spread := self.spreads.get(name):
-            return spread.sd / math.sqrt(spread.n)
-        error = self.figures[name].error if name in self.figures else None
-        return math.nan if error is None else error
+        """Return the standard error of the mean over the seeds, at least that of a single value; 0 if unknown."""
+        spread = self.spreads.get(name)
+        own = self.figures[name].error if name in self.figures else None
+        return max(spread.sd / math.sqrt(spread.n) if spread else 0.0, own or 0.0)
 
     def words(self, name: str) -> str:
         if name not in self.figures:
@@ -78,10 +78,11 @@ class Recipe(msgspec.Struct, frozen=True):
 
 def arena(context: CommandContext, flags: argparse.Namespace) -> int:
     """Train the recipes with several seeds, or take ended jobs, and print a table, the largest F1 first."""
-    files = [Path(word) for word in flags.jobs if not word.isdecimal()]
+    words = list(dict.fromkeys(flags.jobs))
+    files = [Path(word) for word in words if not word.isdecimal()]
     overrides, consent = [*flags.overrides], consent_of(context, flags)
     jobs = [_on_known_features(read_job(file, overrides, flags.gpus, consent), file, flags.seeds) for file in files]
-    ids = [int(word) for word in flags.jobs if word.isdecimal()]
+    ids = [int(word) for word in words if word.isdecimal()]
     if jobs:
         options = argparse.Namespace(**vars(flags), after=[], hold=False, tag=[TAG], wait=True)
         launched, _ = record_all(context, options, jobs)
@@ -95,17 +96,28 @@ def arena(context: CommandContext, flags: argparse.Namespace) -> int:
         show_json(as_json(recipes))
     elif recipes:
         _show(recipes)
-    without = [str(view.id) for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
-    if without:
-        raise UserError(f"no known features on the report cards of {join_words(without)}; train on synthetic data")
+    without = [view for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
+    for view in without:
+        if EXITS[view.state]:
+            warn(f"job {view.id} {ENDED[view.state]}: it is not in the table")
+    if lacking := [str(view.id) for view in without if not EXITS[view.state]]:
+        raise UserError(f"no known features on the report cards of {join_words(lacking)}; train on synthetic data")
     return max((EXITS[view.state] for view in ended), default=Exit.DONE)
 
 
 def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
-    """Return a training job on synthetic data with several seeds, unless its file sets synthetic data or seeds."""
+    """Return a training job on synthetic data with several seeds, unless its file has synthetic data or several seeds.
+
+    Raise `UserError` for a job that would get no figures.
+    """
     if job.kind != TRAINING:
         raise UserError(f'{file}: the arena compares training jobs, and this one has kind = "{job.kind}"')
     table = to_table(job)
+    if table["data"].get("target_path"):
+        raise UserError(f"{file}: the arena compares SAEs; leave out data.target_path, which makes a transcoder")
+    if table["data"]["source"] == DATA["source"] and table["data"]["held_out_tokens"] == 0:
+        raise UserError(f"{file}: data.held_out_tokens is 0, but the arena needs a report card; leave it out")
+    table["train"]["report_card"] = True
     if table["data"]["source"] != DATA["source"]:
         table["data"] = dict(DATA)
     if not isinstance(table["train"]["seed"], list) and n_seeds > 1:
@@ -127,7 +139,8 @@ def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
             figures={name: of_seeds[0][name] for name in shared},
             spreads={name: spread for name, spread in spreads.items() if spread},
             true_l0=known.true_l0 if known else math.nan,
-            seconds=run_seconds(view),
+            d_sae=cards[labels[0]].figures.d_sae,
+            data=known.data if known else "",
         )
 
 
@@ -137,21 +150,26 @@ def ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
 
 
 def alike(recipes: Sequence[Recipe]) -> list[bool]:
-    """Return whether each recipe's F1 is within two standard errors of the first one's."""
+    """Return whether each recipe's F1 is within two standard errors of the first one's.
+
+    F1 is a mean over latents, so it is compared only between SAEs with the same number of latents on the same data.
+    """
     first = recipes[0]
 
     def is_alike(one: Recipe) -> bool:
         apart = (first.mean("f1") or 0) - (one.mean("f1") or 0)
-        return apart <= _APART * math.hypot(first.error("f1"), one.error("f1"))
+        comparable = (first.d_sae, first.data) == (one.d_sae, one.data)
+        return comparable and apart <= _APART * math.hypot(first.error("f1"), one.error("f1"))
 
-    return [is_alike(one) for one in recipes]
+    return [place == 0 or is_alike(one) for place, one in enumerate(recipes)]
 
 
 def as_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
     """Return the table for `--json`."""
     marks = alike(recipes) if recipes else []
     rows = [
-        {"id": one.job_id, "recipe": one.name, "seeds": one.n, "true_l0": one.true_l0, "same_as_best": mark}
+        {"id": one.job_id, "recipe": one.name, "seeds": one.n, "d_sae": one.d_sae, "true_l0": one.true_l0}
+        | {"same_as_best": mark}
         | {
             name: {"mean": one.mean(name), "sd": one.spreads[name].sd if name in one.spreads else None}
             for name in FIGURES.values()
@@ -163,16 +181,22 @@ def as_json(recipes: Sequence[Recipe]) -> dict[str, Any]:
 
 def _show(recipes: Sequence[Recipe]) -> None:
     marks = [SAME if mark else "" for mark in alike(recipes)]
+    is_contest = len({(one.d_sae, one.data) for one in recipes}) == 1 and len(recipes) > 1
     if marks.count(SAME) == 1:
-        marks[0] = BEST
+        marks[0] = BEST if is_contest else ""
     rows = [
-        (f"{one.name} {mark}".strip(), *map(one.words, FIGURES.values()), one.job_id)
+        (f"{one.name} {mark}".strip(), *map(one.words, FIGURES.values()), one.d_sae, one.job_id)
         for one, mark in zip(recipes, marks, strict=True)
     ]
-    show_table(("RECIPE", *FIGURES, "JOB"), rows)
+    show_table(("RECIPE", *FIGURES, "D_SAE", "JOB"), rows)
     say()
     seeds = sorted({one.n for one in recipes})
-    over = f"mean ± s.d. over {join_words([*map(str, seeds)])} seeds; " if seeds != [1] else ""
-    same = f"{SAME}: the F1 is within two standard errors of the largest; " if SAME in marks else ""
-    true_l0 = ", ".join(dict.fromkeys(f"{one.true_l0:.1f}" for one in recipes))
-    say(f"{over}{same}{true_l0} features fire per row")
+    over = f"mean ± s.d. over {join_words([*map(str, seeds)])} seeds" if seeds != [1] else ""
+    same = f"{SAME}: the F1 is within two standard errors of the largest" if SAME in marks else ""
+    known = dict.fromkeys(f"{one.true_l0:.1f}" for one in recipes if math.isfinite(one.true_l0))
+    fire = f"{', '.join(known)} features fire per row" if known else ""
+    widths = (
+        "F1 favours narrow SAEs: compare it only at the same D_SAE" if len({one.d_sae for one in recipes}) > 1 else ""
+    )
+    data = "the recipes were trained on different data" if len({one.data for one in recipes}) > 1 else ""
+    say("; ".join(filter(None, [over, same, fire, widths, data])))

@@ -75,8 +75,8 @@ WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
 # The report card fields in JSON output, and the facts printed for people.
 _OF_CARD = (
-    "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
-    "parts",
+    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
+    "weights", "parts",
 )  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
 # Maps a job's final state to the exit code of a command waiting for the job.

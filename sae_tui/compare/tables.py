@@ -34,6 +34,7 @@ from trainer.contract.settings.series import (
 )
 from trainer.contract.store.seeds import Spread, seed_count, seeds_of, spread_of, without_seed
 from trainer.contract.store.states import JobState
+from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import count, duration, gibibytes, join_words, number
 
 UNKNOWN = "–"
@@ -265,11 +266,21 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
     if result.name in _OF_QUALITY:
-        judged = [value if is_ranked(sae.job) else None for value, sae in zip(line.values, saes, strict=True)]
+        twins = _twins(saes)
+        judged = [
+            value if is_ranked(sae.job) and place not in twins else None
+            for place, (value, sae) in enumerate(zip(line.values, saes, strict=True))
+        ]
         unfinished = frozenset(place for place, sae in enumerate(saes) if not is_ranked(sae.job))
         ranked = _marked(msgspec.structs.replace(line, values=tuple(judged)), result, saes)
         return msgspec.structs.replace(ranked, values=line.values, unfinished=unfinished)
     return _marked(line, result, saes)
+
+
+def _twins(saes: Sequence[ComparedSae]) -> set[int]:
+    """Return the places of random twins of other compared SAEs, which are never the best."""
+    members = {sae.job.id: [one.member for one in saes if one.job.id == sae.job.id] for sae in saes}
+    return {place for place, sae in enumerate(saes) if sae.member not in without_twins(members[sae.job.id])}
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:

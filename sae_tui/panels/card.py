@@ -132,7 +132,8 @@ def _twin_blocks(card: Card) -> list[list[Line]]:
     for figure, twins in next_to_twins(card):
         for twin, text in twins:
             title = (fit(f"  {figure.series.title}", _TITLE), "label")
-            values = (f"{figure.text:>{_VALUE}}", "title"), (f"{text.partition(' ')[0]:>{_ERROR}}", "text")
+            own, of_twin = fit(figure.text, _VALUE, right=True), fit(text.partition(" ")[0], _ERROR, right=True)
+            values = (own, "title"), (of_twin, "text")
             by_twin.setdefault(twin.label, []).append((title, *values))
     blocks = []
     for twin in card.twins:

@@ -88,11 +88,11 @@ def judged_span(job: JobView, name: str) -> Span:
 def mean_with_digit(mean: float, sd: float) -> str:
     """Return a mean up to the first digit of its standard deviation, and this digit in parentheses, like `0.146(2)`.
 
-    The text has at most 9 characters, the width of the column. The digit is at least 1.
+    The text has at most 9 characters, the width of the column. The digit is 0 only for a standard deviation of 0.
     """
     most = 4 if abs(mean) < 9.99 else 3
     decimals = most if sd < 10**-most else min(most, max(0, -math.floor(math.log10(sd))))
-    digit = max(1, round(sd * 10**decimals))
+    digit = max(1, round(sd * 10**decimals)) if sd else 0
     if digit == 10 and decimals:
         decimals, digit = decimals - 1, 1
     return f"{mean:.{decimals}f}({digit})"

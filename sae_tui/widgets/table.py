@@ -148,6 +148,8 @@ class KeyedTable(LineView, can_focus=True):
         if not self.rows:
             return
         index, visible = self._cursor_index(), self.size.height - 1
+        if all(row.is_heading for row in self.rows[index + 1 :]):
+            index = len(self.rows) - 1  # show the notes below the last row too
         top = round(self.scroll_y)
         if index < top or index >= top + visible:
             self.scroll_to(y=index if index < top else index - visible + 1, animate=False)

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.report_cards import put_card
+from support.report_cards import FIGURES, put_card
 
 from sae_tui.cli_commands.arena import DATA
 from trainer.contract.store.job_store import Control
@@ -51,18 +51,20 @@ def test_recipes_are_trained_on_the_same_data_with_seeds_and_listed_by_their_f1(
         assert control.job(1).tags == ("arena",)
 
 
-def finished(shell, name: str, f1s: list[float], **more: float) -> int:
-    """Record a finished job with an SAE for each F1, which differ only in the seed."""
+KNOWN = {"n_features": 80, "n_rows": 8192, "true_l0": 12.0, "precision": 0.5, "recall": 0.6}
+
+
+def finished(shell, name: str, f1s: list[float], state: JobState = JobState.FINISHED, **more: object) -> int:
+    """Record an ended job with an SAE for each F1, which differ only in the seed."""
     shell.data.create()
     with closing(Control(shell.data.control_db)) as control:
         job = Job(name=name, config="", user="me", host="here", device="cpu", gpu_source="none")
         job_id = control.create_job(job)
         assert control.transition(job_id, JobState.STARTING, started=1000.0)
         assert control.transition(job_id, JobState.RUNNING)
-        assert control.transition(job_id, JobState.FINISHED, ended=1090.0)
+        assert control.transition(job_id, state, ended=1090.0)
     for seed, f1 in enumerate(f1s):
-        known = {"n_features": 80, "n_rows": 8192, "true_l0": 12.0, "f1": f1, "precision": 0.5, "recall": 0.6} | more
-        put_card(shell.data.sae(job_id) / f"seed={seed}", label=f"seed={seed}", known=known)
+        put_card(shell.data.sae(job_id) / f"seed={seed}", label=f"seed={seed}", known=KNOWN | {"f1": f1} | more)
     return job_id
 
 
@@ -82,6 +84,50 @@ def test_a_recipe_within_two_standard_errors_of_the_best_one_is_called_the_same(
     assert [line.split()[:2] for line in lines[1:4]] == [["best", "same"], ["good", "same"], ["worst", "0.310"]]
     assert lines[-1].startswith("mean ± s.d. over 3 seeds; same: the F1 is within two standard errors")
     assert "best ★" in shell.run("arena", 1, 3).stdout
+
+
+def test_saes_of_other_widths_or_data_are_never_called_the_same(shell) -> None:
+    finished(shell, "first", [0.60, 0.61])
+    finished(shell, "other data", [0.60, 0.61], data="other")
+    put_card(shell.data.sae(finished(shell, "narrow", [])), figures=FIGURES | {"d_sae": 8}, known=KNOWN | {"f1": 0.9})
+    rows = shell.json("arena", 1, 1, 2, 3)["recipes"]
+    assert [(one["recipe"], one["d_sae"], one["same_as_best"]) for one in rows] == [
+        ("narrow", 8, True),
+        ("first", 64, False),
+        ("other data", 64, False),
+    ]
+    text = shell.run("arena", 1, 2, 3).stdout
+    assert "★" not in text
+    assert (
+        "F1 favours narrow SAEs: compare it only at the same D_SAE; the recipes were trained on different data" in text
+    )
+
+
+def test_a_job_that_failed_is_named_and_its_exit_code_returned(shell) -> None:
+    finished(shell, "good", [0.6])
+    finished(shell, "bad", [], state=JobState.FAILED)
+    done = shell.run("arena", 1, 2, code=4)
+    assert "job 2 failed: it is not in the table" in done.stderr
+    assert done.stdout.splitlines()[1].split()[0] == "good"
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        (
+            'target_path = "/nowhere/too"',
+            "the arena compares SAEs; leave out data.target_path, which makes a transcoder",
+        ),
+        ('source = "synthetic"\nheld_out_tokens = 0', "data.held_out_tokens is 0, but the arena needs a report card"),
+    ],
+)
+def test_a_recipe_that_would_get_no_figures_is_refused_before_it_is_trained(
+    shell, recipe: Path, line: str, refusal: str
+) -> None:
+    recipe.write_text(RECIPE.replace('path = "/does/not/exist"', line if "source" in line else f'path = "x"\n{line}'))
+    (said,) = shell.errors("arena", recipe, code=1)
+    assert refusal in said
+    assert shell.json("jobs") == []
 
 
 def test_random_twins_and_single_seeds_are_rows_too(shell) -> None:

@@ -213,3 +213,14 @@ def test_energy_is_compared_if_fully_measured_and_priced_by_the_settings() -> No
     assert lines["energy"] == ["900 Wh ★", "1.5 kWh", "–", "–"]
     assert lines["price"] == ["0.18 CHF", "0.30 CHF", "–", "–"]
     assert "CO₂" not in lines
+
+
+def test_a_random_twin_is_never_marked_as_the_best() -> None:
+    latest = [{"heldout_fvu": 0.3}, {"heldout_fvu": 0.1}, {"heldout_fvu": 0.5}]
+    members = ["freeze=off", "freeze=decoder", ""]
+    saes = [
+        msgspec.structs.replace(sae(number, latest=one), member=member)
+        for number, one, member in zip((1, 1, 2), latest, members, strict=True)
+    ]
+    (line,) = [one for one in results(saes) if one.title == "held-out FVU"]
+    assert line.words() == ["0.3 ★", "0.1", "0.5"]

@@ -230,7 +230,7 @@ def test_ctrl_z_closes_the_driver_even_in_an_editor_and_fg_reopens_it(box: Box, 
         shell.send("fg\n")
     shell.wait_for(lambda text: times_open(box) == 1 and "no response yet" not in text and "2 GPUs · 0 running" in text)
     shell.press("n")
-    shell.wait_for("✗ GPUs: choose")
+    shell.wait_for("[x] any 1")
     shell.send(CTRL_E)
     shell.wait_for("an editor")
     for _ in range(2):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from torch.nn.functional import embedding_bag, normalize
 
 from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.permutation import Words, mixed
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.sources import SyntheticSettings
 
 Floats = NDArray[np.float64]
@@ -42,6 +45,8 @@ class Synthetic(IndexedSource):
         settings = SyntheticSettings(**options)
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = settings.n_rows
+        # Identifies the settings of the data.
+        self.digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]
         self.place, self.meta = settings.place, dict[str, Any]()
         # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
         key, features_key = np.random.SeedSequence(settings.data_seed).generate_state(2, np.uint64)
@@ -194,6 +199,9 @@ def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats
         return rates[:n_roots], given, float(fire.sum())
 
     low, high = 0.0, 3.0 / float(shares[-1])
+    if (most := at(high)[2]) < settings.active:
+        message = f"must be at most {most:.4g} with these features, trees and topics, not {settings.active:g}"
+        raise JobFileError([Problem("data.active", message)])
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle)[2] < settings.active else (low, middle)

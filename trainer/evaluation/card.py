@@ -121,7 +121,7 @@ def model_card(card: Card) -> str:
         card = msgspec.structs.replace(
             card, spliced=msgspec.structs.replace(card.spliced, text=public_name(card.spliced.text))
         )
-    rows = "\n".join(f"| {title} | {_in_table(value)} |" for title, value in facts(card))
+    rows = "\n".join(f"| {_in_table(title)} | {_in_table(value)} |" for title, value in facts(card))
     where = "\n".join(f"- {name.replace('_', ' ')}: {in_markdown(str(value))}" for name, value in origin.items())
     shape = f"{card.figures.d_in} dimensions, {card.figures.d_sae:,} latents"
     return f"""{CARD_TITLE}: {in_markdown(card.title)}

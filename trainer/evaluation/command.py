@@ -165,14 +165,21 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
 
 def _compared(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
     """Compare the SAEs that differ only in the seed, and SAEs with their random twins; return the changed results."""
+    folders = {one.card.label: one.written_to for one in found if one.written_to}
+    compared: dict[str, Card] = {}
+    notes = []
+    # The report cards are complete without the comparisons.
     try:
-        folders = {one.card.label: one.written_to for one in found if one.written_to}
-        compared, lack = write_stability(folders, device)
+        stable, lack = write_stability(folders, device)
+        compared |= stable
+    except Exception as error:
+        lack = first_line(error)
+    if lack:
+        notes.append(f"no stability over seeds: {lack}")
+    try:
         compared |= write_twins(folders)
     except Exception as error:
-        # The report cards are complete without the comparison.
-        compared, lack = {}, first_line(error)
-    notes = [f"no stability over seeds: {lack}"] if lack else []
+        notes.append(f"no comparison with random twins: {first_line(error)}")
     return [one._replace(card=compared.get(one.card.label, one.card), notes=[*one.notes, *notes]) for one in found]
 
 

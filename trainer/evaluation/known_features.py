@@ -22,6 +22,8 @@ from trainer.saes.sparse_acts import Acts
 # The number of rows, which no run has been trained on: a feature that fires on one row in a thousand fires on 8.
 N_ROWS = 8192
 _AT_ONCE = 1024
+# The largest number of activations held at once.
+_MOST_VALUES = 2**24
 # The largest number of latents or features that are matched one to one. Matching 4,096 takes 1 s, and the time grows
 # with the third power.
 MOST_MATCHED = 4096
@@ -39,7 +41,8 @@ def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Ac
     nearest, cosines = _nearest(w_dec, features)
     counts = torch.zeros(3, len(w_dec), device=w_dec.device, dtype=torch.float64)
     n_true = 0.0
-    for numbers in np.array_split(source.n_tokens + np.arange(N_ROWS), N_ROWS // _AT_ONCE):
+    at_once = max(1, min(_AT_ONCE, _MOST_VALUES // max(len(features), len(w_dec))))
+    for numbers in np.array_split(source.n_tokens + np.arange(N_ROWS), -(-N_ROWS // at_once)):
         known = source.firings(numbers).to(w_dec.device) > 0
         fires, is_true = acts_of(source.rows(numbers).to(w_dec.device)).dense() != 0, known[:, nearest]
         n_true += float(known.sum())
@@ -50,6 +53,7 @@ def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Ac
     return KnownFeatures(
         n_features=len(features),
         n_rows=N_ROWS,
+        data=source.digest,
         true_l0=n_true / N_ROWS,
         f1=float(f1.mean()),
         f1_error=float(f1.std() / math.sqrt(len(f1))) if len(f1) > 1 else math.nan,
@@ -70,8 +74,8 @@ def _nearest(w_dec: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _matched(cosines: Tensor | None) -> float | None:
-    """Return the mean cosine under the best one-to-one matching; None without scipy or cosines."""
-    if cosines is None:
+    """Return the mean cosine under the best one-to-one matching; None without scipy, cosines or finite weights."""
+    if cosines is None or not bool(cosines.isfinite().all()):
         return None
     try:
         from scipy.optimize import linear_sum_assignment

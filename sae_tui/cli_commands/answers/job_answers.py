@@ -154,8 +154,8 @@ _CAUSE = typed(
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
 _OF_CARD = (
-    "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
-    "parts",
+    "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
+    "weights", "parts",
 )  # fmt: skip
 _WHOLE_JOB = fields(
     "Job with its events",
@@ -503,6 +503,7 @@ _ARENA = fields(
                         "id": _ID,
                         "recipe": (str, "Name of the job, and the label of its SAE without the seed."),
                         "seeds": (int, "Number of seeds."),
+                        "d_sae": (int, "Number of latents."),
                         "true_l0": (float | None, "Mean number of known features that fire on a row; null if unknown."),
                         "same_as_best": (bool, "Whether the F1 is within two standard errors of the largest."),
                         **{name: (_OVER_SEEDS, f"Figure {name} of the report cards.") for name in FIGURES.values()},

@@ -15,6 +15,7 @@ from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.series import CRITERION, series_named
 from trainer.contract.store.seeds import by_seeds, spread_of, without_seed
+from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import plural
 
 ENDS = (DONE, FAILED, STOPPED)
@@ -42,7 +43,7 @@ def failure(paths: RunPaths, code: int) -> str:
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
     """Describe the requested metrics for the SAE with the lowest FVU; with several seeds, with the lowest mean."""
     by_label = {card.label: card for card in cards}
-    groups = by_seeds(by_label).values()
+    groups = by_seeds(without_twins(by_label)).values()
     of_best = min(groups, key=lambda labels: fmean(by_label[label].figures.fvu for label in labels))
     best = by_label[of_best[0]]
     spread = spread_of([by_label[label].figures.fvu for label in of_best])

@@ -165,3 +165,31 @@ def test_sampled_latents_fire_and_are_the_same_each_time(tmp_path: Path) -> None
 def test_the_most_active_token_in_a_text_is_marked_without_its_space() -> None:
     assert marked(SampledText((" a", " b\n", "c"), 1, 1.0)) == "a [b⏎]c"
     assert marked(SampledText(("x", "\n"), 1, 1.0), "<", ">") == "x<⏎>"
+
+
+TWIN = {"label": "freeze=decoder", "frozen": "decoder", "figures": {"fvu": 0.6, "auc_1": 0.7}, "errors": {"fvu": 0.01}}
+KNOWN = {"n_features": 80, "n_rows": 8192, "f1": 0.5}
+ROWS_PART = {"rows": {"measured": 1.0, "step": 1, "n": 1, "unit": "rows"}}
+
+
+@pytest.mark.parametrize("place", ["data/sample", "elsewhere"])
+def test_figures_of_twins_and_known_features_stay_only_for_the_same_rows(place: str) -> None:
+    older = msgspec.convert(card_table(twins=[TWIN], known=KNOWN), Card)
+    data = card_table()["data"] | {"place": place}
+    newer = msgspec.convert(card_table(data=data, parts=ROWS_PART), Card).with_older(older)
+    kept = place == "data/sample"
+    assert bool(newer.twins) == bool(newer.known) == kept
+    assert ("0.6000 with a random decoder" in summary(newer)) == kept
+    assert ("F1 0.500" in summary(newer)) == kept
+
+
+def test_figures_of_a_twin_are_listed_with_their_errors() -> None:
+    one = msgspec.convert(card_table(twins=[TWIN, TWIN | {"figures": {}}], known=KNOWN), Card)
+    assert by_title(one)["random decoder"] == "FVU 0.6000 ± 0.0100, AUC (k = 1) 0.700"
+    assert by_title(one)["known features"].endswith("uniqueness –; – of 80 features fire per row")
+    assert [title for title, _ in facts(one)].count("random decoder") == 1
+
+
+def test_a_card_with_unknown_frozen_weights_is_treated_as_missing(tmp_path: Path) -> None:
+    (tmp_path / CARD).write_text(json.dumps(card_table(twins=[TWIN | {"frozen": "x | <img src=a>"}])))
+    assert read_card(tmp_path) is None

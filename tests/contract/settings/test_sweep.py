@@ -295,5 +295,7 @@ def test_words_separated_by_commas_on_the_command_line_form_a_sweep() -> None:
     apply_override(table, "sae.architecture=topk, batch_topk,jumprelu")
     apply_override(table, "sae.freeze=off,decoder")
     apply_override(table, "data.path=a,b")
+    apply_override(table, 'train.optimizer="adam", "muon"')
+    assert table["train"]["optimizer"] == ["adam", "muon"]
     assert table["sae"] == {"architecture": ["topk", "batch_topk", "jumprelu"], "freeze": ["off", "decoder"]}
     assert table["data"]["path"] == "a,b"

@@ -173,3 +173,9 @@ def test_rows_are_the_sums_of_the_features_that_fire(children: int, topics: int,
 def test_more_topics_than_features_without_a_parent_are_refused() -> None:
     with pytest.raises(JobFileError, match=r"data.topics: must be at most the number of features without a parent, 12"):
         synthetic(children=4, topics=13)
+
+
+def test_more_active_features_than_the_trees_allow_are_refused() -> None:
+    refusal = r"data.active: must be at most [0-9.]+ with these features, trees and topics, not 500"
+    with pytest.raises(JobFileError, match=refusal):
+        synthetic(n_features=1024, children=4, active=500.0)

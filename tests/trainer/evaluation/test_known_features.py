@@ -76,3 +76,21 @@ def test_wide_saes_are_not_matched_but_judged_in_the_same_way(monkeypatch) -> No
     assert parts is not None
     assert parts.mcc is None
     assert (parts.f1, parts.uniqueness) == (pytest.approx(whole.f1), whole.uniqueness)
+
+
+def test_a_diverged_sae_has_no_matching_but_its_other_figures(monkeypatch) -> None:
+    of = source()
+    w_dec = directions(of)
+    w_dec[3] = torch.nan
+    found = known_features(of, w_dec, lambda x: DenseActs((x @ w_dec.T - 0.6).relu().nan_to_num()))
+    assert found is not None
+    assert found.mcc is None
+    assert found.f1 > 0.3
+
+
+def test_other_settings_of_the_data_have_another_digest() -> None:
+    w_dec = directions(source())
+    found = [known_features(source(**one), w_dec, encoder(w_dec)) for one in ({}, {}, {"topics": 2}, {"data_seed": 1})]
+    digests = [one.data for one in found if one]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3

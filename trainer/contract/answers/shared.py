@@ -304,6 +304,7 @@ _KNOWN = typed(
     {
         "n_features": "Number of known features.",
         "n_rows": "Number of rows, which no run was trained on.",
+        "data": 'Digest of the settings of the data; "" if unknown.',
         "true_l0": "Mean number of features that fire on a row.",
         "f1": "Mean F1 of the latents as detectors of their nearest features.",
         "f1_error": "Standard error of this mean.",

@@ -78,6 +78,11 @@ def _place(card: Card) -> str:
     return card.data.place
 
 
+def _of_data(card: Card) -> tuple[object, ...]:
+    """Return what two report cards must share for the figures of known features to be comparable."""
+    return card.data.place, card.known.data if card.known else ""
+
+
 def _rows(card: Card) -> tuple[object, ...]:
     return card.data.place, card.figures.n_tokens
 
@@ -151,15 +156,15 @@ _FIGURES = (
     _Declared("pw_mcc", "latents", Series("PW-MCC over seeds", better="higher", format=".3f"),
               _of("stability", "pw_mcc")),
     _Declared("f1", "latents", Series("F1, known features", better="higher", format=".3f", prominence="key"),
-              _of("known", "f1"), _of("known", "f1_error"), _place),
+              _of("known", "f1"), _of("known", "f1_error"), _of_data),
     _Declared("precision", "latents", Series("precision", better="higher", format=".3f"), _of("known", "precision"),
-              condition=_place),
+              condition=_of_data),
     _Declared("recall", "latents", Series("recall", better="higher", format=".3f"), _of("known", "recall"),
-              condition=_place),
+              condition=_of_data),
     _Declared("mcc", "latents", Series("MCC, known features", better="higher", format=".3f"), _of("known", "mcc"),
-              condition=_place),
+              condition=_of_data),
     _Declared("uniqueness", "latents", Series("uniqueness", better="higher", format=".3f"), _of("known", "uniqueness"),
-              condition=_place),
+              condition=_of_data),
     _Declared("true_l0", "latents", Series("true L0", format=".1f", prominence="minor"), _of("known", "true_l0")),
     _Declared("recovery", "latents", Series("recovery (MMCS)", better="higher", format=".3f"), _of("recovery")),
     *_losses("all_tokens", "spliced", "all_tokens"),
@@ -194,12 +199,14 @@ def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, 
 
 
 def twin_of(card: Card, label: str, other: Card) -> Twin:
-    """Return the random twin described by the report card `other`, with the figures that can be compared."""
+    """Return the random twin `label` described by the report card `other`, with the figures that can be compared."""
+    frozen = frozen_in(label)
+    assert frozen is not None, label
     own = {one.name: one.condition for one in figures_of(card)}
     known = [one for one in figures_of(other) if one.name in own and own[one.name] == one.condition]
     return Twin(
         label=label,
-        frozen=frozen_in(label),
+        frozen=frozen,
         figures={one.name: one.value for one in known},
         errors={one.name: one.error for one in known if one.error is not None},
     )

@@ -19,6 +19,7 @@ from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.store.rows import Time
+from trainer.contract.store.twins import Frozen
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
 # The histogram of densities starts at 10^LOWEST_DECADE.
@@ -207,11 +208,13 @@ class KnownFeatures(msgspec.Struct, frozen=True, kw_only=True):
     Each latent is judged as a detector of the feature with the nearest direction. `f1`, `precision` and `recall` are
     means over the latents, and `f1_error` is the standard error of the mean. `uniqueness` is the number of different
     nearest features per latent. `mcc` is the mean absolute cosine under the best one-to-one matching, or None if it was
-    not computed. `true_l0` is the mean number of features that fire on a row.
+    not computed. `true_l0` is the mean number of features that fire on a row. `data` is a digest of the settings of the
+    data.
     """
 
     n_features: int
     n_rows: int
+    data: str = ""
     true_l0: float = math.nan
     f1: float = math.nan
     f1_error: float = math.nan
@@ -228,7 +231,7 @@ class Twin(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     label: str
-    frozen: str
+    frozen: Frozen
     figures: dict[str, float]
     errors: dict[str, float] = {}
 
@@ -389,6 +392,8 @@ class Card(msgspec.Struct, frozen=True):
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
+        # Figures of random twins and of known features hold only for the same rows.
+        same_rows = (older.data.place, older.figures.n_tokens) == (rows.data.place, rows.figures.n_tokens)
         return msgspec.structs.replace(
             self,
             data=rows.data,
@@ -397,11 +402,11 @@ class Card(msgspec.Struct, frozen=True):
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
-            known=self.known or older.known,
+            known=self.known or (older.known if same_rows else None),
             spliced=self.spliced or older.spliced,
             probing=self.probing or older.probing,
             stability=self.stability or older.stability,
-            twins=self.twins or older.twins,
+            twins=self.twins or (older.twins if same_rows else ()),
             parts=older.parts | self.parts,
         )
 
@@ -584,7 +589,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
         *([("stability", _stability(card.stability))] if card.stability else []),
-        *((twin.words, _twin(twin)) for twin in card.twins),
+        *((twin.words, words) for twin in card.twins if (words := _twin(twin))),
         *([("families", _families(card))] if card.families else []),
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *([("known features", _known_features(card.known))] if card.known else []),
@@ -604,7 +609,8 @@ def _known_features(one: KnownFeatures) -> str:
     mcc = "" if one.mcc is None else f", MCC {one.mcc:.3f}"
     figures = f"precision {_known(one.precision, '.3f')}, recall {_known(one.recall, '.3f')}{mcc}"
     f1 = _with_error(one.f1, one.f1_error, ".3f")
-    return f"F1 {f1}, {figures}, uniqueness {one.uniqueness:.3f}; {one.true_l0:.1f} of {one.n_features:,} fire per row"
+    uniqueness, fire = _known(one.uniqueness, ".3f"), _known(one.true_l0, ".1f")
+    return f"F1 {f1}, {figures}, uniqueness {uniqueness}; {fire} of {one.n_features:,} features fire per row"
 
 
 def _families(card: Card) -> str:

@@ -118,10 +118,11 @@ class Setting(msgspec.Struct, frozen=True):
             whole = float not in map(_plain, _members(self.annotation))
             return parse_number(text, several=several, whole=whole)
         value = parse_value(text)
-        # Hooks of a sweep are named in other ways too, and are split where they are checked.
-        of_words = several and self.name != "hook" and isinstance(value, str) and "," in value
-        if isinstance(value, str) and (self.commas or of_words):
+        if self.commas and isinstance(value, str):
             return [word.strip() for word in value.split(",")]
+        # Hooks of a sweep are named in other ways too, and are split where they are checked.
+        if several and self.name != "hook" and isinstance(value, str) and "," in value:
+            return [parse_value(word) for word in value.split(",")]
         is_final = isinstance(value, str | None) or ((several or self.is_list) and isinstance(value, list))
         return text.strip() if self.is_text and not is_final else value
 

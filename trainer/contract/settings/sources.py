@@ -313,10 +313,12 @@ class SyntheticSettings(SourceSettings, frozen=True):
     children: Annotated[
         int,
         about(
-            "Children of each feature in trees of three levels; a child fires only with its parent. 0: no trees.",
+            "Children of a feature in trees of three levels (the last few features form a fourth); a child fires only"
+            " with its parent. 0: no trees.",
             unit="features",
             advanced=True,
             ge=0,
+            le=64,
         ),
     ] = 0
     topics: Annotated[
@@ -325,6 +327,7 @@ class SyntheticSettings(SourceSettings, frozen=True):
             "Groups of features that fire together: half of a row's features are from one group. 0: independent.",
             advanced=True,
             ge=0,
+            le=1024,
         ),
     ] = 0
     noise: Annotated[float, about("Standard deviation of the noise added to every value.", advanced=True, ge=0)] = 0.0

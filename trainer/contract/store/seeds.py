@@ -50,7 +50,10 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     """Return the mean and the standard deviation, or None for less than two values or a value that is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
-    return Spread(statistics.fmean(values), statistics.stdev(values), len(values))
+    try:
+        return Spread(statistics.fmean(values), statistics.stdev(values), len(values))
+    except OverflowError:
+        return None
 
 
 def without_seed(label: str) -> str:

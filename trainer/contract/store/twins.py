@@ -7,14 +7,17 @@ An SAE that is hardly better than its twin owes its figures to the data and the 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Literal
 
+Frozen = Literal["decoder", "encoder", "both"]
 _FREEZE, _OFF = "freeze=", "off"
+_FROZEN: dict[str, Frozen] = {"decoder": "decoder", "encoder": "encoder", "both": "both"}
 
 
-def frozen_in(label: str) -> str:
-    """Return which weights an SAE keeps frozen according to its label: "decoder", "encoder", "both", or ""."""
+def frozen_in(label: str) -> Frozen | None:
+    """Return which weights an SAE keeps frozen according to its label, or None if it has no frozen weights."""
     value = next((part.removeprefix(_FREEZE) for part in label.split(",") if part.startswith(_FREEZE)), _OFF)
-    return "" if value == _OFF else value
+    return _FROZEN.get(value)
 
 
 def twins_of(labels: Collection[str], label: str) -> list[str]:
