@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sae_lens.synthetic import HierarchyNode, hierarchy_modifier
 from support.recovery import mmcs
 
 from trainer.activations.synthetic import Synthetic
@@ -134,13 +133,14 @@ def test_too_many_active_features_cause_a_one_sentence_error() -> None:
 @pytest.mark.parametrize("children", [1, 2, 4])
 @pytest.mark.parametrize("topics", [0, 3])
 def test_a_child_fires_only_with_its_parent_as_in_saelens(children: int, topics: int) -> None:
+    hierarchy = pytest.importorskip("sae_lens.synthetic.hierarchy")
     source = synthetic(children=children, topics=topics, active=8.0, skew=0.7)
     fired, n_roots = source.firings(np.arange(3000)), source._n_roots
-    nodes = [HierarchyNode(number) for number in range(256)]
+    nodes = [hierarchy.HierarchyNode(number) for number in range(256)]
     for number in range(n_roots, 256):
         parent = nodes[(number - n_roots) // children]
         parent.children = [*parent.children, nodes[number]]
-    gated = hierarchy_modifier(nodes[:n_roots])(fired.clone())
+    gated = hierarchy.hierarchy_modifier(nodes[:n_roots])(fired.clone())
     torch.testing.assert_close(gated, fired)
     parents = (torch.arange(n_roots, 256) - n_roots) // children
     given = (fired[:, n_roots:] > 0)[fired[:, parents] > 0].float().mean()

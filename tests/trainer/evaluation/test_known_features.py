@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sae_lens.synthetic import evals
 from torch import Tensor
 
 from trainer.activations.synthetic import Synthetic
@@ -36,6 +35,7 @@ def directions(of: Synthetic, n: int = 60) -> Tensor:
 
 @pytest.mark.parametrize("settings", [{}, {"children": 3, "active": 8.0}, {"topics": 4}, {"noise": 0.1}])
 def test_the_figures_are_those_of_saelens(settings: dict[str, Any]) -> None:
+    evals = pytest.importorskip("sae_lens.synthetic.evals")
     of = source(**settings)
     w_dec = directions(of)
     found = known_features(of, w_dec, encoder(w_dec))
