@@ -63,7 +63,7 @@ class Recipe(msgspec.Struct, frozen=True):
         return self.figures[name].value if name in self.figures else None
 
     def error(self, name: str) -> float:
-        """Return the standard error of the mean over the seeds, at least that of a single value; 0 if unknown."""
+        """Return the larger of the standard errors over the seeds and over the rows; 0 if both are unknown."""
         spread = self.spreads.get(name)
         own = self.figures[name].error if name in self.figures else None
         return max(spread.sd / math.sqrt(spread.n) if spread else 0.0, own or 0.0)
@@ -92,17 +92,24 @@ def arena(context: CommandContext, flags: argparse.Namespace) -> int:
             warn(f"Ctrl-C leaves the jobs running; `sae-tui arena {again}` then shows the table")
     ended = [wait_until_ended(context, job_id, is_told=bool(jobs)) for job_id in ids]
     recipes = ranked([recipe for view in ended for recipe in recipes_of(view, whole_cards(context.data.sae(view.id)))])
+    without = [view for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
+    lacking = [str(view.id) for view in without if not EXITS[view.state]]
+    if lacking and not recipes:
+        raise UserError(_without_features(lacking))
     if context.as_json:
         show_json(as_json(recipes))
     elif recipes:
         _show(recipes)
-    without = [view for view in ended if not any(recipe.job_id == view.id for recipe in recipes)]
     for view in without:
         if EXITS[view.state]:
             warn(f"job {view.id} {ENDED[view.state]}: it is not in the table")
-    if lacking := [str(view.id) for view in without if not EXITS[view.state]]:
-        raise UserError(f"no known features on the report cards of {join_words(lacking)}; train on synthetic data")
-    return max((EXITS[view.state] for view in ended), default=Exit.DONE)
+    if lacking:
+        warn(_without_features(lacking))
+    return max((EXITS[view.state] for view in ended), default=Exit.DONE) or (Exit.FAILED if lacking else Exit.DONE)
+
+
+def _without_features(ids: list[str]) -> str:
+    return f"no known features on the report cards of {join_words(ids)}; train on synthetic data"
 
 
 def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
@@ -126,7 +133,7 @@ def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
 
 
 def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
-    """Yield the SAEs of a job that were judged by known features, those that differ only in the seed as one."""
+    """Yield a recipe for each SAE of a job with known features; SAEs that differ only in the seed are one recipe."""
     for group, labels in by_seeds({label: card for label, card in cards.items() if card.known}).items():
         of_seeds = [{one.name: one for one in figures_of(cards[label])} for label in labels]
         shared = set.intersection(*map(set, of_seeds))

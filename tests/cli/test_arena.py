@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -151,3 +152,11 @@ def test_a_job_without_known_features_and_other_kinds_of_jobs_are_refused_by_nam
     put_card(shell.data.sae(finished(shell, "bare", [])))
     (line,) = shell.errors("arena", 1, code=1)
     assert "no known features on the report cards of 1; train on synthetic data" in line
+
+
+def test_a_job_without_known_features_is_named_after_the_table_of_the_others(shell) -> None:
+    finished(shell, "good", [0.6])
+    put_card(shell.data.sae(finished(shell, "bare", [])))
+    done = shell.run("arena", 1, 2, "--json", code=1)
+    assert [one["recipe"] for one in json.loads(done.stdout)["recipes"]] == ["good"]
+    assert "no known features on the report cards of 2; train on synthetic data" in done.stderr
