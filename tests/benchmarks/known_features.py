@@ -3,9 +3,9 @@
     python tests/benchmarks/known_features.py [--peers NAME ...] [--tokens 500000] [--d-sae 1024] [--k 12]
         [--seeds 0 1 2]
 
-The data is that of `sae-tui arena`. All trainers train on the same rows in the same order, and their SAEs are saved in
-the format of their library and read again. The figures are defined as in SAELens. `never fire` is measured on the same
-8,192 rows, which no trainer has seen.
+The data is the same as in `sae-tui arena`. All trainers train on the same rows in the same order, and their SAEs are
+saved in the format of their library and read again. The figures are defined as in SAELens. `never fire` is
+measured on the same 8,192 rows, which no trainer has seen.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random twins: SAEs in a sweep with weights that keep their random initial values, to compare other SAEs with.
+"""Random twins: SAEs in a sweep with weights that keep their random initial values, as a baseline for the other SAEs.
 
-An SAE that is hardly better than its twin owes its figures to the data and the sparsity, not to what it has learnt
+If an SAE scores close to its random twin, its figures come from the data and the sparsity, not from training
 (Korznikov et al. 2026, arXiv 2602.14111).
 """
 
