@@ -505,7 +505,7 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
     if name in ("created", "started", "ended"):
         return clock_time(value)
     if name == "dead_fraction" and value is not None and (window := dead_after_words(job)):
-        return f"{measure(value, series_named(name))} ({window})"
+        return f"{measure(value, series_named(name))} (silent for {window})"
     if value is not None and (name == "progress" or series_named(name).is_share):
         return f"{100 * value:.3g}%"
     if value is not None and series_named(name).unit:

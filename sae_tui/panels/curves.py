@@ -53,12 +53,8 @@ class CurvePlot(Plot):
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         if not self.is_held_out:
-            note = (
-                dead_after_words(detail.view).replace("silent for", "silent")
-                if self.series_name == "dead_fraction" and of_training
-                else ""
-            )
-            self.show_points(of_training, note, nothing, span=span)
+            window = dead_after_words(detail.view) if self.series_name == "dead_fraction" and of_training else ""
+            self.show_points(of_training, f"silent {window}" if window else "", nothing, span=span)
             return
         # Show three digits, so that both values fit into a narrow frame.
         newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""

@@ -164,7 +164,11 @@ def _dead(detail: JobDetail, member: str) -> str:
     """Return the share of dead latents and how "dead" is defined, or "" if unknown."""
     value, _ = judged(detail, "dead_fraction", member)
     window = dead_after_words(detail.view)
-    return f"  {measure(value, series_named('dead_fraction'))} dead ({window})" if value is not None and window else ""
+    return (
+        f"  {measure(value, series_named('dead_fraction'))} dead (silent for {window})"
+        if value is not None and window
+        else ""
+    )
 
 
 def _which(member: str, members: Sequence[str], best: str) -> str:

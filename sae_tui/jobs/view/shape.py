@@ -50,7 +50,7 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Describe how many tokens without firing make a latent dead, like `silent for 20.0k tokens`.
+    """Return how many tokens without firing make a latent dead, like `20.0k tokens`.
 
     Return "" if the number is unknown or differs between SAEs in a sweep.
     """
@@ -61,7 +61,7 @@ def dead_after_words(job: Job) -> str:
     total = round(job.tokens / job.step * job.total_steps) if job.step and job.total_steps else 0
     if not (isinstance(asked, int) or (asked == "auto" and total)):
         return ""
-    return f"silent for {count(dead_after(asked, total))} tokens"
+    return f"{count(dead_after(asked, total))} tokens"
 
 
 @functools.lru_cache(maxsize=4096)
