@@ -95,8 +95,8 @@ def test_a_sweep_shows_the_range_of_its_settings() -> None:
 
 def test_the_fraction_of_dead_latents_is_explained_once_the_token_count_is_known() -> None:
     steps = {"step": 100, "total_steps": 400, "tokens": 51_200}
-    assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "silent for 20.0k tokens"
-    assert dead_after_words(job(config=config(), **steps)) == "silent for 20.5k tokens"
+    assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "20.0k tokens"
+    assert dead_after_words(job(config=config(), **steps)) == "20.5k tokens"
     assert dead_after_words(job(config=config())) == ""
 
 
