@@ -222,6 +222,10 @@ class Clock:
 
 def _cut_power(job: RealJob) -> RealJob:
     """Simulate what a power cut does to a job: no process is alive, although the job's rows say that it is running."""
+    # The queue process would correct the rows.
+    if queue := job.box.queue_process():
+        queue.send(signal.SIGKILL)
+        wait_for(lambda: not queue.is_alive(), "the end of the queue process")
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
