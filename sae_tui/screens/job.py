@@ -103,7 +103,7 @@ class JobScreen(Evaluates, FramedScreen):
         old_key("c", "compare"),
         Binding("Y", "copy_command", "Copy", id="job.copy", tooltip="Copy the command that launches the same job"),
         Binding("L", "copy_snippet", "Load", id="job.load",
-                tooltip="Copy Python that loads its SAE: SAELens or sparsify, then safetensors"),
+                tooltip="Show and copy Python that loads its SAE: SAELens or sparsify, then safetensors"),
         Binding("x", "export", "Export", id="job.export", tooltip="Write its SAE for other tools"),
     ]  # fmt: skip
     DEFAULT_CSS = """

@@ -14,8 +14,7 @@ from torch.nn.functional import embedding_bag, normalize
 
 from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.permutation import Words, mixed
-from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.sources import SyntheticSettings
+from trainer.contract.settings.sources import MOST_DRAWS, MOST_GIVEN_PARENT, SHARE_OF_TOPIC, SyntheticSettings
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -122,9 +121,6 @@ class Synthetic(IndexedSource):
 class _Groups:
     """Chooses the roots of rows. With topics, half of them are chosen from the roots of the row's topic."""
 
-    # The share of a row's roots chosen from its topic.
-    SHARE = 0.5
-
     def __init__(self, settings: SyntheticSettings) -> None:
         self._n = settings.topics
         # Roots that follow each other in frequency belong to different topics.
@@ -135,8 +131,8 @@ class _Groups:
         if not self._n:
             return -np.expm1(-rates)
         shares = self._shares(rates)[self._topic_of]
-        inside = rates * (1 - self.SHARE + self.SHARE / shares)
-        return -shares * np.expm1(-inside) - (1 - shares) * np.expm1(-rates * (1 - self.SHARE))
+        inside = rates * (1 - SHARE_OF_TOPIC + SHARE_OF_TOPIC / shares)
+        return -shares * np.expm1(-inside) - (1 - shares) * np.expm1(-rates * (1 - SHARE_OF_TOPIC))
 
     def _shares(self, rates: Floats) -> Floats:
         """Return the share of each topic in the draws, which is also the share of rows with this topic."""
@@ -157,7 +153,7 @@ class _Groups:
         found = np.searchsorted(self._cumulative, uniform, side="right")
         if self._n:
             topics = np.searchsorted(self._topics, _uniform(words, 6), side="right")[rows]
-            is_own = _uniform(chosen, 7) < self.SHARE
+            is_own = _uniform(chosen, 7) < SHARE_OF_TOPIC
             for topic, (roots, cumulative) in enumerate(self._own):
                 these = is_own & (topics == topic)
                 found[these] = roots[np.searchsorted(cumulative, uniform[these], side="right")]
@@ -170,21 +166,16 @@ def _cumulative(rates: Floats) -> Floats:
     return found
 
 
-# A child fires at most this often when its parent fires; otherwise the two could not be told apart.
-_MOST_GIVEN_PARENT = 0.5
-
-
 def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats]:
     """Return the rate of each root (mean number of draws per row), and each feature's probability given its parent.
 
-    On average, `active` features fire. A root fires with probability 1 - e^-rate. Rates are limited to 3 (a probability
-    of 95 %), because the number of draws grows without bound as the probability approaches 1.
+    On average, `active` features fire. A root fires with probability 1 - e^-rate.
     """
     n, c, n_roots = settings.n_features, settings.children, settings.n_roots
     shares = np.arange(1.0, n + 1) ** -settings.skew
 
     def at(scale: float) -> tuple[Floats, Floats, float]:
-        rates = np.minimum(scale * shares, 3.0)
+        rates = np.minimum(scale * shares, MOST_DRAWS)
         fire, given = groups.fire(rates[:n_roots]), np.ones(n)
         if c:
             wanted, first = -np.expm1(-rates), n_roots
@@ -193,15 +184,12 @@ def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats
                 # The children of the features before `first` whose probabilities are known.
                 last = min(n, n_roots + first * c)
                 parents = (np.arange(first, last) - n_roots) // c
-                given[first:last] = np.minimum(_MOST_GIVEN_PARENT, wanted[first:last] / fire[parents].clip(1e-300))
+                given[first:last] = np.minimum(MOST_GIVEN_PARENT, wanted[first:last] / fire[parents].clip(1e-300))
                 fire[first:last] = given[first:last] * fire[parents]
                 first = last
         return rates[:n_roots], given, float(fire.sum())
 
-    low, high = 0.0, 3.0 / float(shares[-1])
-    if (most := at(high)[2]) < settings.active:
-        message = f"must be at most {most:.4g} with these features, trees and topics, not {settings.active:g}"
-        raise JobFileError([Problem("data.active", message)])
+    low, high = 0.0, MOST_DRAWS / float(shares[-1])
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle)[2] < settings.active else (low, middle)

@@ -68,13 +68,21 @@ class WholeSteps(Protocol):
 
 
 class Update:
-    """Updates whole matrices in separate passes; used on a CPU and for optimizers without a row-wise step."""
+    """Updates whole matrices in separate passes; used on a CPU and for optimizers without a row-wise step.
 
-    # Whether the rows of W_dec are normalised after each step.
-    normalises = True
+    If `normalises`, each step normalises the rows of W_dec.
+    """
 
-    def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, following: Following | None) -> None:
+    def __init__(
+        self,
+        sae: Sae,
+        stepped: Stepped,
+        optimizer: Optimizer,
+        following: Following | None = None,
+        normalises: bool = True,
+    ) -> None:
         self._sae, self._stepped, self._optimizer, self._following = sae, stepped, optimizer, following
+        self._normalises = normalises
 
     def measure(self) -> Squares:
         """Project the gradients for the step, and return their squared norms."""
@@ -86,7 +94,7 @@ class Update:
         skips = check.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
-            if self.normalises:
+            if self._normalises:
                 self._sae.normalise_decoder(skips, self._stepped.rows)
         self._sae.constrain(self._stepped.rows)
 
@@ -108,7 +116,7 @@ class RowUpdate(Update):
     """
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, by_rows: RowStep) -> None:
-        super().__init__(sae, stepped, optimizer, None)
+        super().__init__(sae, stepped, optimizer)
         self._by_rows = by_rows
         self._others = [name for name, one in stepped.parameters.items() if not by_rows.steps(one)]
 
@@ -197,9 +205,8 @@ class Learner:
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: TiedParameter(parameters["W_enc"], share)}
         if frozen := self._job.sae.frozen:
-            whole = Update(*of, None)
-            whole.normalises = "W_dec" not in frozen  # normalising unit rows again would change their last digits
-            return whole
+            # Normalising unit rows again would change their last digits.
+            return Update(*of, normalises="W_dec" not in frozen)
         by_rows = self.optimizer.by_rows()
         # With one micro-batch per step and one replica, the gradient that a kernel sums is final, so the same kernel
         # can measure its row norms.

@@ -11,6 +11,7 @@ from support.recovery import mmcs
 
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.errors import JobFileError
+from trainer.contract.settings.sources import SyntheticSettings
 
 DEFAULTS: dict[str, Any] = {
     "d_in": 64,
@@ -123,8 +124,9 @@ def test_extreme_settings_produce_finite_rows(settings: dict[str, Any]) -> None:
 
 
 def test_too_many_active_features_cause_a_one_sentence_error() -> None:
-    with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
-        synthetic(active=231)
+    most = r"^data\.active: must be at most 231\.1 with these features, trees and topics, not 232$"
+    with pytest.raises(JobFileError, match=most):
+        synthetic(active=232)
 
 
 # Trees and topics.
@@ -175,7 +177,18 @@ def test_more_topics_than_features_without_a_parent_are_refused() -> None:
         synthetic(children=4, topics=13)
 
 
-def test_more_active_features_than_the_trees_allow_are_refused() -> None:
-    refusal = r"data.active: must be at most [0-9.]+ with these features, trees and topics, not 500"
-    with pytest.raises(JobFileError, match=refusal):
-        synthetic(n_features=1024, children=4, active=500.0)
+@given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0]))
+@settings(max_examples=40)
+def test_the_largest_accepted_number_of_active_features_is_reached(
+    n: int, children: int, topics: int, skew: float
+) -> None:
+    options: dict[str, Any] = {"n_features": n, "children": children, "skew": skew}
+    options["topics"] = min(topics, SyntheticSettings(**options).n_roots)
+    most = SyntheticSettings(**options).most_active
+    source = synthetic(**options, active=0.9999 * most)
+    found = float((source.firings(np.arange(4000)) > 0).float().sum(1).mean())
+    assert found == pytest.approx(most, rel=0.05)
+    with pytest.raises(
+        JobFileError, match=r"data.active: must be at most [0-9.]+ with these features, trees and topics"
+    ):
+        synthetic(**options, active=1.001 * most)

@@ -339,13 +339,13 @@ class Card(msgspec.Struct, frozen=True):
     """The report card for an SAE: its identity, data and metrics.
 
     `recovery` is the mean maximum cosine similarity (MMCS) with the known features of synthetic data, and `known` says
-    how well latents detect these features. `latents` is a
-    random sample of the latents that fire, and is empty if their texts are unknown. `recipe` contains the training
-    settings, and `training` the run's state; both are None if unknown. `threshold_set_on` names the rows on which the
-    SAE's single threshold was set to reach the target L0, or is "" for an SAE without a single threshold. `weights` is
-    a digest of the weights described by all `parts`. `features` is a digest of the stored features file. `stability`
-    is None for an SAE that was trained with one seed. `twins` are the random twins trained next to the SAE. `families`
-    maps each of `features.FAMILIES` to its number of latents; it is empty without stored max-activating examples.
+    how well latents detect these features. `latents` is a random sample of the latents that fire, and is empty if their
+    texts are unknown. `recipe` contains the training settings, and `training` the run's state; both are None if
+    unknown. `threshold_set_on` names the rows on which the SAE's single threshold was set to reach the target L0, or is
+    "" for an SAE without a single threshold. `weights` is a digest of the weights described by all `parts`. `features`
+    is a digest of the stored features file. `stability` is None for an SAE that was trained with one seed. `twins` are
+    the random twins trained next to the SAE. `families` maps each of `features.FAMILIES` to its number of latents; it
+    is empty without stored max-activating examples.
     """
 
     name: str
@@ -606,7 +606,7 @@ def family_words(families: Mapping[str, int]) -> str:
 
 def _known_features(one: KnownFeatures) -> str:
     """Return the figures, like `F1 0.812 ± 0.010, precision 0.850, recall 0.790, MCC 0.900, uniqueness 0.950; …`."""
-    mcc = "" if one.mcc is None else f", MCC {one.mcc:.3f}"
+    mcc = "" if one.mcc is None else f", MCC {_known(one.mcc, '.3f')}"
     figures = f"precision {_known(one.precision, '.3f')}, recall {_known(one.recall, '.3f')}{mcc}"
     f1 = _with_error(one.f1, one.f1_error, ".3f")
     uniqueness, fire = _known(one.uniqueness, ".3f"), _known(one.true_l0, ".1f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
@@ -294,6 +295,13 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
 
 # The maximum number of values in the directions of all synthetic features; in fp32, these values take 4 GB.
 MOST_SYNTHETIC = 10**9
+# The largest mean number of times that a feature without a parent is drawn per row. It then fires on 95 % of the rows;
+# the number of draws grows without bound as this share approaches 1.
+MOST_DRAWS = 3.0
+# The share of a row's features without a parent that are chosen from its topic.
+SHARE_OF_TOPIC = 0.5
+# A child fires at most this often when its parent fires; otherwise the two could not be told apart.
+MOST_GIVEN_PARENT = 0.5
 
 
 class SyntheticSettings(SourceSettings, frozen=True):
@@ -343,12 +351,28 @@ class SyntheticSettings(SourceSettings, frozen=True):
         """The number of features without a parent."""
         return max(1, self.n_features // (1 + self.children + self.children**2))
 
+    @property
+    def most_active(self) -> float:
+        """The largest accepted `active`: 95 % of the number if all features fire as often as `Synthetic` allows."""
+        share = 1 / max(1, self.topics)
+        inside = MOST_DRAWS * (1 - SHARE_OF_TOPIC + SHARE_OF_TOPIC / share)
+        outside = MOST_DRAWS * (1 - SHARE_OF_TOPIC)
+        fires = -share * math.expm1(-inside) - (1 - share) * math.expm1(-outside)
+        found, left, level = 0.0, self.n_features, self.n_roots
+        while left:
+            level = min(left, level)
+            found, left = found + fires * level, left - level
+            fires, level = fires * MOST_GIVEN_PARENT, level * max(1, self.children)
+        return 0.95 * found
+
     def shape(self) -> DataShape:
         if self.topics > self.n_roots:
             which = "features without a parent" if self.children else "features"
             raise JobFileError([Problem("data.topics", f"must be at most the number of {which}, {self.n_roots:,}")])
-        if self.active > 0.9 * self.n_features:
-            message = f"must be at most 0.9 of data.n_features, {self.n_features}, not {self.active:g}"
+        if self.active > self.most_active:
+            message = (
+                f"must be at most {self.most_active:.4g} with these features, trees and topics, not {self.active:g}"
+            )
             raise JobFileError([Problem("data.active", message)])
         if self.d_in * self.n_features > MOST_SYNTHETIC:
             most = MOST_SYNTHETIC // self.d_in
