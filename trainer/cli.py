@@ -305,6 +305,8 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         from trainer.training.export_set import export_set, is_set
 
     if is_set(flags.paths, flags.format):
+        if flags.k:
+            raise UsageError("--k: not supported for a set of transcoders; leave it out")
         of_set = export_set(
             flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force, only=flags.only
         )
@@ -317,6 +319,7 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         best=flags.best,
         force=flags.force,
         only=flags.only,
+        k=flags.k,
         firings=firings_of,
     )
     folders = done.get("saes", {"SAE": done["output_path"]})

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 
 from trainer.contract.output import SafeParser
-from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.catalog import (
+    EXPORTED_K,
+    IS_TRANSCODER,
+    READ_FORMATS,
+    SAES_CONFIG,
+    WHERE_SAE,
+    WRITTEN_FORMATS,
+)
 from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.help import (
     BENCH,
@@ -122,6 +129,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; may be repeated"
     )
+    command.add_argument("--k", type=int, metavar="K", help=EXPORTED_K)
     command.add_argument(
         "--push", metavar="REPO", help="also upload the files to NAME or OWNER/NAME on the Hugging Face hub"
     )

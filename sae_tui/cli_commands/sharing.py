@@ -16,6 +16,7 @@ def export(context: CommandContext, flags: argparse.Namespace) -> int:
     given = {"--best": flags.best, "--force": flags.force}
     arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]
     arguments += [word for label in flags.only for word in ("--only", label)]
+    arguments += ["--k", str(flags.k)] if flags.k else []
     with Progress(f"exporting job {flags.id}", to_descriptor=False) as progress:
         done = export_sae(context.data, flags.id, flags.out, arguments, on_reached=progress.reach)
     if context.as_json:

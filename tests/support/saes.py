@@ -17,6 +17,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.base import Sae, SaeSpec
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.gated import Gated
+from trainer.saes.hierarchical_topk import HierarchicalTopK
 from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.matryoshka import MatryoshkaBatchTopK
@@ -31,6 +32,7 @@ PENALISED = {"k": 8, "sparsity_warmup_fraction": 0.0}
 # Maps each architecture to its class, its settings, and its name in SAELens.
 KINDS: dict[str, Any] = {
     "topk": (TopK, TOPK, "topk"),
+    "hierarchical_topk": (HierarchicalTopK, TOPK | {"n_levels": 3}, "topk"),
     "batch_topk": (BatchTopK, TOPK, "jumprelu"),
     "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"n_levels": 3}, "jumprelu"),
     "jumprelu": (JumpReLU, PENALISED, "jumprelu"),

@@ -33,7 +33,7 @@ from trainer.saes.kernels import triton_dead_latents, triton_entries, triton_err
 from trainer.saes.sparse_acts import SparseActs
 from trainer.training.learner import Learner
 
-CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
+CHOOSING = ("topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk")
 PENALISED = ("standard", "gated", "jumprelu")
 SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768, 4096), ({"d_sae": 18432}, 2304, 1024)
 

@@ -58,6 +58,7 @@ from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.peers import Alone
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
+from trainer.saes.topk import TopK
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
@@ -200,7 +201,9 @@ class _PartTimer:
         else:
             timed = self._begin()
             sae, place = learner.sae, hooks.source(learner.hook).place
-            figures, data = self._rows.measure(sae, partial(_reconstruct, learner), sae.raw_decoder(), place)
+            at_smaller_k = {k: partial(_reconstruct, learner, k=k) for k in sae.settings.ks[:-1]}
+            how = partial(_reconstruct, learner)
+            figures, data = self._rows.measure(sae, how, sae.raw_decoder(), place, at_smaller_k)
             card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
             yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
         model = hooks.model(learner.hook)
@@ -265,10 +268,14 @@ def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int
     return model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
 
 
-def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
-    """Return the activations and the reconstruction [n, d_out] for raw rows x [n, d_in] with targets y [n, d_out]."""
+def _reconstruct(learner: Learner, x: Tensor, y: Tensor, k: int | None = None) -> tuple[Acts, Tensor]:
+    """Return the activations and the reconstruction [n, d_out] for raw rows x [n, d_in] with targets y [n, d_out].
+
+    `k` replaces a TopK SAE's own k.
+    """
     sae = learner.sae
-    output = learner.forward(x * sae.x_scale, y * sae.y_scale)
+    with sae.using(k) if k and isinstance(sae, TopK) else contextlib.nullcontext():
+        output = learner.forward(x * sae.x_scale, y * sae.y_scale)
     return output.acts, sae.raw(output.x_hat)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.activations.training_data import HALVES
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, scales_in
+from trainer.sharing.base import KS, NOTHING_GIVEN, Given, SharedSae, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
 
@@ -60,14 +60,24 @@ class ExportedSae:
         """The encoder's columns, as rows [d_sae, d_in]."""
         return self._weights["W_enc"].T
 
-    def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
-        """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored."""
-        acts = self.encode(x)
+    @property
+    def smaller_ks(self) -> list[int]:
+        """The values below k that the SAE is also trained for, ascending."""
+        stated = self.metadata.get(KS)
+        whole = [one for one in stated if type(one) is int] if isinstance(stated, list) else []
+        return sorted({one for one in whole if 0 < one < (self._k or 0)}) if self._form == "topk" else []
+
+    def reconstruct(self, x: Tensor, y: Tensor | None = None, k: int | None = None) -> tuple[DenseActs, Tensor]:
+        """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored.
+
+        `k` replaces a TopK SAE's own k.
+        """
+        acts = self.encode(x, k)
         x_hat = acts.values @ self.W_dec + self._b_dec
         return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
 
-    def encode(self, x: Tensor) -> DenseActs:
-        """Return the latent activations [n, d_sae] for rows [n, d_in]."""
+    def encode(self, x: Tensor, k: int | None = None) -> DenseActs:
+        """Return the latent activations [n, d_sae] for rows [n, d_in]; `k` replaces a TopK SAE's own k."""
         own = self._weights
         product = (x if self.is_transcoder else x - self._b_dec) @ own["W_enc"]
         if self._form == "gated":
@@ -76,8 +86,9 @@ class ExportedSae:
         if self._form == "jumprelu":
             return DenseActs(pre_acts.relu() * (pre_acts > own["threshold"]))
         if self._form == "topk":
-            assert self._k is not None
-            largest = pre_acts.topk(self._k, dim=1)
+            k = k or self._k
+            assert k is not None
+            largest = pre_acts.topk(k, dim=1)
             return DenseActs(torch.zeros_like(pre_acts).scatter(1, largest.indices, largest.values.relu()))
         return DenseActs(pre_acts.relu())
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from trainer.contract.runs.report_card import (
     LEAST_ROWS_FOR_RARE,
     LOWEST_DECADE,
     RARE,
+    AtK,
     Figures,
     TextRows,
 )
@@ -31,11 +33,19 @@ _AT_ONCE = 256
 
 
 class Grouped(NamedTuple):
-    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the type of group."""
+    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the type of group.
+
+    `others` are further errors, grouped in the same way.
+    """
 
     error: Tensor
     spread: Tensor
     of: str
+    others: tuple[Tensor, ...] = ()
+
+
+# Takes the errors and spreads of rows [n], and further errors [n], and sums each of them over groups.
+Group = Callable[..., Grouped]
 
 
 class RowFigures(msgspec.Struct, frozen=True):
@@ -96,20 +106,23 @@ def measure(
     reconstruct: Reconstruct,
     batches: Callable[[], Iterable[Pair]],
     w_dec: Tensor,
-    grouped: Callable[[Tensor, Tensor], Grouped] | None = None,
+    grouped: Group | None = None,
     scales: Tensor | None = None,
+    at_smaller_k: Mapping[int, Reconstruct] = MappingProxyType({}),
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
-    targets. Raise `ValueError` if there are no rows.
+    targets. `at_smaller_k` maps each smaller k to a function that reconstructs with it. Raise `ValueError` if there are
+    no rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
     of_all = torch.zeros(2, dtype=torch.float64)
     sums = Rebuilt()
     counted: list[RowFigures] = []
+    errors_at: dict[int, list[Tensor]] = {k: [] for k in at_smaller_k}
     d_in = 0
     for x, y in batches():
         acts, x_hat = reconstruct(x, y)
@@ -121,10 +134,16 @@ def measure(
         per_row = acts.per_token(fires.to(x_hat.dtype))
         error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
         counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
+        for k, other in at_smaller_k.items():
+            errors_at[k].append((target - other(x, y)[1].double() * factors).square().sum(1).cpu())
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
-    groups = grouped(error, spread) if grouped else Grouped(error, spread, "")
+    others = [torch.cat(errors) for errors in errors_at.values()]
+    groups = grouped(error, spread, *others) if grouped else Grouped(error, spread, "", tuple(others))
     figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
+    found = zip(errors_at, others, groups.others, strict=True)
+    at = tuple(AtK(k, _fvu(error, spread), ratio_error(of_groups, groups.spread)) for k, error, of_groups in found)
+    figures = msgspec.structs.replace(figures, at_smaller_k=at)
     if scales is None:
         return figures
     return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))
@@ -141,7 +160,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
 
 def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
     n, density = len(rows.error), rows.fired / len(rows.error)
-    fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
+    fvu = _fvu(rows.error, rows.spread)
     dead = float((density == 0).double().mean())
     return Figures(
         n_tokens=n,
@@ -167,6 +186,10 @@ def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: 
         density_histogram=histogram(density),
         max_decoder_cosine=largest_cosines(w_dec),
     )
+
+
+def _fvu(error: Tensor, spread: Tensor) -> float:
+    return float(error.sum() / spread.sum().clamp(min=1e-300))
 
 
 def by_label(labels: Indices, values: Tensor) -> Tensor:

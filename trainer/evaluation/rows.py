@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -111,25 +111,33 @@ class EvaluationRows:
         self._digest.update(ordinary[1][:, :_HASHED].cpu().numpy().tobytes())
 
     def measure(
-        self, sae: Sae | ExportedSae, reconstruct: Reconstruct, w_dec: Tensor, place: str, *, is_trained_on: bool = True
+        self,
+        sae: Sae | ExportedSae,
+        reconstruct: Reconstruct,
+        w_dec: Tensor,
+        place: str,
+        at_smaller_k: Mapping[int, Reconstruct],
+        *,
+        is_trained_on: bool = True,
     ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
-            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales)
+            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, at_smaller_k)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
-    def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """For each text or block of neighbouring rows, sum the errors and spreads [n] from the last pass.
+    def grouped(self, error: Tensor, spread: Tensor, *others: Tensor) -> Grouped:
+        """For each text or block of neighbouring rows, sum the errors, spreads and `others` [n] from the last pass.
 
         Store the sums as `sums`, to compare SAEs measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
         # Renumber the labels from 0 before hashing, so that the hash does not depend on text numbers.
         self._digest.update(labels.astype(np.int64).tobytes())
-        of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
+        by_text = partial(by_label, labels)
+        of_texts = Grouped(by_text(error), by_text(spread), self._of, tuple(map(by_text, others)))
         indices = np.arange(len(of_texts.error))
         fewer = indices * MOST_CLUSTERS // max(MOST_CLUSTERS, len(indices))
         few = [by_label(fewer, one).tolist() for one in (of_texts.error, of_texts.spread)]

@@ -45,6 +45,11 @@ class SparseIndices:
         self._tokens_by_latent: Tensor | None = None
 
     @property
+    def is_even(self) -> bool:
+        """Whether every token has the same number of entries."""
+        return self._tokens is None
+
+    @property
     def tokens(self) -> Tensor:
         if self._tokens is None:
             self._tokens = torch.arange(len(self.starts), device=self.starts.device).repeat_interleave(self._per_token)

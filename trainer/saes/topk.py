@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,17 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.architectures import BatchTopKSettings, MatryoshkaSettings, TopKSettings
+from trainer.contract.settings.architectures import (
+    BatchTopKSettings,
+    HierarchicalTopKSettings,
+    MatryoshkaSettings,
+    TopKSettings,
+)
 from trainer.saes.auxk import AuxK, Explained
 from trainer.saes.base import Output, Sae, SaeSpec, Traits
 from trainer.saes.kernels.encode import centre
+from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
 from trainer.saes.losses import Errors
 from trainer.saes.sparse_acts import Acts
@@ -26,7 +34,7 @@ class TopK(Sae):
     `k_anneal_start` (d_in if None) to k. Evaluation always uses k.
     """
 
-    settings: TopKSettings | BatchTopKSettings | MatryoshkaSettings
+    settings: TopKSettings | HierarchicalTopKSettings | BatchTopKSettings | MatryoshkaSettings
     # With a lower `revived_share`, the activation of a revived latent would never be among the k largest.
     traits = Traits(losses=("mse", "auxk"), revived_share=1.0, reads_narrow=True)
 
@@ -38,6 +46,15 @@ class TopK(Sae):
         self._anneal_start = min(self.settings.k_anneal_start or self.d_in, d_sae)
         self.k_now = float(self.k)
         self.auxk = AuxK(self, self.settings.k_aux, self.settings.auxk_alpha)
+
+    @contextlib.contextmanager
+    def using(self, k: int) -> Iterator[None]:
+        """Within the context, evaluate with another k."""
+        own, self.k = self.k, k
+        try:
+            yield
+        finally:
+            self.k = own
 
     def begin_step(self, progress: float) -> Hashable:
         fraction = self.settings.k_anneal_fraction
@@ -67,9 +84,11 @@ class TopK(Sae):
     def _encode_latents(self, centred: Tensor) -> Acts:
         """Return the activations of the latents selected for x − input_bias [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
-        choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not centred.is_cuda)
-        pre_acts = self.encode_centred(centred, choose)
+        pre_acts = self.encode_centred(centred, partial(self._choose, k=k))
         return pre_acts.with_values(pre_acts.values.relu())
+
+    def _choose(self, pre_acts: PreActs, k: int) -> Chosen:
+        return k_per_token(pre_acts, k, self.latents.group, may_wait=not self.W_enc.is_cuda)
 
     def _score(self, explained: Explained | None, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
         """Compute the loss terms from the activations and x_hat, and return the output of the forward pass."""

@@ -28,6 +28,8 @@ from trainer.saes.base import Sae
 SCALES = "dimension_scales"
 # The model card written by `eval` next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
+# The metadata key for the values of k that a HierarchicalTopK SAE is trained for.
+KS = "trained_for_k"
 # The sentence in the model card referring to `card.json`.
 CARD_REST = " `card.json` has all figures."
 # The maximum length of an architecture name; longer names in imported files are truncated.
@@ -178,7 +180,7 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
     return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),
-        metadata=metadata | _scales_of(sae),
+        metadata=metadata | _scales_of(sae) | ({KS: list(sae.settings.ks)} if sae.settings.ks else {}),
         k=k,
         levels=tuple(getattr(sae, "widths", ())),
         is_transcoder=sae.is_transcoder,

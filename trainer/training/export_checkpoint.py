@@ -43,12 +43,13 @@ from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.settings.schedule import Schedule
-from trainer.contract.settings.series import measured_names
+from trainer.contract.settings.series import held_out, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.seeds import by_seeds
 from trainer.contract.store.twins import without_twins
 from trainer.parallel.base import Parallel
+from trainer.saes.topk import TopK
 from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_saes import training_facts
@@ -70,15 +71,17 @@ def export_checkpoint(
     best: bool,
     force: bool,
     only: Sequence[str] = (),
+    k: int | None = None,
     firings: Callable[[JobConfig], FiringsOf] = lambda job: None,
 ) -> dict[str, Any]:
     """Export every SAE in a checkpoint, or in a run's newest or best checkpoint; return the step and the output paths.
 
     `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
-    labels are written. Otherwise, of SAEs that differ only in the seed, just one is. For a given job,
-    `firings` returns a function that finds the tokens in the job's data on which latents of an SAE fire. Under
-    `left_out`, the result lists the SAEs that the format cannot represent, with the reason for each label. Raise
-    `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag is invalid.
+    labels are written. Otherwise, of SAEs that differ only in the seed, just one is. `k` replaces the k of SAEs that
+    are trained for several k. For a given job, `firings` returns a function that finds the tokens in the job's data on
+    which latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent, with the
+    reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag
+    is invalid.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
@@ -87,6 +90,8 @@ def export_checkpoint(
     out = out.resolve() if out.is_symlink() else out.absolute()
     state = read_state(checkpoint)
     labels = labels_of(job, only, kept_in(output_of(run_dir), state.position))
+    if k:
+        _refuse_k(k, {label: member for label, member in members(job).items() if label in labels})
     folders = {label: out / label if label else out for label in labels}
     refuse_to_overwrite(out, folders, force)
     stage("reading the checkpoint")
@@ -95,7 +100,7 @@ def export_checkpoint(
     notes |= dict.fromkeys(notes_on_others(job, labels, only))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
-        saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
+        saes = partial(shared_saes, run_dir, job, tensors, state, firings_of, k=k)
         left_out = {label: reason for label, sae in saes([*folders]) if (reason := chosen.refusal(sae))}
         refuse_where_none_fits(form, left_out, folders)
         folders = {label: folder for label, folder in folders.items() if label not in left_out}
@@ -111,6 +116,18 @@ def export_checkpoint(
         **({"left_out": left_out} if left_out else {}),
         **({"notes": list(notes)} if notes else {}),
     }
+
+
+def _refuse_k(k: int, jobs: Mapping[str, JobConfig]) -> None:
+    """Raise `UsageError` if an SAE is not trained for several k, or only for smaller ones."""
+    for label, job in jobs.items():
+        of_label = f" of {label}" if label else ""
+        settings = job.sae.settings
+        if not settings.ks:
+            needed = 'only SAEs with sae.architecture = "hierarchical_topk" are trained for several k'
+            raise UsageError(f"--k: the SAE{of_label} is trained for a single k, {settings.n_active}; {needed}")
+        if not 1 <= k <= settings.ks[-1]:
+            raise UsageError(f"--k: must be from 1 to the k{of_label}, {settings.ks[-1]}, not {k}")
 
 
 def kept_in(output: Path, position: Position) -> Callable[[str], bool]:
@@ -210,23 +227,35 @@ def shared_saes(
     state: CheckpointState,
     firings_of: FiringsOf,
     labels: Collection[str],
+    k: int | None = None,
 ) -> Iterator[tuple[str, SharedSae]]:
-    """Yield the label of each SAE, and the SAE in its export form with its metrics and training facts."""
+    """Yield the label of each SAE, and the SAE in its export form with its metrics and training facts.
+
+    `k` replaces the k of SAEs that are trained for several k.
+    """
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
-        training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
+        recipe = recipe_of_run(run_dir, state, label, learner.sae.d_in)
+        if recipe and k:
+            recipe = msgspec.structs.replace(recipe, target_l0=k)
+        training = training_facts(learner, position, recipe)
         how_far = how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder)
         training |= how_far.metadata() if how_far else {}
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
-        features = output / label / FEATURES if of_these_weights else None
+        # The max-activating examples are those at the SAE's own k.
+        features = output / label / FEATURES if of_these_weights and not k else None
         card = read_card(output / label) if of_these_weights else None
         if card and card.stability:
             training[STABILITY] = msgspec.to_builtins(card.stability)
-        if card and card.twins:
+        if card and card.twins and not k:
             training[TWINS] = msgspec.to_builtins(card.twins)
-        sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
-        yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
+        if k and k != learner.k:
+            at = next((one for one in card.figures.at_smaller_k if one.k == k), None) if card else None
+            measured = {held_out("fvu"): at.fvu} if at else {}
+        with learner.sae.using(k) if k and isinstance(learner.sae, TopK) else contextlib.nullcontext():
+            sae = shared_form(learner.sae, state.origin_of(label) | training | measured, k or learner.k, features)
+            yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 
 
 def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:

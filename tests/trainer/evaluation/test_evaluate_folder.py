@@ -243,3 +243,26 @@ def test_seeds_in_a_folder_without_a_run_are_compared(
     assert found["freeze=off,seed=0"]["stability"]["others"] == ["freeze=off,seed=1"]
     assert found["freeze=off,seed=1"]["twins"][0]["label"] == "freeze=decoder,seed=1"
     assert read_card(alone / "freeze=off,seed=0").stability is not None
+
+
+def test_an_sae_for_several_k_has_the_fvu_of_each_k_as_if_exported_with_it(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    run = tmp_path / "run"
+    job = make_job(sae={"architecture": "hierarchical_topk", "k": 9, "n_levels": 3})
+    assert make_trainer(job, kept, checkpoints=run / "checkpoints", output=run / "sae").run()
+    (run / "job.toml").write_text(dump_job(job))
+    (of_run,), (of_folder,) = cards(capsys, str(run)), cards(capsys, str(run / "sae"))
+    for card in (of_run, of_folder):
+        at = card["figures"]["at_smaller_k"]
+        assert [one["k"] for one in at] == [2, 4]
+        assert at[0]["fvu"] > at[1]["fvu"] > card["figures"]["fvu"]
+    config = run / "sae" / "cfg.json"
+    for at in of_run["figures"]["at_smaller_k"]:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"k": at["k"]}))
+        (alone,) = cards(capsys, str(run / "sae"))
+        assert alone["figures"]["fvu"] == pytest.approx(at["fvu"], rel=1e-4)
+        assert alone["figures"]["fvu_error"] == pytest.approx(at["fvu_error"], rel=1e-3)
+        assert alone["figures"]["l0"] <= at["k"]
+    text = (run / "sae" / "README.md").read_text()
+    assert "| FVU at smaller k | 2: " in text

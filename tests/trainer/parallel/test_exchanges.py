@@ -22,7 +22,7 @@ from trainer.saes.kernels import dead_latents
 # No latent is dead at the first step, but some latents are dead at the second step.
 N_STEPS = 2
 N_TOKENS = 26
-CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
+CHOOSING = ("topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk")
 # The CPU path, where exchanges may depend on values, is tested with fewer ranks than the GPU path.
 SIZES = {"cpu": (2, 4), "gpu": (2, 4, 8)}
 

@@ -7,7 +7,8 @@ import torch
 from support.saes import assert_same, batch, gradients, new_sae, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.saes.matryoshka import MatryoshkaBatchTopK, _PrefixErrors
+from trainer.saes.matryoshka import MatryoshkaBatchTopK
+from trainer.saes.nested import _PrefixErrors
 from trainer.saes.sparse_acts import DenseActs
 
 

@@ -67,6 +67,7 @@ def assert_computes(acts: Tensor, x_hat: Tensor, expected: Computed) -> None:
 LOADED_AS = {
     "topk": "AutoEncoderTopK",
     "batch_topk": "BatchTopKSAE",
+    "hierarchical_topk": "AutoEncoderTopK",
     "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE",
     "jumprelu": "JumpReluAutoEncoder",
     "gated": "GatedAutoEncoder",

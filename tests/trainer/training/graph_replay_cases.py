@@ -114,6 +114,7 @@ class Run:
         pytest.param("topk", {"precision": "fp16"}, marks=pytest.mark.slow),
         pytest.param("batch_topk", {}, marks=pytest.mark.slow),
         pytest.param("matryoshka_batch_topk", {"state": "bf16"}, marks=pytest.mark.slow),
+        pytest.param("hierarchical_topk", {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import extraction_job
 from support.extractions import run as extract
-from support.report_cards import put_card
+from support.report_cards import FIGURES, put_card
 from support.saes import peer
 from support.tiny_models import make_model, sentences
 from torch import Tensor
 
 from trainer.cli import main
+from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
 from trainer.contract.runs.how_far import HowFar, from_metadata
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -238,6 +239,37 @@ def test_random_twins_are_exported_only_by_name_and_their_figures_go_with_the_sa
     assert main(["export", str(run_dir), "--out", str(other), "--only", "freeze=decoder"]) == EXIT_FINISHED
     metadata = json.loads((other / "freeze=decoder" / "cfg.json").read_text())["metadata"]
     assert metadata["training_recipe"]["freeze"] == "decoder"
+
+
+@pytest.mark.parametrize("form", ["saelens", "sparsify"])
+def test_an_sae_for_several_k_is_exported_with_a_smaller_k(
+    form: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (learner,) = make_run(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 2}).learners.values()
+    figures, out = FIGURES | {"at_smaller_k": [{"k": 4, "fvu": 0.4}]}, tmp_path / "out"
+    put_card(run_dir / "sae", figures=figures, weights=weights_of(run_dir / "sae"))
+    assert export(run_dir, out, "--format", form, "--k", "4") == EXIT_FINISHED
+    config = json.loads((out / "cfg.json").read_text())
+    assert (config["k"], config["metadata"]["heldout_fvu"]) == (4, 0.4)
+    assert config["metadata"]["training_recipe"]["target_l0"] == 4
+    x = 3 * torch.randn(200, 16) + torch.arange(16)
+    acts, x_hat = read_exported(out, torch.device("cpu")).reconstruct(x)
+    assert (acts.values > 0).sum(dim=1).max() == 4
+    sae = learner.sae.eval()
+    with torch.no_grad(), sae.using(4):
+        expected = sae(x * sae.x_scale, x * sae.y_scale).x_hat / sae.y_scale
+    torch.testing.assert_close(x_hat, expected, rtol=1e-4, atol=1e-4)
+    assert export(run_dir, out, "--format", form, "--k", "9", "--force") == EXIT_USAGE
+    assert "--k: must be from 1 to the k, 8, not 9" in capsys.readouterr().err
+
+
+def test_an_sae_for_a_single_k_is_not_exported_with_another_one(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    assert export(run_dir, tmp_path / "out", "--k", "2") == EXIT_USAGE
+    assert "--k: the SAE is trained for a single k, 4; only SAEs with" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_lowest_of_several_seeds_is_exported_unless_another_one_is_named(

@@ -36,7 +36,7 @@ def weights(of: Learner) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in of.sae.named_parameters()}
 
 
-@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk"])
+@pytest.mark.parametrize("architecture", ["topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk"])
 @pytest.mark.parametrize("scale", ["auto", 0.5])
 def test_tied_updates_move_the_encoder_with_the_decoder_and_by_part_of_its_own_step(
     make_job: MakeJob, architecture: str, scale: str | float

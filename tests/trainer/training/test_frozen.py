@@ -17,7 +17,7 @@ from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
-ALL = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
+ALL = ("topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
 FROZEN = {"decoder": {"W_dec"}, "encoder": {"W_enc"}, "both": {"W_enc", "W_dec"}}
 
 

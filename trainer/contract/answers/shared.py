@@ -11,6 +11,7 @@ from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import (
     AllTokens,
+    AtK,
     Auc,
     Card,
     EvaluationData,
@@ -106,6 +107,16 @@ IMPORT_CHECK: Described = {
     ),
     "warnings": (list_of(str), "Implausible metrics, each with the likely reason."),
 }
+_AT_K = typed(
+    "At a smaller k",
+    AtK,
+    {
+        "k": "Number of largest activations of each row that are used.",
+        "fvu": "FVU with this k; null if undefined.",
+        "fvu_error": "Standard error of `fvu`; null if undefined.",
+    },
+    no_number_is_null=True,
+)
 _FIGURES = typed(
     "Figures",
     Figures,
@@ -135,7 +146,9 @@ _FIGURES = typed(
         "max_decoder_cosine": "Mean over latents of the largest cosine similarity with any other decoder direction;"
         " null if undefined.",
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
+        "at_smaller_k": "The FVU for each smaller k that the SAE is trained for; empty for most SAEs.",
     },
+    {"at_smaller_k": list_of(_AT_K)},
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(

@@ -63,6 +63,14 @@ class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
     relative_reconstruction_bias: float = math.nan
 
 
+class AtK(msgspec.Struct, frozen=True):
+    """The FVU and its standard error if only the k largest activations of each row are used."""
+
+    k: int
+    fvu: float
+    fvu_error: float = math.nan
+
+
 class Figures(Reconstruction, frozen=True, kw_only=True):
     """An SAE's metrics on `n_tokens` rows.
 
@@ -79,6 +87,8 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
     If training left out dimensions or scaled them down, all metrics are measured on rows transformed in the same way,
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
+
+    `at_smaller_k` lists the FVU for each smaller k that the SAE is trained for, in ascending order of k.
     """
 
     n_tokens: int
@@ -98,6 +108,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     density_histogram: list[int]
     max_decoder_cosine: float = math.nan
     fvu_all_dimensions: float | None = None
+    at_smaller_k: tuple[AtK, ...] = ()
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
@@ -575,6 +586,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     dimensions = _of_dimensions(card)
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
+        *([("FVU at smaller k", _at_smaller_k(one))] if one.at_smaller_k else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
@@ -597,6 +609,11 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
     ]
+
+
+def _at_smaller_k(one: Figures) -> str:
+    """Return the FVU for each smaller k, like `8: 0.3776 ± 0.0031, 16: 0.2886 ± 0.0024`."""
+    return ", ".join(f"{at.k}: {_with_error(at.fvu, at.fvu_error)}" for at in one.at_smaller_k)
 
 
 def family_words(families: Mapping[str, int]) -> str:

@@ -31,8 +31,13 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
         return 0
 
     @property
+    def ks(self) -> tuple[int, ...]:
+        """The values of k that a single SAE is trained for, ascending; () for most architectures."""
+        return ()
+
+    @property
     def n_prefixes(self) -> int:
-        """The number of latent prefixes trained to reconstruct on their own; 0 for most architectures."""
+        """The number of partial sums of the activations that are trained to reconstruct; 0 for most architectures."""
         return 0
 
 
@@ -97,6 +102,27 @@ class TopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     auxk_alpha: AuxKAlpha = 1 / 32
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
+
+
+class HierarchicalTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
+    """HierarchicalTopK with AuxK (Balagansky et al. 2025, arXiv 2505.24473)."""
+
+    k: Annotated[int, about("Latents active per token; the SAE can be read with fewer.", unit="latents", ge=1)] = 64
+    n_levels: Annotated[
+        int, about("Number of k values that the SAE is trained for: k, k / 2, k / 4 and so on.", ge=1, le=16)
+    ] = 4
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        return tuple(sorted({max(1, self.k // 2**level) for level in range(self.n_levels)}))
+
+    @property
+    def n_prefixes(self) -> int:
+        return len(self.ks)
 
 
 class BatchTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):

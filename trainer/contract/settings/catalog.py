@@ -209,6 +209,14 @@ ARCHITECTURES = {
         encoder_follows=True,
         redundant_curves=("loss", "l0"),
     ),
+    "hierarchical_topk": ArchitectureEntry(
+        "trainer.saes.hierarchical_topk:HierarchicalTopK",
+        "One SAE for many k: TopK that also reconstructs from the k / 2, k / 4, … largest latents.",
+        architectures.HierarchicalTopKSettings,
+        transcodes="one width",
+        encoder_follows=True,
+        redundant_curves=("l0",),
+    ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
         "k active latents per token on average; a threshold at inference.",
@@ -462,6 +470,8 @@ WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
 IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"
+# The help text of a flag of both export commands.
+EXPORTED_K = "write a hierarchical_topk SAE with this k instead of the largest k that it was trained for"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

@@ -280,7 +280,7 @@ def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypat
 
 
 # Architectures tested only in slow tests; BatchTopK uses the same kernels in half the time.
-SLOW = ("topk", "matryoshka_batch_topk")
+SLOW = ("topk", "hierarchical_topk", "matryoshka_batch_topk")
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the test needs a CPU that pretends to be a GPU")
@@ -293,7 +293,7 @@ SLOW = ("topk", "matryoshka_batch_topk")
         ),
         # The error kernels are also tested without other kernels: for one level, for several levels, and with a
         # penalty.
-        *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
+        *((one, None) for one in ("batch_topk", "hierarchical_topk", "matryoshka_batch_topk", "jumprelu")),
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
 )
