@@ -50,7 +50,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
 from trainer.contract.wording import plural
 
-# A supervisor needs up to 1 s (3 s on a busy machine) to read the GPUs and to decide whether a new job can start.
+# A supervisor needs up to 1 s (3 s on a busy machine) to read the GPUs and decide whether a new job can start.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 _STARTS_WITH_PATH = re.compile(r"[a-z_0-9]+(\.[a-z_0-9]+)+: ")
@@ -115,7 +115,7 @@ ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve
 # The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
-# A message about this many jobs or more is only a summary.
+# With this many jobs or more, a message only summarises the outcomes.
 _MANY = 4
 
 
@@ -157,7 +157,7 @@ class Also(NamedTuple):
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return how many cool-down steps the job would run if finished now, or None if it cannot finish early."""
+    """Return how many cool-down steps the job would run if it finished now, or None if it cannot finish early."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or not kind_of(job.config).trains:
         return None
@@ -171,7 +171,7 @@ def early_words(steps: int) -> str:
 
 
 def _stop_question(job: JobView) -> tuple[str, str]:
-    """Return the question to ask before a job is stopped, and the label of the yes button."""
+    """Return the question to ask before stopping a job, and the label of the yes button."""
     which = f"job {job.id} ({job.name})"
     if is_cooling(job):
         return f"J{which[1:]} is {phase_words(job)}. Stop it now? It saves a checkpoint first.", "Stop"
@@ -200,7 +200,8 @@ class Actions:
         self._app = app
         # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of jobs unfinished when last seen. The app reports the end of these jobs only.
+        # The ids of jobs that were unfinished when last seen. The app reports the end of a job only if its id is listed
+        # here.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
@@ -308,7 +309,7 @@ class Actions:
     # stopping, pausing, resuming
 
     def stop(self, job_id: int) -> None:
-        """Ask a running job to save and stop. If the job is stopping already, offer to kill it."""
+        """Ask a running job to save and stop. If the job is already stopping, offer to kill it."""
         job = self.job(job_id)
         if job is None or self.refused():
             return
@@ -365,7 +366,7 @@ class Actions:
     # arrays
 
     def stop_array(self, array: ArrayView) -> None:
-        """Ask once, then stop all jobs of an array; if they are all stopping already, offer to kill them."""
+        """Ask once, then stop all jobs in an array; if all of them are already stopping, offer to kill them."""
         living = [job for job in array.jobs if not job.state.is_final]
         asked = [job for job in living if not (job.state is JobState.STOPPING or job.stop_requested)]
         if living and not asked:
@@ -376,13 +377,13 @@ class Actions:
         self._change_array(array, asked, question, "Stop all", bulk.unless_ended(edits.stop), "asked to stop")
 
     def pause_array(self, array: ArrayView) -> None:
-        """Ask once, then pause the running jobs of an array and hold the queued ones."""
+        """Ask once, then pause the running jobs in an array and hold the queued ones."""
         living = [job for job in array.jobs if not job.state.is_final]
         question = f"Pause {array.title}? {_what_becomes(living, 'pause', 'be held')}."
         self._change_array(array, living, question, "Pause all", bulk.unless_ended(edits.pause), "paused")
 
     def hold_array(self, array: ArrayView) -> None:
-        """Ask once, then hold the queued jobs of an array; if all of them are held, release them."""
+        """Ask once, then hold the queued jobs in an array; if all of them are already held, release them."""
         free = [job for job in array.jobs if job.state is JobState.QUEUED and not job.held]
         if not free:
             self.release_array(array)
@@ -391,7 +392,7 @@ class Actions:
         self._change_array(array, free, question, "Hold all", edits.hold, "held")
 
     def release_array(self, array: ArrayView) -> None:
-        """Ask once, then release the held jobs of an array."""
+        """Ask once, then release the held jobs in an array."""
         held = [job for job in array.jobs if job.state is JobState.QUEUED and job.held]
         question = f"Release {plural(len(held), 'held job')} of {array.title}?"
         self._change_array(array, held, question, "Release all", edits.release, "released")
@@ -436,7 +437,7 @@ class Actions:
         return offer_of(self._state.data, job, self._idle_gpu(job), cuda=self._state.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: EvaluationChoice) -> None:
-        """Start the evaluation of a job's SAEs. The end of the evaluation is reported as a job event."""
+        """Start evaluating a job's SAEs. A job event reports the end of the evaluation."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -498,7 +499,7 @@ class Actions:
         return ended
 
     def edit(self, job_ids: Sequence[int], edit: Edit) -> None:
-        """Apply a function from the module `edits` to each job in a worker thread, and report the results."""
+        """Apply a function from the `edits` module to each job in a worker thread, and report the results."""
         self.do(functools.partial(self._change_all, job_ids, edit, "changed"))
 
     def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
@@ -540,7 +541,7 @@ class Actions:
         self._app.notify(f"Your last action has not started yet: {why}. Restart the app.", severity="error")
 
     def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:
-        # A message about a setting begins with the setting's path, which stays as it is written.
+        # A message about a setting begins with the setting's path, so it is not capitalised.
         text = outcome if _STARTS_WITH_PATH.match(outcome) else outcome[:1].upper() + outcome[1:]
         text += "" if text.endswith((".", "!", "?")) else "."
         self._app.notify(text, severity=severity, markup=False)

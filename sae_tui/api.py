@@ -88,14 +88,14 @@ class Job:
         if not row.state.is_final:
             return None
         own = [rank for rank in ranks if rank.attempt == row.attempt]
-        # A rank that failed shows how the job ended.
+        # If a rank failed, the job ended in the same way as that rank.
         last = next((rank for rank in own if rank.exit_code or rank.exit_signal), own[0] if own else None)
         number = last.exit_signal if last else None
         name = None if number is None else signal_name(number)
         return Result(str(row.state), last.exit_code if last else None, name, printable(row.error or ""))
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait until the job has ended, for at most `timeout` seconds; then raise `TimeoutError`.
+        """Wait until the job has ended; raise `TimeoutError` if this takes longer than `timeout` seconds.
 
         A `KeyboardInterrupt` leaves the job running.
         """
@@ -173,12 +173,13 @@ def run(
     when the program starts. The job outlives this process.
 
     - `gpus`: a number (0: the CPU), indices like `[0, 1]`, or `"auto:2"`. Default: one GPU if there are GPUs.
-    - `memory`: the memory needed on each GPU, like `"20GiB"`, or bytes. Default: idle GPUs are used.
-    - `after`: jobs, or ids of jobs, that must have finished first.
-    - `time`: the time limit, like `"4h"`, or seconds. `grace`: the time to stop before it is killed.
+    - `memory`: the memory needed on each GPU, like `"20GiB"` or in bytes. By default, idle GPUs are used.
+    - `after`: jobs or job ids that must have finished first.
+    - `time`: the time limit, like `"4h"` or in seconds. `grace`: how long the program may take to stop before it is
+      killed.
     - `env`: variables to set, added to the variables of this process. `folder`: the working directory.
-    - `retries`: how often it is restarted if it fails, or if it exits with a code in `retry_on`.
-    - `requeue`: exit codes after which it is queued again.
+    - `retries`: how often the job is restarted if it fails, or if it exits with a code in `retry_on`.
+    - `requeue`: exit codes after which the job is queued again.
     - `metrics`: patterns that find metrics in the output, like `"step={step} loss={loss}"`.
     - `settings`: overrides like `"launch.partition=gpu"`.
 
@@ -219,7 +220,7 @@ def run(
 
 
 def job(job_id: int, *, data_dir: str | os.PathLike[str] | None = None) -> Job:
-    """Return the handle of an existing job; raise `UserError` if no job has this id."""
+    """Return a handle to an existing job; raise `UserError` if no job has this id."""
     return Job(job_id, _context(data_dir))
 
 

@@ -49,7 +49,7 @@ _LEAVE_S = 5.0
 class OwnThreads(ThreadPoolExecutor):
     """Runs every call in a new daemon thread, so that a hung call never delays another.
 
-    The default executor of asyncio has min(32, cores + 4) threads: a few hung reads would block all actions.
+    The default executor of asyncio has only min(32, cores + 4) threads, so a few hung reads would block all actions.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SaeApp(KeysInOrder, Notices):
                 tooltip="The keys of this screen"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="The latest messages of the app, in full"),
-        # Not ctrl+l, which launches on the launch form.
+        # Not ctrl+l, which launches the job on the launch form.
         Binding("ctrl+n", "redraw", "Refresh", show=False, priority=True, id="app.redraw",
                 tooltip="Read GPUs and jobs now, and repaint the screen"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="Check this machine for problems"),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sae_tui.jobs.shard_headers import ShardHeaders
     from trainer.contract.paths import DataDir
 
-# The shell sets this variable when requesting completions, and the other one to the command line.
+# When the shell requests completions, it sets the first variable, and sets the second one to the command line.
 _ASKED, _LINE = "_ARGCOMPLETE", "COMP_LINE"
 
 
@@ -96,7 +96,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _inspector(data: DataDir) -> Inspector:
-    """Return the reader of shards that need torch or pyarrow, which few commands load."""
+    """Return the function that inspects shards. It needs torch or pyarrow, which are loaded only when it is called."""
 
     @functools.cache
     def headers() -> ShardHeaders:

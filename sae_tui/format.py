@@ -20,7 +20,7 @@ UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 # Bar characters are thinner than a row, so that stacked bars remain separate. The rail shows a bar's full length.
 LINE, HALF, RAIL = "━", "╸", "─"
-# The space between a number and a unit or a counted noun, and those around the sign of a product.
+# Matches the space between a number and its unit or counted noun, and the spaces around a multiplication sign.
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=[KMGT]i?B\b|ms\b|s\b|min\b|h\b|d\b|%|°C|W\b|GPUs?\b|×)|(?<=×) (?=\d)")
 
 
@@ -164,9 +164,9 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the negative indices of columns without a value from the first value in `values` or `others` on.
+    """Return the negative indices of the columns without a value, starting at the first value in `values` or `others`.
 
-    Return none if all `values` are None.
+    Return an empty set if all `values` are None.
     """
     known = [value is not None for value in values]
     if not any(known):

@@ -1,7 +1,7 @@
 """Shows notifications on one line above the footer.
 
-A new notification replaces the previous one; an error stays until a key is pressed. The end of a job, an event or an
-alert also rings the bell or sends a desktop notification, depending on the settings.
+A new notification replaces the previous one; an error stays until a key is pressed. A job's end, an event or an alert
+also rings the bell or sends a desktop notification, depending on the settings.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _plain(text: str) -> str:
 
 
 def _full(text: str) -> str:
-    """Return an error message as a sentence. One that begins with a path or a setting keeps its first letter."""
+    """Return an error message as a sentence. If it begins with a path or a setting, its first letter is unchanged."""
     text = text[:1].upper() + text[1:] if _BEGINS_WITH_WORD.match(text) else text
     return text if text.endswith((".", "!", "?")) else f"{text}."
 

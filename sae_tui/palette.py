@@ -29,7 +29,7 @@ _KEY_WIDTH = 5
 class Palette(CommandPalette):
     """A command palette that tolerates being opened or closed twice in a row and works in windows of any size."""
 
-    # The search icon is a magnifying glass, missing from many fonts.
+    # Hide the search icon, a magnifying glass that many fonts lack.
     DEFAULT_CSS = """
     Palette > Vertical { width: 90; max-width: 100%; }
     Palette SearchIcon { display: none; }

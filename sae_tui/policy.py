@@ -1,4 +1,4 @@
-"""The policy of a machine: limits for the jobs of all its users, in one TOML file that only its owner can change.
+"""A machine's policy: limits for all users' jobs, in one TOML file that only its owner can change.
 
 `/etc/sae-tui/policy.toml` applies to all users of the machine. If it does not exist, `policy.toml` in a data folder
 that a group shares applies to the jobs in that folder. A damaged file never stops a job: a setting that cannot be used
@@ -27,7 +27,7 @@ from trainer.contract.wording import duration, join_words, plural
 NAME = "policy.toml"
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-# The time after which a job that does not use its GPUs is pointed out, and the shortest time after which it is stopped.
+# How long a job may leave its GPUs unused before this is pointed out; a job can be stopped for it no earlier than this.
 IDLE_S = 1800.0
 LONGEST_S = 365 * 86_400.0
 _IDLE_TIMES = "a time of at least 30m, like 2h or 1d"
@@ -47,7 +47,7 @@ MaxTime = Annotated[
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits that apply at one time; None means that there is no limit."""
+    """The limits that apply at a given time; None means no limit."""
 
     gpus_per_user: int | None = None
     max_time_s: float | None = None
@@ -108,7 +108,7 @@ class Hours(msgspec.Struct, frozen=True):
     max_time: MaxTime | None = None
 
     def include(self, local: datetime) -> bool:
-        """Return whether a local time is in these hours."""
+        """Return whether a local time is within these hours."""
         minute, start, end = 60 * local.hour + local.minute, _minutes(self.start), _minutes(self.end)
         today, yesterday = DAYS[local.weekday()], DAYS[local.weekday() - 1]
         days = self.days or DAYS
@@ -174,7 +174,7 @@ class Policy(msgspec.Struct, frozen=True):
         return lines + ([f"jobs that leave their GPUs idle stop after {duration(idle_s)}"] if idle_s else [])
 
     def time_limit_s(self, own_s: float | None) -> float | None:
-        """Return the time limit of a job in seconds: its own, or the policy's if that is shorter or the only one."""
+        """Return a job's time limit in seconds: its own, or the policy's if that is shorter or the only one."""
         if own_s is None:
             return self.usual.max_time_s
         longest_s = self.largest.max_time_s
@@ -186,7 +186,7 @@ class Policy(msgspec.Struct, frozen=True):
         return join_words(named) if named else ""
 
     def _in(self, hours: Hours) -> Limits:
-        """Return the limits in some hours; a limit that they do not change is the usual one."""
+        """Return the limits during some hours; a limit that these hours do not set is the usual one."""
         return _completed(_limits(hours), self.usual)
 
 
@@ -213,7 +213,7 @@ def _places(data: DataDir, root: Path) -> Iterator[tuple[Path, Collection[int]]]
 
 
 def _owners(folder: Path) -> Collection[int]:
-    # In a container without privileges, / does not belong to the user id 0.
+    # In an unprivileged container, / does not belong to user id 0.
     return {0, folder.stat().st_uid}
 
 
@@ -237,9 +237,9 @@ def _read(path: Path, owners: Collection[int], root: Path) -> Policy:
 
 
 def _distrust_of_place(path: Path, owners: Collection[int], root: Path) -> str:
-    """Return why the folder of the system's file cannot be trusted, or "".
+    """Return why the folder with the system's policy file cannot be trusted, or "".
 
-    In a folder shared by a group, any member can replace the file, but not by one that belongs to the folder's owner.
+    In a folder shared by a group, any member can replace the file, but not with one that belongs to the folder's owner.
     """
     if not path.is_relative_to(root / "etc"):
         return ""
@@ -252,7 +252,7 @@ def _distrust_of_place(path: Path, owners: Collection[int], root: Path) -> str:
 def _hours(listed: Any, usual: Limits, problems: list[Problem]) -> Iterator[Hours]:
     """Yield the `[[hours]]` sections that raise a limit and have no mistakes.
 
-    A default in place of a mistake would apply at other times.
+    If a default replaced a mistake, the limits would apply at other times.
     """
     if not (isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed)):
         problems.append(Problem("hours", "must be sections: write [[hours]] and its keys below; it is ignored"))
@@ -269,7 +269,7 @@ def _hours(listed: Any, usual: Limits, problems: list[Problem]) -> Iterator[Hour
 
 
 def _without_effect(own: Limits, usual: Limits, number: int) -> list[Problem]:
-    """Report the limits of some hours that are not above the usual ones."""
+    """Report an `[[hours]]` section without limits, or with limits that are not above the usual ones."""
     pairs = {"gpus_per_user": (own.gpus_per_user, usual.gpus_per_user), "max_time": (own.max_time_s, usual.max_time_s)}
     limits = [(name, limit, outside) for name, (limit, outside) in pairs.items() if limit is not None]
     if not limits:
@@ -352,7 +352,7 @@ _FORMATS: dict[str, Callable[[str], None]] = {
 
 
 def _zone(rules: Rules, root: Path) -> tzinfo:
-    """Return the time zone of the hours; TZ is ignored, because every process must come to the same result."""
+    """Return the time zone of the hours; TZ is ignored, because every process must get the same result."""
     from zoneinfo import ZoneInfo
 
     if rules.time_zone:

@@ -22,7 +22,7 @@ from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.toml import Judged, parse_toml
 
-# The columns that the list of jobs can show.
+# The columns that the jobs list can show.
 JobColumnName = Literal[
     "k", "d_sae", "state", "progress", "percent", "step", "tokens", "loss", "fvu", "l0", "dead_fraction",
     "tokens_per_s", "eta", "took", "gpus", "memory", "arch", "started", "user", "host", "note",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from trainer.contract.errors import UserError
 from trainer.contract.printable import printable
 
-# Never prompt for a password, forward nothing to the other host, and detect a dead connection within 15 s.
-# Never let other ssh sessions of the user share this connection.
+# Never prompt for a password, forward nothing to the other host, and detect a dead connection within 15 s. Never let
+# the user's other ssh sessions share this connection.
 _OPTIONS = (
     "BatchMode=yes", "ClearAllForwardings=yes", "ForwardX11=no", "ForwardAgent=no", "PermitLocalCommand=no",
     "RemoteCommand=none", "Tunnel=no", "ControlMaster=no", "ConnectTimeout=10", "ServerAliveInterval=5",
@@ -20,8 +20,8 @@ _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}@)?[A-Za-z0-9_][A-Za-z0
 # The PATH of a non-interactive shell often lacks ~/.local/bin, where pip, pipx and uv install programs for one user.
 _FAR_PATH = 'PATH="$PATH:$HOME/.local/bin"'
 _FAR_SHELL = ("sh", "-c", f'{_FAR_PATH} exec sae-tui "$@"', "sae-tui")
-# Runs `sae-tui` in a login shell, so that the programs that it starts get the environment of a login. If a login shell
-# sets a PATH without sae-tui, the PATH before the login is added. Other shells might not know the option -l.
+# Runs `sae-tui` in a login shell, so that the programs it starts get a login environment. If the login shell sets a
+# PATH without sae-tui, the PATH from before the login is added. Other shells might not know the -l option.
 _LOGIN_SHELL = (
     "sh", "-c",
     'SAE_TUI_PATH="$PATH"; export SAE_TUI_PATH; '

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 # How long the app waits for the data folder on exit, in seconds.
 _ANSWER_S = 2.0
-# Settings of mallopt(3): M_ARENA_MAX, so that all threads share one arena; M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in
-# bytes. A fixed threshold also stops glibc from raising it to the size of the largest block that was freed.
+# Parameters of mallopt(3): M_ARENA_MAX, so that all threads share one arena; M_MMAP_THRESHOLD and M_TRIM_THRESHOLD in
+# bytes. Setting a threshold also stops glibc from raising it to the size of the largest freed block.
 _MALLOC = {-8: 1, -3: 128 * 1024, -1: 128 * 1024}
 
 
@@ -120,11 +120,12 @@ def run_app(
 
 
 def _return_freed_memory() -> None:
-    """Set glibc's malloc so that freed memory is returned to the system.
+    """Configure glibc's malloc so that freed memory is returned to the system.
 
-    By default, each thread may keep the largest buffer it has freed. After eight tours of all screens this was 40 MiB.
+    By default, each thread may keep the largest buffer it has freed. After eight tours of all screens, these buffers
+    took up 40 MiB.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         libc = ctypes.CDLL(None)
         for setting, value in _MALLOC.items():
             libc.mallopt(setting, value)

@@ -1,12 +1,13 @@
 """The colour themes: four from this project, and one using the terminal's own colours.
 
-The greys of page, surface and panel remain distinct in a 256-colour terminal, common over ssh. A terminal with 256
-colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as black.
+The greys of page, surface and panel remain distinct in a 256-colour terminal, which is common over ssh. A terminal with
+256 colours shows a colour as grey only if its saturation is below 0.15; with more blue, it would show all three as
+black.
 
-Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is
-power and progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`, and
-`style256-NAME` and `style16-NAME` replace it in a terminal with that many colours: the nearest of 256 colours to a
-mixed colour has another hue, or the same brightness as its neighbour in a ramp.
+Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power
+and progress; warning is heat. A variable `style-NAME` replaces the style NAME from `widgets/lines`, and `style256-NAME`
+and `style16-NAME` replace it in a terminal with that many colours: the nearest of 256 colours to a mixed colour has a
+different hue, or the same brightness as its neighbour in a ramp.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _ramps(n_colours: int, **ramps: tuple[str, str, str]) -> dict[str, str]:
 
 
 def _activations(*styles: str) -> dict[str, str]:
-    """Return the styles of tokens, from the weakest activation to the strongest, in colours of the 256."""
+    """Return the styles of tokens, from the weakest activation to the strongest, in 256-colour palette colours."""
     return {f"style-{name}": style for name, style in zip(("faint", "weak", "strong", "full"), styles, strict=True)}
 
 
@@ -145,7 +146,7 @@ HIGH_CONTRAST = Theme(
     },
 )
 # Based on the palette of Okabe and Ito (2008), with lighter colours for text. The colours for good and bad differ in
-# brightness and in blue, visible to people with red-green colour blindness.
+# brightness and in blue, which people with red-green colour blindness can see.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",

@@ -55,7 +55,7 @@ class Fitted:
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
+        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the data's units."""
         return self._run(x).acts.dense() / self.sae.acts_scale
 
     @torch.no_grad()
@@ -87,11 +87,11 @@ def train(
     """Train on `n_steps` batches of raw activations and return the SAE.
 
     If `data` is exhausted before `n_steps`, it is iterated again, unless it can be iterated only once. `settings`
-    accepts the settings of the sections `[sae]` and `[train]` of a job file. Raise `JobFileError` if a setting is
-    unknown or invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
-    `on_log(step, values)` is called every `log_every` steps; `values` contains the metric means over the steps since
-    the last call. `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include
-    `heldout_fvu` and `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
+    accepts the settings in a job file's `[sae]` and `[train]` sections. Raise `JobFileError` if a setting is unknown or
+    invalid, and `UserError` if training on the data is impossible; warn if there is too little data. `on_log(step,
+    values)` is called every `log_every` steps; `values` contains the metric means over the steps since the last call.
+    `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include `heldout_fvu` and
+    `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
@@ -180,7 +180,7 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
 
 
 class _UnseenRows:
-    """Held-out rows, not used for training."""
+    """Held-out rows, which are not used for training."""
 
     def __init__(self, rows: Rows, first: tuple[Tensor, Tensor]) -> None:
         x, y = self._pair = (rows, rows) if isinstance(rows, Tensor) else _pair(rows)

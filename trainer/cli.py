@@ -103,7 +103,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
     """Report an error, in JSON or as one line per problem, and return the exit code."""
     if isinstance(error, OSError):
-        # The cause may be a full or read-only disk, or a folder belonging to another user.
+        # The cause may be a full or read-only disk, or a folder that belongs to another user.
         error = UserError(f"{error.filename or 'failed'}: {error.strerror or error}")
     if as_json:
         show_failure(error)
@@ -269,7 +269,7 @@ def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as
 
 
 def _quality(values: dict[str, Any]) -> str:
-    """Format the results of an SAE, e.g. `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
+    """Format an SAE's results, e.g. `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
     where = "held-out " if values[held_out(CRITERION)] is not None else ""
     if not where and values[CRITERION] is None:
         return "not measured"
@@ -430,7 +430,7 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: this machine has no GPU; cpu checks its CPU")
-    # Set the same environment variables as a run, so that memory use and matmuls are the same.
+    # Set the same environment variables as a run does, so that memory use and matmuls are the same.
     cuda_variables.set_here()
     with without_collection():
         from trainer.self_test.base import Check

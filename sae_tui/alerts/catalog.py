@@ -54,7 +54,7 @@ class AlertKind(NamedTuple):
     clear_s: float
     raise_s: float = 0.0
     slack: float = 0.0
-    # For a flag: the seconds per unit of its setting, and how long the problem has already lasted once the flag is set.
+    # For a flag: the seconds per unit of its setting, and how long the problem has already lasted when the flag is set.
     unit_s: float = 1.0
     passed_s: float = 0.0
 

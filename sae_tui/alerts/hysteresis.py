@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 # The value used when the measured object, such as a removed GPU, no longer exists.
 GONE = -math.inf
-# An alert raised three times within an hour is flapping: a periodic fault should not raise an alert each time. A
+# An alert raised three times within an hour is flapping. So that a periodic fault does not raise an alert each time, a
 # flapping alert is cleared only after 5 min of good values, or twice the longest good period in the last hour if that
 # is longer.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0

@@ -13,7 +13,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# The maximum number of stored alerts. Even a broken sensor changing once per minute raises fewer alerts per day.
+# The maximum number of stored alerts. Even a broken sensor that changes once per minute raises fewer alerts per day.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]

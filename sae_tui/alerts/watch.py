@@ -34,7 +34,7 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command without a shell, in a new session; raise `UserError` if it fails or takes too long.
 
-    The program `timeout` kills the command even if this process has exited. The message is kept in memory rather than
+    The `timeout` program kills the command even if this process has exited. The message is kept in memory rather than
     in a temporary file because the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
@@ -59,8 +59,8 @@ _FAILURES = {
 
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# After a report, changes of the same kind are collected for this many seconds. GPUs failing together are detected one
-# by one, but should cause only one report.
+# After a report, changes of the same kind are collected for this many seconds before the next report. GPUs that fail
+# together are detected one by one, but should cause only one report.
 GROUP_S = 5.0
 
 
@@ -105,8 +105,8 @@ class Alerts:
     def turn(self, look: AlertReadings) -> list[Alert]:
         """Process the current readings; return the alerts to report as raised or cleared.
 
-        Merge alerts of one kind raised or cleared within `GROUP_S`. Return no alerts until every GPU has responded
-        once, because until then it is unknown whether a GPU is lost or has recovered.
+        Merge alerts of the same kind that are raised or cleared within `GROUP_S`. Return no alerts until every GPU has
+        responded once, because until then it is unknown whether a GPU is lost or has recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -154,7 +154,7 @@ class Alerts:
         return [together(self._pending.pop(group)) for group in due]
 
     def rest(self) -> list[Alert]:
-        """Return the alerts not yet reported; call this before the rules are replaced."""
+        """Return the alerts that have not been reported yet; call this before replacing the rules."""
         groups, self._pending = self._pending, {}
         return [together(group) for group in groups.values()]
 
@@ -353,7 +353,7 @@ class AlertWatcher:
             self._on_change()
 
     def _free_bytes(self) -> int | None:
-        """Return the number of free bytes when last read, or None while the disk does not respond.
+        """Return the most recently read number of free bytes, or None while the disk does not respond.
 
         Do not query the disk again until it has responded.
         """

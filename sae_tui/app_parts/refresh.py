@@ -73,7 +73,7 @@ class Refresh:
         self._draw("show_gpus")
 
     def show_jobs(self) -> None:
-        """Draw the latest jobs and the keys applicable to them."""
+        """Draw the latest jobs and the keys that apply to them."""
         self._draw("show_jobs")
         job_of_gpu = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_gpu != self._job_of_gpu:
@@ -83,9 +83,9 @@ class Refresh:
         self._draw("refresh_bindings")
 
     def read_now(self) -> None:
-        """Read GPUs and jobs at once, and draw them as soon as the GPUs have had time to answer.
+        """Read the GPUs and jobs at once, and draw them as soon as the GPUs have had time to answer.
 
-        A screen that shows something else reads it again in its method `read_again`.
+        A screen that shows other data rereads it in its `read_again` method.
         """
         self._session.monitor.read_now()
         self._session.watcher.poke()
@@ -133,7 +133,7 @@ class Refresh:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _apply(self, new: Settings) -> list[Problem]:
-        """Apply the settings, and return the problems that are found only when they are applied."""
+        """Apply the settings, and return the problems found only while applying them."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens screens for the session, and keeps a launch form per kind of job until its job is launched or replaced."""
+    """Opens screens for the session, and keeps one launch form per kind of job until it is launched or replaced."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
         self._app = app
         self._session = session
         self._refresh = refresh
         self._settings_draft: dict[str, str] = {}
-        # The launch forms, kept while other screens are shown; the form shown last is the last one.
+        # The launch forms, kept while other screens are shown; the most recently shown form is last.
         self._kept: list[LaunchScreen] = []
         self.dashboard = dashboard
 
@@ -111,7 +111,7 @@ class Router:
         self.open_clone(job_id, was, msgspec.structs.replace(config, name=name))
 
     def open_clone(self, job_id: int, was: AnyJob, start: AnyJob, host: str = "") -> None:
-        """Open the launch form with the settings `start` of a clone; `host` is the other host of the job, if any."""
+        """Open the launch form with a clone's settings, `start`; `host` is the job's host if it is not this one."""
         from sae_tui.screens.launch import LaunchScreen
         from sae_tui.screens.launch_form import ClonedJob
 
@@ -151,7 +151,7 @@ class Router:
             screen.remove()
 
     def after_launch(self, job_id: int | None) -> None:
-        """Select the new job and discard its form, the last one; if there is no new job, return to the form."""
+        """Select the new job and discard its form, the last one; if there is no new job, go back to the form."""
         if job_id is None:
             self._show_form(self._kept[-1])
         else:

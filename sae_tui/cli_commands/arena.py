@@ -30,23 +30,23 @@ from trainer.contract.settings.job_file import any_job_of, to_table
 from trainer.contract.store.seeds import Spread, by_seeds, spread_of
 from trainer.contract.wording import join_words
 
-# The data of recipes whose job files do not set synthetic data: features in trees and topics, as in SynthSAEBench, but
-# few enough for a CPU.
+# The data for recipes whose job files do not specify synthetic data: features in trees and topics, as in SynthSAEBench,
+# but few enough for a CPU.
 DATA = {
     "source": "synthetic", "d_in": 256, "n_features": 1024, "active": 12.0, "skew": 0.7, "children": 4, "topics": 8,
 }  # fmt: skip
 TAG = "arena"
-# The columns: the titles, and the names of the figures on report cards.
+# Maps each column's title to the name of its figure on report cards.
 FIGURES = {
     "F1": "f1", "PRECISION": "precision", "RECALL": "recall", "MCC": "mcc", "UNIQUE": "uniqueness",
     "RECOVERED": "recovery", "L0": "l0", "FVU": "fvu", "NEVER FIRE": "dead",
 }  # fmt: skip
-# Two means differ if they are further apart than this number of standard errors.
+# Two means differ if they are more than this number of standard errors apart.
 _APART = 2.0
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """An SAE of a job, over its seeds: the name, the number of seeds, and the figures with their spreads by name."""
+    """One of a job's SAEs, over its seeds: its name, the number of seeds, and its figures and their spreads by name."""
 
     job_id: int
     name: str
@@ -77,7 +77,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 def arena(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Train the recipes with several seeds, or take ended jobs, and print a table, the largest F1 first."""
+    """Train the recipes with several seeds, or use ended jobs, and print a table, largest F1 first."""
     words = list(dict.fromkeys(flags.jobs))
     files = [Path(word) for word in words if not word.isdecimal()]
     overrides, consent = [*flags.overrides], consent_of(context, flags)
@@ -113,7 +113,7 @@ def _without_features(ids: list[str]) -> str:
 
 
 def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
-    """Return a training job on synthetic data with several seeds, unless its file has synthetic data or several seeds.
+    """Return the job with `DATA` and `n_seeds` seeds, but keep any synthetic data and list of seeds from its file.
 
     Raise `UserError` for a job that would get no figures.
     """
@@ -152,7 +152,7 @@ def recipes_of(view: JobView, cards: dict[str, Card]) -> Iterable[Recipe]:
 
 
 def ranked(recipes: Iterable[Recipe]) -> list[Recipe]:
-    """Sort the recipes by their mean F1, the largest first."""
+    """Sort the recipes by mean F1, largest first."""
     return sorted(recipes, key=lambda one: -(one.mean("f1") or 0))
 
 

@@ -44,7 +44,7 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
 
 
 def show_differences(context: CommandContext, job_id: int, number: int | None, against: CardName) -> None:
-    """Print how each figure of a report card differs from another one; `number` is None for the current one."""
+    """Print how each figure of a report card differs from another one; if `number` is None, use the current one."""
     other_id = job_id if against.job_id is None else against.job_id
     with existing(context.data, other_id) as control:
         jobs = control.job(job_id), control.job(other_id)
@@ -68,7 +68,7 @@ def show_differences(context: CommandContext, job_id: int, number: int | None, a
 
 
 def _chosen(context: CommandContext, job: Job, number: int | None, flag: str) -> Mapping[str, Version]:
-    """Return a job's report cards with this number or, if it is None, the current ones, by the label of their SAE."""
+    """Return a job's report cards with this number or, if it is None, the current ones, keyed by their SAE's label."""
     versions = versions_of(context.data.sae(job.id))
     if not versions:
         raise UserError(flag + _why_no_card(job))
@@ -86,7 +86,7 @@ def _why_no_card(job: Job) -> str:
 
 
 def _pairs(ours: Mapping[str, Version], theirs: Mapping[str, Version]) -> dict[str, tuple[Version, Version]]:
-    """Return report cards to compare: those with the same label, or all with the only one of a job with one SAE."""
+    """Return pairs of cards with the same label, or pairs of one job's only card and each card of the other job."""
     if len(theirs) == 1:
         (other,) = theirs.values()
         return {label: (one, other) for label, one in ours.items()}

@@ -49,7 +49,7 @@ def _described(reader: JobsReader) -> dict[str, str]:
 
 
 def ids_and_tags(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Return a dict like `job_ids`, followed by each tag with the number of its jobs."""
+    """Return the dict from `job_ids`, extended with each tag and the number of jobs that have it."""
     reader = _jobs(parsed_args)
     tags = Counter(tag for job in reader.jobs for tag in job.tags)
     named = {f"#{text(tag)}": plural(number, "job") for tag, number in tags.items()}
@@ -83,7 +83,7 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    """Return the name of the shell in $SHELL or, if it is unset, as in containers, of the user's login shell."""
+    """Return the name of the shell in $SHELL or, if that is unset (as in containers), of the user's login shell."""
     return os.path.basename(os.environ.get("SHELL") or _login_shell())
 
 

@@ -39,7 +39,7 @@ class CommandContext:
         if self.hung and not hasattr(flags, "folder_limit_s"):
             raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
-        # Commands read and write in job folders, so check the folders for all jobs named on the command line once.
+        # Commands read and write job folders, so check the folders of all jobs named on the command line once, here.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")

@@ -56,7 +56,7 @@ def doctor(context: CommandContext, flags: argparse.Namespace) -> int:
         findings.append(finding)
         if not context.as_json:
             _show(finding)
-    # The speeds are read after the probe has measured them.
+    # Read the speeds only after the probe has measured them.
     report = _report(context, flags, job, box) if job and not box.is_silent else None
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)

@@ -68,9 +68,9 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class _Resumed(NamedTuple):
-    """The outcome for a job: a sentence, its beginning, the step, and notes on changed settings.
+    """The outcome for a job: a message, its part about how the job began, the step, and notes on changed settings.
 
-    The step is None for a released job, and for a command, which starts again.
+    The step is None for a released job, and for a command, which starts over.
     """
 
     message: str
@@ -232,9 +232,9 @@ def tag(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def remove(context: CommandContext, flags: argparse.Namespace) -> int:
-    """After confirmation, permanently delete jobs with all their files: either all of the jobs or none.
+    """After confirmation, permanently delete jobs and all their files. Delete either all of the jobs or none.
 
-    In a range or with a tag, skip jobs that have not ended.
+    If jobs are selected by a range or tag, skip any that have not ended.
     """
     chosen = select(context, flags.ids)
     living = {job_id for job_id, job in chosen.jobs.items() if not job.state.is_final} - chosen.named

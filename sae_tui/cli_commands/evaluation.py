@@ -49,7 +49,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _refuse_contradictions(flags: argparse.Namespace) -> None:
-    """Raise `UsageError` if a flag needs another one."""
+    """Raise `UsageError` if a flag is given without another one that it needs."""
     if flags.probe and flags.model is None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     if flags.no_splice and not flags.probe:

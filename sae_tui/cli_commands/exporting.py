@@ -34,7 +34,7 @@ HOSTS = ("127.0.0.1", "localhost")
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
 # After `REST_AFTER_S` seconds without a request, the driver is closed; the next request waits up to `WAKE_S` seconds
-# for it to open.
+# for it to reopen.
 REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
@@ -73,7 +73,7 @@ def export_metrics(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class AskedGpus:
-    """Reads the GPUs only while clients are sending requests: a GPU cannot be reset while its driver is open."""
+    """Reads the GPUs only while clients send requests, because a GPU cannot be reset while its driver is open."""
 
     def __init__(self, sampler: Sampler, source_name: str) -> None:
         self._sampler, self._name = sampler, source_name

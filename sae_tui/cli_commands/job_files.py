@@ -1,4 +1,4 @@
-"""Reads the job files named on the command line, with the settings given by flags."""
+"""Reads the job files named on the command line, and applies the settings given by flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def consent_of(context: CommandContext, flags: argparse.Namespace) -> Consent:
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
     """Return the job from a job file, with `--set` and `--gpus` applied; raise `JobFileError` listing all problems.
 
-    A command without a name is called after its command line, as it is by `run` and in the launch form.
+    A command without a name is named after its command line, just as with `run` and in the launch form.
     """
     from sae_tui.jobs.launch.kinds.command import with_own_name
 
@@ -69,5 +69,5 @@ def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
 
 
 def gpus_value(gpus: str) -> str:
-    """Return a value of `--gpus` as TOML: `0,1` as a list, and `auto:2` or `cpu` as a string."""
+    """Return a `--gpus` value as TOML: `0,1` as a list, and `auto:2` or `cpu` as a string."""
     return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

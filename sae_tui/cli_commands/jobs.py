@@ -137,7 +137,7 @@ def _matches(context: CommandContext, reader: JobsReader, flags: argparse.Namesp
 
 
 def _folds(context: CommandContext, flags: argparse.Namespace) -> bool:
-    """Return whether arrays are shown as one line; a filter and JSON list their jobs."""
+    """Return whether each array is shown as one line; `--all`, a filter or JSON list its jobs instead."""
     return not (context.as_json or flags.all or flags.filter)
 
 
@@ -237,7 +237,7 @@ def _show_cards(shown: Sequence[Card]) -> None:
 def _best_sae_values(job: JobView) -> dict[str, object]:
     """Return the metrics for a sweep's best SAE with its label, such as `0.1463 (k=32)`; return {} for other jobs.
 
-    For a sweep over seeds, return their means, such as `0.1463 ± 0.0008 (3 seeds)`.
+    For a sweep over seeds, return the means over the seeds, such as `0.1463 ± 0.0008 (3 seeds)`.
     """
     if not job.best_sae:
         return {}
@@ -251,7 +251,7 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
 
 
 def _show_cause(postmortem: Postmortem, job: JobView) -> None:
-    """Print the remedy, the exception and log from the rank that failed first, and how the other ranks ended."""
+    """Print the remedy, the exception and log from the first rank that failed, and how the other ranks ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
     if postmortem.resumes:
         advice.append(f"`sae-tui resume {job.id}` {postmortem.resumes}")
@@ -333,7 +333,7 @@ def _whose_log(job: JobView, rank: int) -> str:
 
 
 def _refuse_other_logs(job: JobView, flags: argparse.Namespace) -> None:
-    """Raise `UserError` if a job of this kind has no such log."""
+    """Raise `UserError` if this kind of job has no such log."""
     n_logs = n_logs_of(job)
     if flags.rank >= n_logs:
         instead = f"give --rank 0 to {n_logs - 1}" if n_logs > 1 else "leave --rank out"
@@ -490,7 +490,7 @@ def _field_texts(job: JobView) -> dict[str, object]:
 
 
 def _with_own_metrics(job: JobView, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with what a program reports, losses first, in place of an SAE's metrics and tokens."""
+    """Return the fields, replacing an SAE's metrics and tokens with what the program reports, losses first."""
     own = {name: job.others[name] for name in [*own_series(job.others), *USAGE] if name in job.others}
     kept = {name: value for name, value in fields.items() if name not in ("loss", "tokens", *measured_names())}
     before = {name: kept.pop(name) for name in _BEFORE_METRICS if name in kept}
@@ -543,12 +543,12 @@ def _tags(job: JobView) -> str:
 
 
 def _array_row(array: ArrayView) -> tuple[object, ...]:
-    """Return the first cells of an array: its jobs by state instead of a name, and the share that has finished."""
+    """Return an array row's first cells: its jobs by state and its name in one cell, and the share that is done."""
     return (array.id, f"{array.words} · {array.name}", None, None, wording.done(array.progress))
 
 
 def _row(job: JobView, *, trains: bool) -> tuple[object, ...]:
-    """Return a job's row; without `trains`, leave out what only SAEs have."""
+    """Return a job's row; unless `trains`, leave out the values that only SAEs have."""
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     is_slow = job.tokens_per_s is None or (kind_of(job.config).is_program and job.tokens_per_s < 100)
     rate = job.tokens_per_s if is_slow else round(job.tokens_per_s or 0)
@@ -566,7 +566,7 @@ def _listed() -> list[str]:
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data or, before the first evaluation, on the last batches and marked as such."""
+    """Return a metric on held-out data or, before the first evaluation, on the last batches, marked as such."""
     value, is_of_batch = judged_value(job, name)
     if value is None:
         return UNKNOWN

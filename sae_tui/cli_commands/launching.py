@@ -36,7 +36,7 @@ from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import join_words, plural, ranges
 
-# A command prints a line for each job of an array with at most this many jobs.
+# For an array with at most this many jobs, a command prints one line per job.
 MOST_LISTED = 8
 
 
@@ -93,7 +93,7 @@ def launch(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class Array(NamedTuple):
-    """How many jobs of an array may run at once; None if that is not limited."""
+    """How many of an array's jobs may run at once; None means no limit."""
 
     at_once: int | None = None
 
@@ -193,7 +193,7 @@ def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job
 
 
 def _check_all(context: CommandContext, jobs: Sequence[AnyJob], promises: Promises) -> list[Placement]:
-    """Return the jobs' placements and print warnings; raise `JobFileError` listing all errors of the first bad job."""
+    """Return the jobs' placements and print warnings; raise `JobFileError` listing all errors in the first bad job."""
     checks, places, warnings = _Checks(context, promises), [], dict[str, None]()
     try:
         with Progress("check", to_descriptor=False):
@@ -218,7 +218,7 @@ def resolve_placement(context: CommandContext, job: AnyJob) -> Placement:
 
 
 class _Checks:
-    """Checks jobs against this machine; what is known about the machine and past jobs is read only once."""
+    """Checks jobs against this machine. It reads the data about the machine and past jobs only once."""
 
     def __init__(self, context: CommandContext, promises: Promises = NO_PROMISES) -> None:
         self._context = context

@@ -1,4 +1,4 @@
-"""Shows the load of the GPUs, now and in the past."""
+"""Shows the current and past load of the GPUs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Print lines from an iterable that may yield millions. The lines must not contain control characters.
+    """Print lines from an iterable that may yield millions of them. The lines must not contain control characters.
 
     The output is written 30 lines at a time, so that Python's buffer never flushes on its own and only the explicit
     flush can encounter a full disk or a closed pipe.
@@ -37,7 +37,7 @@ def say_all(lines: Iterable[str]) -> None:
 
 
 class LiveLine:
-    """The last line on a terminal, which is updated in place; elsewhere, it is not shown."""
+    """The last line on a terminal, updated in place; it is not shown if standard output is not a terminal."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -51,7 +51,7 @@ class LiveLine:
             self._shown = shown
 
     def say_above(self, lines: Sequence[str]) -> None:
-        """Print lines in place of the line, which must be shown again afterwards."""
+        """Print lines in place of the live line, which must be shown again afterwards."""
         if lines:
             self.show("")
         for line in lines:

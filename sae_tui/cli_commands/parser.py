@@ -37,7 +37,7 @@ Add = Callable[[str, str, str], "CommandParser"]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running"})
-# The shells with completion.
+# The shells that support completion.
 SHELLS = ("bash", "zsh", "fish")
 # Runs a command with `--host` on that host.
 SEND = "sending.send"
@@ -226,8 +226,8 @@ class ShowVersion(argparse.Action):
 def make_parser(open_app: Command, words: Collection[str] | None = None) -> CommandParser:
     """Return the parser for all commands and their flags; without a command, `open_app` runs.
 
-    If `words` is given, only the flags of commands among these words are known. The flags of all commands take a third
-    of the start-up time.
+    If `words` is given, add only the flags of commands among these words, because adding the flags of all commands
+    takes a third of the start-up time.
     """
     shared = _shared_flags()
     parser = CommandParser(
@@ -273,7 +273,7 @@ def make_parser(open_app: Command, words: Collection[str] | None = None) -> Comm
 
 
 def _choices(command: CommandParser, load: Callable[[], Iterable[str]]) -> tuple[str, ...]:
-    """Return the choices of a flag, whose modules are loaded only if the command is on the command line."""
+    """Return a flag's choices. Their modules are loaded only if the command is on the command line."""
     return tuple(load()) if command.is_used else ()
 
 
@@ -776,7 +776,7 @@ def _complete_ids(job_id: argparse.Action) -> None:
 
 
 def _completer(function: str) -> Callable[..., dict[str, str]]:
-    """Return a function of the completion, which is loaded only if the shell asks for job ids."""
+    """Return a function from the `completion` module, which is loaded only if the shell asks for job ids."""
 
     def complete(**named: Any) -> dict[str, str]:
         module = importlib.import_module(f"{__package__}.completion")

@@ -66,10 +66,10 @@ def _end_with_client() -> None:
 
 
 def _enter(folder: str, *, is_required: bool) -> None:
-    """Change to the folder in which the user gave the command, if it exists here or is required."""
+    """Change to the folder in which the user entered the command, if it exists here or is required."""
     try:
         os.chdir(folder)
-    except (OSError, ValueError):  # `ValueError`: the path has a zero byte
+    except (OSError, ValueError):  # `ValueError`: the path contains a zero byte
         if is_required:
             there = f"{folder} is not a folder that you may enter on {socket.gethostname()}"
             raise UserError(f"--folder: {there}; create it there, or name another one") from None
@@ -77,7 +77,7 @@ def _enter(folder: str, *, is_required: bool) -> None:
 
 @contextlib.contextmanager
 def _job_files(texts: Sequence[str]) -> Iterator[list[Path]]:
-    """Yield job files with these texts, which only this user can read, and remove them afterwards."""
+    """Write the texts to job files that only this user can read, yield the files, and remove them afterwards."""
     with tempfile.TemporaryDirectory(prefix="sae-tui-") as folder:
         files = [Path(folder) / f"{number}.toml" for number in range(len(texts))]
         for file, text in zip(files, texts, strict=True):

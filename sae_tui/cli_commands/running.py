@@ -34,13 +34,13 @@ def run(context: CommandContext, flags: argparse.Namespace) -> int:
     array = _array_of(flags, len(combinations))
     with named_as_arguments("--", overrides=flags.overrides), Progress("run", to_descriptor=False):
         jobs = [_job(flags, argv, values) for values in track(combinations, "jobs")]
-    # The command line is correct, but this machine may lack what it asks for.
+    # The command line itself is correct even if this machine lacks what it asks for, so this is not a usage error.
     with named_as_arguments("--", overrides=flags.overrides, is_usage=False):
         return launch_all(context, flags, jobs, array=array)
 
 
 def _array_of(flags: argparse.Namespace, n_jobs: int) -> Array | None:
-    """Return the array that the jobs form, with the limit of `--at-once` or of `--array 0-31%4`."""
+    """Return the array that the jobs form, with the limit from `--at-once` or `--array 0-31%4`."""
     if flags.array is None:
         return array_of(flags, n_jobs)
     if flags.at_once and flags.array.at_once:
@@ -49,7 +49,7 @@ def _array_of(flags: argparse.Namespace, n_jobs: int) -> Array | None:
 
 
 def adopt(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Turn a running process of this user into a job."""
+    """Turn one of this user's running processes into a job."""
     source = context.gpus.source_name
     job_id = adopting.adopt(
         context.data, flags.pid, context.gpus.samples, gpu_source=source, name=flags.name or "", tags=flags.tag
@@ -97,33 +97,33 @@ def _job(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, st
 
 
 def _env(flags: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
-    """Return the environment variables of the job file, with the index of a job of an array."""
+    """Return the environment variables for the job file, including the array index if there is one."""
     index = [f"{ARRAY_INDEX}={values[INDEX]}"] if INDEX in values else []
     return [*(_fill(entry, values) for entry in flags.env), *index]
 
 
 def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, str]) -> str:
-    """Return the job's name: the given name and the values of the grid, or the command; then the index."""
+    """Return the job's name: the given name and the grid values, or the command, followed by the array index."""
     axes = "".join(f" {name}={value}" for name, value in values.items() if name != INDEX)
     stem = flags.name or _name_of_command(flags, argv)
-    # The name of a command shows the values, unless it was cut.
+    # A name taken from the command already shows the values, unless it was cut.
     is_whole = not flags.name and len(stem) < LONGEST_NAME
     shows_index = is_whole and "{" + INDEX + "}" in (flags.shell or " ".join(flags.argv))
     index = f" [{values[INDEX]}]" if flags.array and not shows_index else ""
-    # The beginning is the same for all jobs of a grid, so it is cut before the values.
+    # All jobs in a grid share the beginning of the name, so cut the beginning rather than the values.
     end = ("" if is_whole else axes)[: LONGEST_NAME - len(index) - 1] + index
     return stem[: LONGEST_NAME - len(end)] + end
 
 
 def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
-    # A shell's line is its last argument.
+    # The shell's last argument is the line that it runs.
     return name_of_command(argv[-1].split() if flags.shell else argv)
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:
-    """Return the values of each combination: `lr=1e-3,3e-4` and `seed=0,1` give four, and each index of `array` all.
+    """Return each combination's values: `lr=1e-3,3e-4` and `seed=0,1` give four, repeated for each index in `array`.
 
-    Without `array`, the jobs of a grid are numbered from 0.
+    Without `array`, the jobs in a grid are numbered from 0.
     """
     columns = dict(map(_axis, axes))
     if len(columns) < len(axes):
@@ -139,7 +139,7 @@ def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str
 
 
 def _axis(axis: str) -> tuple[str, list[str]]:
-    """Return the name and the values of `lr=1e-3,3e-4`."""
+    """Return the name and the values in text like `lr=1e-3,3e-4`."""
     name, equals, values = axis.partition("=")
     name, words = name.strip(), [value.strip() for value in values.split(",") if value.strip()]
     if not (equals and name.isidentifier() and words):
@@ -152,7 +152,7 @@ def _axis(axis: str) -> tuple[str, list[str]]:
 
 
 def _refuse_unused(values: Mapping[str, str], words: Sequence[str]) -> None:
-    """Raise `JobFileError` if a name of the grid occurs nowhere, because all of its jobs would be the same."""
+    """Raise `JobFileError` if a grid name is not used anywhere, because its values would all give the same job."""
     unused = [name for name in values if name != INDEX and not any("{" + name + "}" in word for word in words)]
     if unused:
         raise _wrong_grid(f"{unused[0]} is not used; write {{{unused[0]}}} in the command or in --env")
@@ -163,5 +163,5 @@ def _wrong_grid(problem: str) -> JobFileError:
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:
-    """Replace each `{name}` in a word by its value; a value is not searched for other names."""
+    """Replace each `{name}` in a word with its value; names inside a value are not replaced."""
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)

@@ -1,6 +1,6 @@
 """Selects the jobs that a command acts on: by id, by a range of ids like `3-9`, or by tag like `#sweep`.
 
-A command that changes several jobs reports each of them. It skips a job if the change does not apply to it.
+A command that changes several jobs reports on each of them. It skips jobs to which the change does not apply.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import join_words, ranges
 
-# A summary follows the lines about this many jobs or more; a sentence about fewer jobs names each of them.
+# With this many jobs or more, print a summary after the per-job lines; with fewer, a sentence names each job.
 MANY = 6
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """The selected jobs, in the order of the arguments, and which of them are named by their ids."""
+    """The selected jobs, in the order of the arguments, and which of them were selected by their id."""
 
     ids: tuple[int, ...]
     named: frozenset[int]
-    # Whether the argument is one id. The command then behaves as if it took only one job.
+    # Whether the only argument is an id. The command then behaves as if it accepted only one job.
     is_single: bool
     jobs: dict[int, Job]
 
@@ -46,7 +46,7 @@ def select(context: CommandContext, selectors: Sequence[Selector]) -> Selection:
     lacking: list[str] = []
     for one in dict.fromkeys(selectors):
         found = [job.id for job in reversed(jobs) if one.matches(job.id, job.tags)]
-        # A row that cannot be read is reported by the change.
+        # If a job's row cannot be read, the change itself reports this.
         found = found or [one.first] * (one.is_id and one.first in others)
         ids |= dict.fromkeys(found)
         lacking += [] if found else [one.lack]
@@ -68,7 +68,7 @@ def _all_jobs(data: DataDir) -> tuple[list[Job], frozenset[int]]:
 
 
 def change(context: CommandContext, chosen: Selection, edit: Change, done: str) -> int:
-    """Change the selected jobs, report each of them, and return the exit code; `done` is a word like `held`.
+    """Change the selected jobs, report on each of them, and return the exit code; `done` is a word like `held`.
 
     For a single id, raise an error if the change does not apply.
     """
@@ -89,7 +89,7 @@ def change_one(data: DataDir, job_id: int, edit: Change) -> str:
 
 
 def tell(context: CommandContext, job_id: int, message: str) -> int:
-    """Report the change of a single job."""
+    """Report the change to a single job."""
     if context.as_json:
         show_json({"id": job_id, "message": message})
     else:
@@ -98,7 +98,7 @@ def tell(context: CommandContext, job_id: int, message: str) -> int:
 
 
 def report(context: CommandContext, outcomes: Sequence[Outcome], done: str) -> int:
-    """Print a line for each job, and a summary of many; return the exit code, 1 if nothing was done or a job failed.
+    """Print a line per job and, for many jobs, a summary; return the exit code: 1 if nothing was done or a job failed.
 
     Jobs with the same message, such as an invalid note, share a line.
     """
@@ -133,7 +133,7 @@ def confirm(question: str, refused: str) -> None:
 
 
 def bad_usage(message: str, fix: str) -> BadUsage:
-    """Return an error for arguments that only the command itself can judge."""
+    """Return an error for arguments that only the command itself can check."""
     return BadUsage(message, f"sae-tui: error: {message}; {fix}\n", fix)
 
 

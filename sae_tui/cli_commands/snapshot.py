@@ -58,7 +58,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, warn: Callable[
     try:
         with warn_when_slow(lambda: warn(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
-            close_source(source)  # do not keep the driver open: `launch --wait` may run for days
+            close_source(source)  # do not keep the driver open, because `launch --wait` may run for days
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
     return _snapshot(source, samples, occupancy, data, problem, is_broken)

@@ -42,7 +42,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, one job, or its log, until standard input or output is closed."""
+    """Write messages about GPUs and jobs, about one job, or from its log, until standard input or output is closed."""
     if flags.features and flags.job is None:
         raise UsageError("--features needs --job with the id of a job")
     _tell(Hello(PROTOCOL, version("sae-tui")))
@@ -103,7 +103,7 @@ class GpuSide:
         return self._sampler.status is not SamplerStatus.OPENING and all(answers)
 
     def close(self) -> None:
-        """Stop reading; if a thread hangs in the driver, exit the process: Python would wait for the thread."""
+        """Stop reading; if a thread hangs in the driver, exit the process, because Python would wait for the thread."""
         if not self._sampler.stop(timeout=0.2):
             os._exit(Exit.DONE)
 

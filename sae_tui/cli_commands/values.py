@@ -94,13 +94,13 @@ def size(text: str) -> int:
     return _parsed(parse_size, text)
 
 
-# The largest array, so that a typing mistake does not launch a million jobs.
+# The largest allowed array, so that a typing mistake does not launch a million jobs.
 MOST_IN_ARRAY = 1000
 _INDEX = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
-    """The indices of an array's jobs, and how many jobs may run at once; None if that is not limited."""
+    """The indices of an array's jobs, and how many jobs may run at once; None means no limit."""
 
     indices: tuple[int, ...]
     at_once: int | None = None
@@ -126,14 +126,14 @@ def _indices(part: str) -> range | None:
 
 
 class CardName(msgspec.Struct, frozen=True):
-    """A report card: its number, or None for the current one; `job_id` is None for the job in question."""
+    """A report card: its number, or None for the current one; `job_id` is None for the command's own job."""
 
     job_id: int | None
     number: int | None
 
 
 def card_name(text: str) -> CardName:
-    """Return the report card named by `2`, by `8:` for the current one of job 8, or by `8:2`."""
+    """Parse the name of a report card: `2`, `8:2`, or `8:` for job 8's current one."""
     match = re.fullmatch(r"(?:(\d{1,18}):)?([1-9]\d{0,8})?", text)
     if not match or not text:
         raise argparse.ArgumentTypeError(
@@ -144,7 +144,7 @@ def card_name(text: str) -> CardName:
 
 
 class Selector(msgspec.Struct, frozen=True):
-    """A part of a selection: the ids from `first` to `last`, or all jobs with a tag."""
+    """Part of a selection: the ids from `first` to `last`, or all jobs with a tag."""
 
     first: int = 0
     last: int = 0

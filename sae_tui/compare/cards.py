@@ -1,4 +1,4 @@
-"""Compares two report cards figure by figure, given the standard errors of their figures."""
+"""Compares two report cards figure by figure, taking the figures' standard errors into account."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Verdict = Literal["same", "better", "worse", "differs", "missing"]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A figure on two report cards; at least one of the two is known."""
+    """A figure as it appears on two report cards; at least one of them has it."""
 
     here: CardFigure | None
     there: CardFigure | None
@@ -31,12 +31,12 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def change(self) -> float | None:
-        """How much higher the figure is on this report card, or None if one of them lacks the figure."""
+        """How much higher the figure is on this report card than on the other, or None if either lacks it."""
         return self.here.value - self.there.value if self.here and self.there else None
 
     @property
     def least(self) -> float | None:
-        """The largest difference that is within the errors, or None if an error is unknown."""
+        """The largest difference within the error margin (`LEAD` combined errors), or None if an error is unknown."""
         errors = [one.error for one in (self.here, self.there) if one]
         known = [error for error in errors if error is not None]
         return LEAD * math.hypot(*known) if len(known) == 2 else None
@@ -48,13 +48,15 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def verdict(self) -> Verdict:
-        """Whether this report card is better, worse or the same within the errors.
+        """Whether the figure on this report card is better, worse or, within the errors, the same.
 
-        A figure with no better direction, or measured in a different way on the other report card, only "differs".
+        If neither direction is better, or the figures were measured under different conditions, the verdict is only
+        "differs".
         """
         if self.change is None or self.here is None or self.there is None:
             return "missing"
-        # Without an error, compare what is shown: two measurements of the same SAE differ in the eighth digit.
+        # If an error is unknown, compare the displayed text, because two measurements of the same SAE differ in the
+        # eighth digit.
         if self.here.text == self.there.text if self.least is None else abs(self.change) <= self.least:
             return "same"
         better = self.here.series.better
@@ -64,14 +66,14 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def mark(self) -> str:
-        """The verdict as text: `=` if the figures are the same, with a star without an error."""
+        """The verdict as text: `=` if the figures are the same; a star follows if a standard error is unknown."""
         if self.verdict == "missing":
             return "only here" if self.here else "only there"
         return f"{'=' if self.verdict == 'same' else self.verdict}{'*' * self.is_exact}"
 
     @property
     def signed(self) -> str:
-        """The difference with its sign, or "" if the same digits are shown; a small one has more digits."""
+        """The signed difference, or "" if both look the same; if it rounds to 0, it has one significant digit."""
         change, series = self.change, self.figure.series
         if change is None or (self.here and self.there and self.here.text == self.there.text):
             return ""
@@ -81,7 +83,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def differences(here: Card, there: Card) -> list[Difference]:
-    """Return every figure on either of two report cards, in the order of the figures on a report card."""
+    """Return every figure on either of two report cards, in the order in which a report card lists them."""
     ours, theirs = ({one.name: one for one in figures_of(card)} for card in (here, there))
     only_theirs = [Difference(None, one) for name, one in theirs.items() if name not in ours]
     return [Difference(one, theirs.get(name)) for name, one in ours.items()] + only_theirs

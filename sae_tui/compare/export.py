@@ -19,7 +19,7 @@ COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
 def picture_title(comparison: Comparison) -> str:
-    """Return the title of the image: the metric and the names of the runs."""
+    """Return the image's title: the metric and the names of the runs."""
     names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in comparison.saes)
     return f"{title_of(comparison.metric)}: {', '.join(names)}"
 
@@ -44,14 +44,14 @@ def csv_lines(values: Iterable[tuple[ComparedSae, str, Sample]]) -> Iterator[str
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:
-    """Raise `UserError` if one of these files exists."""
+    """Raise `UserError` if any of these files exists."""
     for path in paths:
         if path.exists():
             raise UserError(f"{path} already exists; choose another name, or use --force on the command line")
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
-    """Write a file (0600) atomically; replace an existing one only with `force`, otherwise raise `UserError`."""
+    """Write a file atomically with mode 0600; if it already exists and `force` is not set, raise `UserError`."""
     if not force:
         refuse_existing([path])
     try:

@@ -10,7 +10,7 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# Maps each choice of x axis to the axis title in an image.
+# Maps each x axis option to the axis title in images.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
@@ -66,7 +66,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return the powers of ten between two positive numbers, plus multiples of them if there are few."""
+    """Return the powers of ten between two positive numbers, plus multiples of them if there are fewer than three."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
         candidates = [factor * 10.0**power for power in powers for factor in factors]

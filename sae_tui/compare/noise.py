@@ -13,8 +13,8 @@ from sae_tui.compare.run import ComparedSae
 from trainer.contract.runs.row_sums import LEAD, paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
-# If there are too few seeds to measure their variation, a relative FVU difference must exceed this to be significant.
-# The FVU of a TopK SAE on 131,072 rows varied by 0.5 to 1 % between seeds.
+# If there are too few seeds to measure the variation between them, a relative FVU difference is significant only if it
+# exceeds this value. The FVU of a TopK SAE on 131,072 rows varied by 0.5 to 1 % between seeds.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -35,7 +35,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class MeasuredSae(msgspec.Struct, frozen=True):
-    """An SAE with one of its results and the standard error; either number is None if unknown."""
+    """An SAE with one of its results and that result's standard error; either is None if unknown."""
 
     sae: ComparedSae
     value: float | None
@@ -43,7 +43,7 @@ class MeasuredSae(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: MeasuredSae, other: MeasuredSae, compared: Sequence[MeasuredSae]) -> Lead | None:
-    """Return the best SAE's lead over another SAE in a result, or None if a value or its uncertainty is unknown.
+    """Return the best SAE's lead over another SAE in one result, or None if a value or its uncertainty is unknown.
 
     The variation between seeds is estimated from all SAEs in `compared`.
     """
@@ -90,6 +90,6 @@ def _by_seeds(name: str, compared: Sequence[MeasuredSae], top: float) -> tuple[f
 
 
 def _without_seed(sae: ComparedSae) -> str:
-    """Return the settings determining the SAE, except its seed."""
+    """Return the settings that determine the SAE, except its seed."""
     settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
     return repr(sorted(settings.items(), key=str))

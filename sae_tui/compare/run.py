@@ -1,4 +1,4 @@
-"""Reads a run for a comparison: its SAEs, and its metrics over steps, tokens and time."""
+"""Reads a run for a comparison: its SAEs, and its metrics as functions of steps, tokens and time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Reads the files of a run. After the first poll, only changes are read."""
+    """Reads a run's files. After the first poll, only what has changed is read."""
 
     def __init__(self, data: DataDir, job_id: int, host: str = "") -> None:
         self.job_id = job_id
@@ -100,9 +100,9 @@ class Run:
         return True
 
     def curve(self, metric: str, sae: ComparedSae, place: int) -> Curve | None:
-        """Return the metric over the run in about `MOST_POINTS` points, or None if the SAE lacks the metric.
+        """Return the metric's curve with about `MOST_POINTS` points, or None if the SAE lacks the metric.
 
-        A metric shared by the SAEs of a sweep is returned only for the first SAE.
+        A metric that a sweep's SAEs share is returned only for the first SAE.
         """
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
@@ -112,7 +112,7 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # Omit the curve for a run with a damaged file, but still compare the other runs.
+                # If a run's file is damaged, omit the curve but still compare the other runs.
                 return None
         return Curve(label, place, self._curves[name, label])
 
@@ -131,7 +131,7 @@ class Run:
     def _saes(self, job: Job) -> Iterator[ComparedSae]:
         for member, settings in settings_of(job.config).items():
             label = f"{self._which} {member}" if member else self._which
-            # The job may have been renamed after its job file was written.
+            # The job may have been renamed after its job file was written, so use its current name.
             latest = self._latest(member) | self._card(member)
             yield ComparedSae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 

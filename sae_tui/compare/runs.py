@@ -16,7 +16,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All data shown by a screen or command about several runs; `curves` are the curves of `metric`."""
+    """All data shown by a screen or command that compares runs; `curves` holds the curves of `metric`."""
 
     saes: tuple[ComparedSae, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class CopiedRun(NamedTuple):
-    """A job of another host, copied to a data folder here."""
+    """A job from another host, copied to a data folder on this host."""
 
     data: DataDir
     job_id: int
@@ -36,7 +36,7 @@ class Runs:
     """Keeps the files of several runs open. Methods may be called from any thread; a lock serialises the calls."""
 
     def __init__(self, data: DataDir, job_ids: Sequence[int], copied: CopiedRun | None = None) -> None:
-        """Open the runs of a data folder and, if given, a copied run."""
+        """Open the runs in a data folder and, if given, a copied run."""
         control = Control(data.control_db, readonly=True)
         self._runs = [(Run(data, job_id), control) for job_id in job_ids]
         self._controls = [control]

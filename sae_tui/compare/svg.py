@@ -19,7 +19,7 @@ _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
 _HEIGHT = 480
 _LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # left, top and right edges of the plot, and the space below it
-_LINE, _LETTER = 18, 7  # length of a line and width of a letter in the legend
+_LINE, _LETTER = 18, 7  # height of a line and width of a letter in the legend
 _LONGEST_TITLE = 90
 
 
@@ -52,7 +52,7 @@ def svg(traces: Sequence[Trace], view: CurveView, title: str) -> str:
 
 
 def _box(points: Sequence[tuple[float, float]], view: CurveView, bottom: float) -> PlotArea:
-    """Return a plot area with axes covering all points."""
+    """Return a plot area with axes that cover all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):

@@ -1,4 +1,4 @@
-"""Tables that compare runs: differing settings, and results with the best ones marked."""
+"""Tables that compare runs: the settings that differ, and the results, with the best ones marked."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
 UNFINISHED = "unfinished"
-# Other load on the machine affects speeds and times, so a relative difference of at most this much is ignored.
+# Other load on the machine affects speeds and times, so relative differences up to this value are ignored.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
-# The results of several seeds that are shown in words.
+# The results shown in the one-line summary of several seeds.
 _BY_SEED = ("heldout_fvu", "heldout_l0", "card_fvu", "card_l0")
 # Maps each FVU metric to the L0 metric measured on the same rows.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
-# Token counts within this factor are considered equal, because a run always ends with a complete step.
+# Token counts within this factor of each other are considered equal, because a run always ends with a complete step.
 LIKE = 1.02
 # This value is listed with the settings, because an automatic batch size is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
-# Training settings, meaningless for an imported SAE.
+# Prefixes of training settings, which are meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class ComparisonRow(msgspec.Struct, frozen=True):
-    """A table row: a title, one value per SAE, and the indices of the best SAEs or of those considered equal.
+    """A table row: a title, one value per SAE, and the indices of the best SAEs, or of the SAEs considered equal.
 
     `why` explains why these SAEs are considered equal, and what else limits the comparison.
     """
@@ -82,7 +82,7 @@ class ComparisonRow(msgspec.Struct, frozen=True):
 
 
 class ComparedFigure(msgspec.Struct, frozen=True):
-    """A value compared between runs, and whether lower or higher is better, or None if neither."""
+    """A value compared between runs; `better` is None if neither lower nor higher is better."""
 
     name: str
     title: str
@@ -91,7 +91,7 @@ class ComparedFigure(msgspec.Struct, frozen=True):
 
 
 def word_of(metric: str) -> Callable[[float], str]:
-    """Return the function for formatting a metric's values."""
+    """Return the function that formats a metric's values."""
     return functools.partial(measure, series=series_named(metric))
 
 
@@ -99,7 +99,7 @@ def word_of(metric: str) -> Callable[[float], str]:
 _OF_CARD = (
     ComparedFigure("card_fvu", "report card FVU", "lower", word_of("fvu")),
     ComparedFigure("card_l0", "report card L0", None, word_of("l0")),
-    # This result is not ranked, because more latents fire if more rows are read.
+    # This result is not ranked, because the more rows are read, the more latents fire.
     ComparedFigure("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     ComparedFigure("card_ce_score", "report card CE score", "higher", number),
     ComparedFigure("card_kl_score", "report card KL score", "higher", number),
@@ -118,7 +118,7 @@ _OF_RUN = (
 )
 
 
-# The results measuring SAE quality.
+# The results that measure SAE quality.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -135,7 +135,7 @@ def all_results() -> list[ComparedFigure]:
 
 
 def results_of(saes: Sequence[ComparedSae]) -> list[ComparedFigure]:
-    """Return the results of these SAEs and programs: what the programs report, losses first, and then the others."""
+    """Return the results to compare: what programs report, losses first, followed by the other results."""
     programs = [sae for sae in saes if kind_of(sae.job.config).is_program]
     own = own_series(name for sae in programs for name in sae.latest)
     reported = [ComparedFigure(name, title_of(name), _better(name), word_of(name)) for name in own]
@@ -147,7 +147,7 @@ def results_of(saes: Sequence[ComparedSae]) -> list[ComparedFigure]:
 
 
 def _better(name: str) -> Literal["lower"] | None:
-    """Return "lower" for a loss on held-out data; for a program's other series, it is unknown what is better."""
+    """Return "lower" for a held-out loss, and None for a program's other series, whose better direction is unknown."""
     is_held_out = any(word in name.lower() for word in ("val", "test", "eval", "dev"))
     return "lower" if "loss" in name.lower() and is_held_out else None
 
@@ -187,7 +187,7 @@ def _is_imported(sae: ComparedSae) -> bool:
 
 
 def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> list[ComparisonRow]:
-    """Return a row for each result, final or provisional; with `settings`, also the price and CO₂ of the energy."""
+    """Return a row for each result, final or provisional; with `settings`, also the energy's price and CO₂."""
     lines = []
     for result in results_of(saes):
         values = tuple(value_of(sae, result.name) for sae in saes)
@@ -198,7 +198,7 @@ def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> li
 
 
 class ComparedSeeds(msgspec.Struct, frozen=True):
-    """SAEs of one run that differ only in the seed, and the spread of each result of quality by name.
+    """SAEs from one run that differ only in the seed, and the spread of each quality result, by name.
 
     `group` is their label without the seed, or "" if the run has no other SAEs.
     """
@@ -244,7 +244,7 @@ def over_seeds(saes: Sequence[ComparedSae]) -> list[ComparedSeeds]:
 def _priced(saes: Sequence[ComparedSae], settings: Settings) -> list[ComparisonRow]:
     """Return the price and CO₂ emissions for the energy used.
 
-    No value is marked as best, because both rows follow from the energy.
+    No value is marked as best, because both rows are computed from the energy.
     """
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
@@ -261,7 +261,7 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
     """Return the row with the best value marked; for quality results, only finished runs are ranked.
 
     Values from unfinished runs get a different mark. Values measured on training batches are never marked as best,
-    because they are lower than held-out values, and lowest if a run overfits.
+    because they are lower than held-out values, and lowest when a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -278,26 +278,26 @@ def _judged(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Compared
 
 
 def _twins(saes: Sequence[ComparedSae]) -> set[int]:
-    """Return the places of random twins of other compared SAEs, which are never the best."""
+    """Return the indices of SAEs that are random twins of other compared SAEs; a twin is never marked as the best."""
     members = {sae.job.id: [one.member for one in saes if one.job.id == sae.job.id] for sae in saes}
     return {place for place, sae in enumerate(saes) if sae.member not in without_twins(members[sae.job.id])}
 
 
 def _marked(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return the row with the best value marked or, if others are not significantly worse, with all of these marked."""
+    """Return the row with the best value marked; if others are not significantly worse, mark it and them as equal."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # If an SAE does not differ significantly from the best SAE, neither do those ranked between the two.
+    # If an SAE does not differ significantly from the best SAE, neither do the SAEs ranked between the two.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
 def _at_l0(line: ComparisonRow, result: ComparedFigure, saes: Sequence[ComparedSae]) -> ComparisonRow:
-    """Return a row of FVUs, with a note on the L0 values if these differ by more than `MOST_L0_MISS`."""
+    """Return an FVU row with a note on the L0 values if they differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
@@ -318,7 +318,7 @@ def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Com
 
 
 def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
-    """Return whether the best value differs enough from the second best; most results need no minimum difference."""
+    """Return whether the best value differs enough from the second best; most results have no minimum difference."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
         return True
@@ -329,7 +329,7 @@ def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
 def _error(sae: ComparedSae, name: str) -> float | None:
     """Return the standard error of a result, or None if unknown.
 
-    For a share of latents, this is the binomial standard error.
+    For the fraction of dead latents, this is the binomial standard error.
     """
     if name != "dead_fraction":
         return sae.latest.get(error_of(name))
@@ -356,7 +356,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return the best value's lead over each other value with known noise, as a dict by index."""
+    """Return a dict mapping the index of each other value with known noise to the best value's lead over that value."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -383,7 +383,7 @@ def _why(line: ComparisonRow, saes: Sequence[ComparedSae], top: int, leads: dict
 
 
 def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> frozenset[int]:
-    """Return the indices of values displayed like the best one, or an empty set if all values look alike."""
+    """Return the indices of values displayed the same as the best one, or an empty set if all look the same."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
@@ -392,7 +392,7 @@ def _best_as_shown(values: Sequence[float | None], result: ComparedFigure) -> fr
 
 
 def value_of(sae: ComparedSae, name: str) -> float | None:
-    """Return a result by name; for an SAE of a sweep, return the SAE's own value if there is one."""
+    """Return a result by name; for an SAE from a sweep, return its own value if it has one."""
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
@@ -418,7 +418,7 @@ def _ran_as(sae: ComparedSae) -> str:
 
 
 def _tokens_per_step(sae: ComparedSae) -> int | None:
-    """Return the tokens per step, which depend on run length if the batch size is automatic."""
+    """Return the number of tokens per step, which depends on the run's length if the batch size is automatic."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 

@@ -62,7 +62,7 @@ def job_report(
 
 
 def report_without_forecast(job: AnyJob, choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool) -> JobReport:
-    """Report what would keep a job that is not a training job from running, and the GPUs on which it can start now."""
+    """Report what would prevent a non-training job from running, and the GPUs on which it can start now."""
     proposal = propose_here(job, choices, data, cuda=cuda)
     problems = proposal.problems()
     findings = [_finding_of(problem) for problem in problems]
@@ -93,7 +93,7 @@ def _start(proposal: Proposal[AnyJob], choices: Sequence[GpuChoice]) -> Finding:
 
 
 def _shared(choice: GpuChoice) -> GpuChoice:
-    """Return a GPU as it is for a job that shares GPUs: one in use is available."""
+    """Return a GPU as seen by a job that shares GPUs: a GPU in use counts as available."""
     return msgspec.structs.replace(choice, state="available") if choice.state == "busy" else choice
 
 

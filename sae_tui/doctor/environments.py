@@ -54,7 +54,8 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
 def _owners_of(name: str) -> set[str]:
     """Return the installed distributions with a package of this name.
 
-    `packages_distributions` makes an object for each file of each distribution: 7 MiB if torch is installed.
+    `packages_distributions` is not used, because it creates an object for each file in each distribution: 7 MiB if
+    torch is installed.
     """
     return {one.metadata["Name"] for one in distributions() if _has_package(one, name)}
 

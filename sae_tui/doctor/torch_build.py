@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report GPUs torch cannot use: it has neither compiled code for their major compute capability nor PTX.
+    """Report the GPUs that torch cannot use: it has neither compiled code for their major compute capability nor PTX.
 
     Code for AMD GPUs runs on a single architecture only.
     """

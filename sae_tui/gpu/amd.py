@@ -1,4 +1,4 @@
-"""Reads AMD GPUs through AMD SMI. The Python module of AMD SMI is loaded only when a source is opened."""
+"""Reads AMD GPUs through AMD SMI. AMD SMI's Python module is loaded only when a source is opened."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from sae_tui.gpu import amd_faults as faults
 
 
 def load_amdsmi() -> ModuleType:
-    """Return the `amdsmi` module, preferably ROCm's own: structures in other versions may differ.
+    """Return the `amdsmi` module, preferably ROCm's own, because structures in other versions may differ.
 
     Raise `SourceUnavailable` if there is no module, or if it does not match the library.
     """

@@ -57,7 +57,7 @@ THROTTLING = (
 )
 
 
-# The kinds of a process on a GPU: compute, graphics, or both.
+# The kinds of processes on a GPU: compute, graphics, or both.
 ProcessKind = Literal["C", "G", "C+G"]
 
 
@@ -114,8 +114,8 @@ class Condition:
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending` is True if memory rows await
     replacement, and `rows_failed` is True if a row could not be replaced. The GPU throttles at `slowdown_c`. `xid` is
     the latest fatal error since the program started listening, or the latest error if none was fatal. `recovery` is the
-    action required by the driver before the GPU is used again, such as `a reset`, or "" if none is required. `recovery`
-    also reflects earlier errors. Impossible values become None.
+    action that the driver requires before the GPU is used again, such as `a reset`, or "" if it requires none.
+    `recovery` also reflects earlier errors. Impossible values become None.
     """
 
     sm_clock_mhz: Annotated[int | None, Sensor("Core clock", MHZ)] = None
@@ -239,7 +239,7 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """The used memory not belonging to any listed process, or None if unknown."""
+        """The used memory that belongs to no listed process, or None if unknown."""
         if self.is_memory_shared:
             return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
@@ -252,7 +252,7 @@ class GpuSample:
     def is_used_unseen(self) -> bool:
         """True if unlisted processes are clearly using the GPU.
 
-        High utilisation is not sufficient: it also occurs on an idle GPU just initialised by the driver.
+        High utilisation is not sufficient: it also occurs on an idle GPU that the driver has just initialised.
         """
         unexplained = self.unexplained_bytes
         if unexplained is not None and unexplained > UNSEEN_BYTES:

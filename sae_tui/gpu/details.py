@@ -31,7 +31,7 @@ class GpuDetails:
 
     `energy_j` is the energy used since the driver was loaded, and `ecc_corrected` is the number of memory errors
     corrected since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists
-    each field with an impossible value, with the reason.
+    the fields with impossible values, each with the reason.
     """
 
     timestamp: float

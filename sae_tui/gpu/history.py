@@ -181,7 +181,7 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[RingReading]:
-        """Return the readings in a GPU's ring not yet stored by any process."""
+        """Return the readings in a GPU's ring that no process has stored yet."""
         key = sample.index, sample.uuid
         rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
         if rows and key not in self._stored:

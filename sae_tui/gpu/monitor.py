@@ -24,7 +24,7 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# After this many seconds, another process has stored all samples it took before this process started.
+# Within this many seconds, another process has stored all samples that it took before this process started.
 STORED_BY_S = 6.0
 # Without a persistence daemon, the driver must first initialise the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
@@ -127,7 +127,7 @@ class Monitor:
         self._sampler.read_now()
 
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
-        """Turn reading of the processes' shares on or off, with the process list or with `every_sample`."""
+        """Turn reading processes' shares on or off: with each process list or, if `every_sample`, with each sample."""
         self._sampler.want_shares(wanted, every_sample=every_sample)
 
     def shares(self, index: int) -> Mapping[int, ProcessShares]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CRITICAL = 8  # NVML's event type for Xid errors.
 _MOST_AT_ONCE = 100
-# Xid errors that occur during training. NVIDIA's document "XID Errors" lists about 150 errors.
+# Xid errors that occur during training. NVIDIA's "XID Errors" document lists about 150 errors.
 WORDS = {
     13: "a kernel used an illegal address or instruction",
     31: "a kernel accessed memory that it may not use",
@@ -147,7 +147,7 @@ _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# Throttling reasons by bit. "Idle" is omitted: an idle GPU lowers its clocks only because it has no work.
+# Throttling reasons by bit. "Idle" is omitted, because an idle GPU lowers its clocks only because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
@@ -162,7 +162,8 @@ _IDLE = 0x001
 # Memory errors and the compute mode rarely change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
-# The number of the NVML field for the action required by the driver after an error, and what its values mean.
+# The ID of the NVML field that says what recovery action the driver needs after an error, and the meanings of its
+# values.
 _RECOVERY_FIELD = 230
 RECOVERIES: Mapping[int | None, str] = {
     0: "",

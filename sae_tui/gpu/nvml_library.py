@@ -18,7 +18,7 @@ _spellings = itertools.count(1)
 
 
 def load_pynvml() -> Any:
-    """Return the module pynvml; raise `SourceUnavailable` if it is missing, broken or from another package."""
+    """Return the `pynvml` module; raise `SourceUnavailable` if it is missing, broken or from another package."""
     try:
         module = importlib.import_module("pynvml")
     except Exception as error:  # A different package of that name may raise any exception.
@@ -48,6 +48,6 @@ def _installed() -> Iterator[str]:
     """Yield the path of each library file loaded by this process, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # For a known path, the loader returns the library in memory. Therefore, use a different spelling of the path.
+    # For a path that it knows, the loader returns the library in memory, so use a different spelling of the path.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

@@ -1,7 +1,7 @@
 """Determines an NVIDIA GPU's total and used memory.
 
-GB10 and Jetson GPUs use host memory, and on Grace chips, the host also uses the GPU's memory. The page cache in
-this shared memory counts as free, as the kernel drops it when a program needs memory.
+GB10 and Jetson GPUs use host memory, and on Grace chips, the host also uses the GPU's memory. The page cache in this
+shared memory counts as free, because the kernel drops it when a program needs memory.
 """
 
 from __future__ import annotations

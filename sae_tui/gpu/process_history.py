@@ -46,8 +46,8 @@ class ProcessHistory:
 def in_columns(readings: Iterable[Reading], field: str, n: int, span_s: float, now: float) -> list[float | None]:
     """Return the means of a field in `n` equal parts of the last `span_s` seconds.
 
-    A part without a reading has the value before it, unless that is too old; then it is None. The parts begin at
-    multiples of their length, so that a value stays in its column until the columns move.
+    A part without a reading repeats the previous value, or is None if that value is too old. The parts begin at
+    multiples of their length, so that a value stays in its column until all columns move.
     """
     step = span_s / n
     last = math.floor(now / step)

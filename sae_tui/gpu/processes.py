@@ -65,7 +65,7 @@ class ProcessDetails:
 
     @property
     def key(self) -> Hashable:
-        """A value that stays the same while the process exists; another process with the same pid has another key."""
+        """A value that stays the same while the process exists; another process with its pid has a different key."""
         return self.pid, self.identity
 
 
@@ -136,7 +136,7 @@ def _highest(values: Iterable[int | None]) -> int | None:
 
 
 def _kind(kinds: Sequence[ProcessKind | None]) -> ProcessKind | None:
-    """Return the kind of a process with these kinds on its GPUs."""
+    """Return the kind of a process, given its kinds on the GPUs that it uses."""
     known = {kind for kind in kinds if kind is not None}
     return "C+G" if len(known) > 1 else next(iter(known), None)
 
@@ -297,9 +297,9 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 
 def send_signals(processes: Sequence[ProcessDetails], number: signal.Signals, source_name: str) -> str:
-    """Send a signal to each of these processes, as `send_signal` does; return how many got it and why others did not.
+    """Send a signal to each process, as `send_signal` does; return how many received it and why others did not.
 
-    Raise `UserError` if none got it.
+    Raise `UserError` if none received it.
     """
     refused: list[str] = []
     for process in processes:

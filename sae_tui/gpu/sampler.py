@@ -101,7 +101,7 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver, so only `os._exit` ends the process."""
+        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -115,7 +115,7 @@ class Sampler:
         return ended
 
     def pause(self, timeout: float) -> bool:
-        """Close the driver until `resume` is called; a GPU cannot be reset while the driver is open.
+        """Close the driver until `resume` is called; GPUs cannot be reset while the driver is open.
 
         Return False if the driver is not closed within `timeout` seconds.
         """
@@ -155,7 +155,7 @@ class Sampler:
         return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
-        """Turn reading of the processes' shares on or off, with the process list or with `every_sample`."""
+        """Turn reading processes' shares on or off: with each process list or, if `every_sample`, with each sample."""
         self._shares_with_every_sample = every_sample
         if wanted == self._shares_wanted:
             return
@@ -335,7 +335,7 @@ class Sampler:
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
     def _read_shares(self, sample: GpuSample) -> Mapping[int, ProcessShares]:
-        # Without this check, every idle GPU would be asked at every interval.
+        # Without this check, every idle GPU would be queried at every interval.
         if sample.healthy and sample.processes and isinstance(self.source, SharesSource):
             with contextlib.suppress(Exception):
                 return self.source.shares(sample.index, sample)

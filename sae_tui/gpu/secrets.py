@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 HIDDEN = "…"
-# Variables whose values are harmless. All other values are hidden: a variable with any name may contain a secret.
+# Variables whose values are harmless. All other values are hidden, because a variable with any name may contain a
+# secret.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.ring import RingReading
 
 
-# This is shorter than the time limit for opening the entire source, so responding drivers can still be used.
+# This is shorter than the time limit for opening the entire source, so that drivers that respond can still be used.
 LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 

@@ -33,7 +33,7 @@ BUSY_TEMPERATURE_C = 74.0
 SLOWDOWN_C = 93
 _AT_POWER_LIMIT = 0.98
 WARM_UP_S = 45.0  # The time constant for heating and cooling.
-_BANDWIDTH_SHARE = 0.6  # The use of the memory bandwidth relative to the utilisation.
+_BANDWIDTH_SHARE = 0.6  # Memory bandwidth use relative to the utilisation.
 
 Occupied = Callable[[], Mapping[str, tuple[int, int]]]
 

@@ -76,7 +76,7 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A history row: a sample, or the mean of several samples; `samples` is their number.
+    """A history row: a sample, or the mean of several samples; `samples` is the number of samples.
 
     A mean's `timestamp` is the start of its time step.
     """

@@ -111,7 +111,7 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """Delete rows in batches; the log for a single transaction would be as large as all deleted rows."""
+        """Delete rows in batches, because the log for a single transaction would be as large as all deleted rows."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True

@@ -60,7 +60,7 @@ def refuse_missing(only: Iterable[int], samples: Sequence[GpuSample]) -> None:
 def count_visible(n_visible: int, n_gpus: int, source_name: str, *, n_shown: int | None = None) -> str:
     """Return a string like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden.
 
-    `n_shown` is the number of visible GPUs that are left by `--only`.
+    `n_shown` is the number of visible GPUs that `--only` leaves.
     """
     n_shown = n_visible if n_shown is None else n_shown
     causes = [_variables(source_name)] if n_visible < n_gpus else []

@@ -26,7 +26,7 @@ LONGEST_LINE = 1 << 20
 # The number of lines a login script may print before the greeting.
 _MOST_NOISE = 200
 _CHUNK = 64 << 10
-# A command that a message advises to run, in text or in JSON.
+# Matches a command that a message advises the user to run, in text or in JSON.
 _ADVISED = re.compile(r"`(?:sae-tui|sae-train|chmod|kill|loginctl|pip|pipx|sudo|uv) [^`]+`")
 _KEPT_COMPLAINTS = 20
 # How long ssh may take to exit after Ctrl-C, and after its output has ended.
@@ -36,7 +36,8 @@ _LEAVE_S, _EXIT_S = 1.0, 10.0
 class Request(msgspec.Struct, frozen=True):
     """A command for another host: its arguments, its working directory, and the text of its job files.
 
-    It is one line of JSON on the standard input of `sae-tui receive`, so that no argument is on a command line there.
+    It is sent as one line of JSON to the standard input of `sae-tui receive`, so that no argument appears on a command
+    line there.
     """
 
     arguments: list[str]
@@ -113,7 +114,7 @@ class FarCommand:
                     process.stdin.write(self._request)
 
     def _with_host(self, line: str) -> str:
-        """Say on which host to run the commands in a message; here, the same job id belongs to another job."""
+        """Add the host to the commands in a message, because the same job id belongs to a different job here."""
         return _ADVISED.sub(rf"\g<0> on {self._host}", line)
 
     def _is_greeting(self, line: bytes) -> bool:
@@ -136,7 +137,7 @@ class FarCommand:
 
 
 def _lines_of(streams: Iterable[IO[bytes]]) -> Iterator[tuple[IO[bytes], bytes]]:
-    """Yield each line of these streams as soon as it is complete; a line that is too long is cut into several."""
+    """Yield each line of these streams as soon as it is complete; a line that is too long is split into several."""
     partial = dict.fromkeys(streams, b"")
     with selectors.DefaultSelector() as ready:
         for stream in partial:

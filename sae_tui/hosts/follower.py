@@ -19,7 +19,7 @@ from trainer.contract.printable import printable
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # After a connection that lasted longer than this, the delay before reconnecting is reset to its initial value.
 _STEADY_S = 30.0
-# A host sends data every second. A host sending nothing for 5 s is shown as silent. After 30 s without data, its
+# A host sends data every second. A host that sends nothing for 5 s is shown as silent. After 30 s without data, its
 # connection is cut and reopened. The greeting may take 60 s because logins can be slow.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # The number of lines a login script may print before the greeting.
@@ -198,7 +198,7 @@ class HostFollower:
 
 
 class FarLogReader:
-    """A thread passing log lines to `on_lines`; the last line explains why no more lines follow.
+    """A thread that passes log lines to `on_lines`; the last line explains why no more lines follow.
 
     The second argument of `on_lines` is the unfinished line, or None if it has not changed.
     """

@@ -32,7 +32,7 @@ class Hosts:
         }
 
     def start(self, on_change: Callable[[], object]) -> None:
-        """Connect to all hosts; after each change, `on_change` is called from any thread."""
+        """Connect to all hosts; `on_change` is called after each change, possibly from another thread."""
         self._on_change = on_change
         for follower in self._followers.values():
             follower.start()
@@ -62,7 +62,7 @@ class Hosts:
         return ssh_argv(name, [*words, *self._flags], self._ssh)
 
     def copy(self, name: str, job_id: int) -> JobCopy:
-        """Return a copy of a job that has not been started; raise `OSError` or `UserError` if there is no space."""
+        """Return a job's copy without starting it; raise `OSError` or `UserError` if there is no space."""
         words = ("stream", "--job", str(job_id))
         argv, features = self.argv(name, *words), self.argv(name, *words, "--features")
         return JobCopy(name, job_id, argv, features, lambda: self._on_change())

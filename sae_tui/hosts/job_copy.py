@@ -1,7 +1,7 @@
-"""A copy of one job of another host in a private folder here, kept up to date by a thread while the job is shown.
+"""A copy of one job from another host, in a private folder here; a thread keeps it up to date while the job is shown.
 
-The folder has the layout of a data folder, so the screens for the jobs of this host can show the copy. No store of the
-other host is opened: its rows are checked and written to new stores here.
+The folder is laid out like a data folder, so that the screens for local jobs can show the copy. The other host's stores
+are never opened: their rows are checked and written to new stores here.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ from trainer.contract.store.metrics_store import MetricRow, SeriesWriter
 from trainer.contract.wording import gibibytes
 
 _PREFIX, _LOCK = "sae-tui-far-", "in-use.lock"
-# No app needs this many seconds between creating a folder and locking it.
+# No app takes this long between creating a folder and locking it.
 _LOCKED_AFTER_S = 60.0
-# Limits for what another host can make this host store: all files, one log, the numbers of files, points and events.
+# Limits on what another host can make this host store: the sizes of all files and of one log, and the numbers of files,
+# points and events.
 _MOST_BYTES, _LARGEST_LOG = 1 << 30, 4 << 20
 _MOST_FILES, _MOST_POINTS, _MOST_EVENTS = 5000, 5_000_000, 100_000
-# A feature file was requested and may be large, so it is read faster than messages that arrive by themselves.
+# A feature file is sent only on request and may be large, so it is read faster than messages that were not requested.
 _FEATURES_BYTES_S = 64 << 20
 _ANOTHER_BOOT = "of-another-host"
 
 
 class CopyState(msgspec.Struct, frozen=True):
-    """Whether a copy is complete, when it was last up to date, and why it is not updated now.
+    """Whether a copy is complete, when it was last up to date, and why it is not being updated.
 
-    `sentence` follows the host's name, or is "". `features` maps the labels of SAEs to the stamps of their feature
-    files on the other host.
+    `sentence` follows the host's name, or is "". `features` maps SAE labels to the stamps of the feature files on the
+    other host.
     """
 
     is_complete: bool = False
@@ -68,7 +69,7 @@ class CopyState(msgspec.Struct, frozen=True):
 
 
 class JobCopy:
-    """Follows a job of another host. `state` and `data` may be read from any thread."""
+    """Follows a job on another host. `state` and `data` may be read from any thread."""
 
     def __init__(
         self, host: str, job_id: int, argv: Sequence[str], features: Sequence[str], on_change: Callable[[], object]
@@ -105,8 +106,8 @@ class JobCopy:
     def fetch_features(self, on_progress: Callable[[int, int], object]) -> bool:
         """Copy the feature files, unless they have not changed since the last call; raise `UserError` on failure.
 
-        Return False if the copy was closed meanwhile. `on_progress` is called with the numbers of bytes received so
-        far and in total. Only one call may run at a time.
+        Return False if the copy was closed in the meantime. `on_progress` is called with the number of bytes received
+        so far and the total number. Only one call may run at a time.
         """
         wanted, received, is_complete = self.state.features, 0, False
         if wanted == self._fetched:
@@ -161,7 +162,7 @@ class JobCopy:
     def _read(
         self, argv: Sequence[str], take: Callable[[Message], object], allowance: Allowance | None = None
     ) -> Cause:
-        """Pass the messages of one connection to `take`, and return why the connection ended."""
+        """Pass the messages from one connection to `take`, and return why the connection ended."""
         try:
             link = Link(argv, lambda: cut_if_silent(link), allowance)
         except OSError as error:
@@ -207,17 +208,17 @@ class JobCopy:
 
 
 class CopiedFiles:
-    """Writes what another host sends into a data folder; raises `ValueError` for what no sae-tui sends."""
+    """Writes what another host sends to a data folder; raises `ValueError` for anything that no sae-tui would send."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.has_news = False
         self._data, self._job_id = data, job_id
         self._control: Control | None = None
         self._series: SeriesWriter | None = None
-        # The sizes of complete files and logs, and of the parts received so far of the other files.
+        # The sizes of complete files and logs, and of the received parts of incomplete files.
         self._sizes: dict[str, int] = {}
         self._begun: dict[str, int] = {}
-        self._unconfirmed: set[str] = set()  # the files of earlier connections that have not been sent again
+        self._unconfirmed: set[str] = set()  # files from earlier connections that have not been sent again
         self._curves: set[tuple[str, int]] = set()
         self._n_points = self._n_events = self._n_run_events = 0
         self._begins = self._is_closed = False
@@ -261,7 +262,7 @@ class CopiedFiles:
             self.has_news |= bool(gone)
 
     def _delete(self, paths: Iterable[str]) -> None:
-        """Delete these files and what has been received of them."""
+        """Delete these files and any parts of them received so far."""
         for path in tuple(paths):
             for sizes, file in ((self._sizes, self._place(path)), (self._begun, _begun(self._place(path)))):
                 sizes.pop(path, None)
@@ -292,8 +293,8 @@ class CopiedFiles:
         assert self._control is not None
         if row.job.id != self._job_id or row.first > min(self._n_events, _MOST_EVENTS):
             raise ValueError("a row that was not requested")
-        # With this boot's id, the copy counts as a job of this machine: its own files never say that its host is
-        # silent. Without a process, no process here can be taken for one of the job's.
+        # With this machine's boot id, the copy counts as a local job, so that its files never say that its host is
+        # silent. Without a process id, no process here can be mistaken for the job's supervisor.
         job = msgspec.structs.replace(
             short_lists(row.job), boot_id=boot_id(), machine_id=None, supervisor_pid=None, supervisor_start=None
         )
@@ -310,7 +311,7 @@ class CopiedFiles:
             self._series = SeriesWriter(self._data.run(self._job_id).metrics_db)
         beat, events = run.heartbeat, run.events[self._n_run_events - run.first :]
         if self._begins or run.rewound:
-            # The curves that follow may have other steps, if they are means over buckets of steps.
+            # The curves that follow may have different steps, if they are means over buckets of steps.
             self._series.clear()
             self._curves.clear()
             self._begins, self._n_points = False, 0
@@ -347,7 +348,7 @@ class CopiedFiles:
             self._sizes[part.path] = self._begun.pop(part.path)
 
     def _check(self, part: FilePart, before: int) -> None:
-        """Raise `ValueError` if a part does not follow the `before` bytes received so far, or if its file is large."""
+        """Raise `ValueError` if a part does not follow the `before` bytes received so far, or its file is too large."""
         if part.total is None:
             return
         if part.offset != before or before + len(part.data) > part.total:
@@ -367,7 +368,7 @@ def _append(file: Path, data: bytes, *, overwrites: bool) -> None:
 
 
 def remove_abandoned() -> None:
-    """Delete the copies of this user's apps that were killed."""
+    """Delete the copies left behind by this user's apps that were killed."""
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError, UserError):

@@ -72,7 +72,7 @@ class Link:
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self, cause: Cause | None = None) -> None:
-        """Stop the process; `lines` then ends too. `cause` is the fault of the other host, if there is one."""
+        """Stop the process; `lines` then ends too. `cause` is given if the other host is at fault."""
         self.cut_for = cause
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)
@@ -124,7 +124,7 @@ class Link:
 
 
 def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process group of a process leading its own session."""
+    """Send a signal to the process group of a process that leads its own session."""
     # Once the exit code has been collected, the pid may belong to another process.
     if process.returncode is None:
         with contextlib.suppress(OSError):

@@ -31,14 +31,14 @@ _NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
 MOST_SENSORS = 50  # per GPU
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
 _MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST_GPUS}  # in the lists of a job
-# Limits for the details of one job: events and ranks per message, points of curves per message, bytes of a file per
-# message, the size of a file, and the number of curves. A sweep of 64 SAEs has 2000 curves.
+# Limits for the details of one job: events and ranks per message, curve points per message, file bytes per message, the
+# size of a file, and the number of curves. A sweep of 64 SAEs has 2000 curves.
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
 MOST_CURVES, MOST_SAES, MOST_GONE = 5000, 200, 2000
 
-# The files of a job that can be read from another host. A label is the name of a folder, which has at most 255 bytes.
-# `\Z` excludes a line break at the end.
+# A job's files that can be read from another host. A label is the name of a folder, which has at most 255 bytes. `\Z`
+# excludes a line break at the end.
 _LABEL = r"[A-Za-z0-9][A-Za-z0-9_.,=+-]{0,254}"
 LABEL = rf"^({_LABEL})?\Z"
 PATH = (
@@ -48,7 +48,7 @@ PATH = (
 )
 
 Use = Literal["dim", "good", "warn"]
-# Older versions know no plain style for a GPU in use.
+# Older versions do not know the plain style for a GPU in use.
 _SENT = {"text": "warn"}
 Reading = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Share = Annotated[int, Meta(ge=0, le=100)]
@@ -171,14 +171,14 @@ class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
 
 
 class Log(msgspec.Struct, frozen=True, tag="log"):
-    """The next lines from the requested log, and the line that is being written; null if it has not changed."""
+    """The next lines from the requested log, and the line being written, which is null if it has not changed."""
 
     lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
     unfinished: str | None = None
 
 
 class JobRow(msgspec.Struct, frozen=True, tag="job", omit_defaults=True):
-    """A job's row in the store, with its ranks, its open requests, and its events from the event `first` on."""
+    """A job's row in the store, with its ranks, its open requests, and its events from index `first` on."""
 
     job: Job
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=MOST_RANKS)] = ()
@@ -204,9 +204,9 @@ class Curves(msgspec.Struct, frozen=True, tag="curves"):
 
 
 class RunState(msgspec.Struct, frozen=True, tag="run", omit_defaults=True):
-    """A run's heartbeat, and the events written by the run from the event `first` on.
+    """A run's heartbeat, and the events written by the run, from index `first` on.
 
-    With `rewound`, the run has gone back to an earlier step: all points sent before are invalid, and all curves follow.
+    If `rewound`, the run has gone back to an earlier step: all points sent so far are invalid, and all curves follow.
     """
 
     heartbeat: Heartbeat | None = None
@@ -228,7 +228,7 @@ class FilePart(msgspec.Struct, frozen=True, tag="file", omit_defaults=True):
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A feature file, sent only on request: its size in bytes and a number that changes with its content."""
+    """A feature file, which is sent only on request: its size in bytes, and a number that changes with its content."""
 
     bytes: Count
     number: Count
@@ -237,8 +237,8 @@ class Stamp(msgspec.Struct, frozen=True):
 class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True):
     """All data has been sent.
 
-    `features` maps the label of each SAE with a feature file to the file's stamp. `gone` are files that were sent over
-    this connection and no longer exist.
+    `features` maps the label of each SAE with a feature file to the file's stamp. `gone` lists the files that were sent
+    over this connection and no longer exist.
     """
 
     features: Annotated[dict[Annotated[str, Meta(pattern=LABEL)], Stamp], Meta(max_length=MOST_SAES)] = {}
@@ -246,7 +246,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True
 
 
 Message = Hello | RemoteGpus | Jobs | Log | JobRow | Curves | RunState | FilePart | UpToDate
-# The messages about one job, whose text is stored as it is; the screens filter what they show.
+# The messages about one job, whose text is stored unchanged; the screens filter what they show.
 _STORED = (JobRow, Curves, RunState, FilePart, UpToDate)
 
 
@@ -276,7 +276,7 @@ def far_job(job: JobView) -> FarJob:
 
 
 def short_lists(job: J) -> J:
-    """Return a job with only the first entries of its lists."""
+    """Return a job with only the first entries of each of its lists."""
     return msgspec.structs.replace(job, **{name: getattr(job, name)[:most] for name, most in _MOST_ITEMS.items()})
 
 
@@ -293,7 +293,7 @@ def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
 
 
 def log_messages(lines: Sequence[str], unfinished: str | None = None) -> Iterator[Log]:
-    """Split log lines into messages; another message contains the unfinished line, if it has changed."""
+    """Split log lines into messages; a final message contains the unfinished line, if it has changed."""
     for start in range(0, len(lines), MOST_LOG_LINES):
         yield _clean(Log(tuple(lines[start : start + MOST_LOG_LINES])), LONGEST_LOG_LINE)
     if unfinished is not None:
@@ -311,7 +311,7 @@ def decode(line: bytes) -> Message:
 
 
 def fitted(message: S, most_bytes: int = LONGEST_LINE) -> S:
-    """Return a message that has at most `most_bytes` in a line: its longest texts are cut and then end with "…"."""
+    """Return the message with its longest texts cut and ending with "…", so that its line has at most `most_bytes`."""
     longest = most_bytes
     while line_size(message) > most_bytes:
         longest //= 2
@@ -320,7 +320,7 @@ def fitted(message: S, most_bytes: int = LONGEST_LINE) -> S:
 
 
 def line_size(value: object) -> int:
-    """Return how many bytes a value has in a line."""
+    """Return how many bytes a value takes up in a line."""
     return len(printable_json(msgspec.json.encode(value).decode()).encode())
 
 

@@ -48,8 +48,8 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Point, SeriesReader
 from trainer.contract.store.rows import Job
 
-# The number of points first sent for all curves together, and the fewest per curve. A longer curve is sent as means
-# over buckets of steps, because a screen shows at most a few hundred points of a curve.
+# The number of points sent first for all curves together, and the minimum and maximum number per curve. A longer curve
+# is sent as means over buckets of steps, because a screen shows at most a few hundred points of a curve.
 _FIRST_POINTS, _FEWEST_POINTS, _MOST_POINTS = 20_000, 100, 2000
 _LOG_END, _MOST_LOGS = 64 << 10, 8
 _OF_SAE = ("cfg.json", CARD, SUMS)
@@ -71,7 +71,7 @@ class SentJob:
     def messages(self) -> Iterator[Message]:
         """Yield the changes, and then `UpToDate`; raise `UserError` if the job does not exist."""
         yield from self._read_row()
-        # A store that is locked or damaged is read again by the next call.
+        # If the store is locked or damaged, the next call reads it again.
         with contextlib.suppress(StoreError):
             yield from self._read_run()
         files, logs = dict(self._files()), dict(self._logs())
@@ -93,7 +93,7 @@ class SentJob:
         yield from found
 
     def _row_of(self, control: Control) -> list[JobRow]:
-        """Return the row with the events that have not been sent, in several messages if there are many."""
+        """Return the row with the events that have not been sent yet, in several messages if there are many."""
         job, events = control.job(self._job_id), control.events(self._job_id)
         self._job = job
         requests = tuple(sorted(control.open_requests(self._job_id)))
@@ -141,7 +141,7 @@ class SentJob:
         return {label: Stamp(*stamp) for label, stamp in stamps.items() if stamp}
 
     def _file(self, path: str, file: Path) -> Iterator[Message]:
-        """Yield the content of a file if it has changed; leave out links, and files that change meanwhile."""
+        """Yield the content of a file if it has changed; leave out links, and files that change while they are read."""
         stamp = _stamp(file)
         if stamp is None or stamp == self._sizes.get(path) or stamp[0] > LARGEST_FILE:
             return
@@ -166,7 +166,7 @@ class SentJob:
         yield from ((f"run/logs/{name}.log", self._paths.logs / f"{name}.log") for name in names)
 
     def _log(self, path: str, file: Path) -> Iterator[Message]:
-        """Yield what was appended to a log; begin with its end if much was appended or the log is a new one."""
+        """Yield what was appended to a log; if a lot was appended or the log is new, yield only the end of the log."""
         stamp = _stamp(file)
         if stamp is None or stamp == self._sizes.get(path):
             return
@@ -183,7 +183,7 @@ class SentJob:
 
 
 class _SentRun:
-    """What has been sent of a run's store: the number of events, and the last step of each curve."""
+    """What has been sent from a run's store: the number of events, and the last step of each curve."""
 
     def __init__(self) -> None:
         self._n_events = 0
@@ -260,7 +260,7 @@ def _parts(path: str, stream: BinaryIO, size: int) -> Iterator[FilePart]:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return the size of a file and its time of change, or None if there is no such file or it is a link."""
+    """Return a file's size and modification time, or None if there is no such file or it is a link."""
     try:
         status = os.stat(file, follow_symlinks=False)
     except OSError:

@@ -1,4 +1,4 @@
-"""Describes how each kind of job reacts when it is asked to stop, to pause or to end immediately."""
+"""Describes how each kind of job reacts to a request to stop, pause or end immediately."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from trainer.contract.wording import duration
 class Asked(NamedTuple):
     """How a running job reacts to requests.
 
-    `stops`, `pauses` and `killed` are predicates appended to "job 5". `first` is a sentence about what happens before
-    it stops, `asked` is the same as a clause of an event, and `lost` is what is lost if it is killed. `again` is what
-    `sae-tui resume` does with it after its end, and `stored` is the files deleted together with it.
+    `stops`, `pauses` and `killed` are predicates appended to "job 5". `first` is a sentence about what the job does
+    before it stops, `asked` says the same as a clause for an event, and `lost` names what is lost if the job is killed.
+    `again` says what `sae-tui resume` does with the job after it ends, and `stored` names the files deleted together
+    with it.
     """
 
     stops: str
@@ -56,7 +57,7 @@ def asked_of(config: str) -> Asked:
 
 
 def stored_with(jobs: Iterable[Job]) -> str:
-    """Return words for the files deleted together with these jobs."""
+    """Return a phrase naming the files that are deleted together with these jobs."""
     return max((asked_of(job.config).stored for job in jobs), key=len, default=_TRAINING.stored)
 
 

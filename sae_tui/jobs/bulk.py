@@ -18,7 +18,7 @@ from trainer.contract.wording import plural
 
 # Changes a job in an open store, and returns a message.
 Change = Callable[[DataDir, Control, int], str]
-# Asks a job's supervisor for something, and returns a message.
+# Sends a request to a job's supervisor, and returns a message.
 Request = Callable[[DataDir, int, Control], str]
 
 
@@ -31,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class NothingToDo(NotApplicable):
-    """Raised for a job that already is as it should be, such as one that has ended; alone, it is not an error."""
+    """Raised for a job already in the desired state, such as an ended one; for a single job, this is not an error."""
 
 
 def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterator[Outcome]:
@@ -56,7 +56,7 @@ def _change_whole(data: DataDir, control: Control, job_id: int, change: Change) 
 
 
 def attempt(job_id: int, act: Callable[[int], str]) -> Outcome:
-    """Act on a job and return the outcome; raise only errors of the whole store."""
+    """Act on a job and return the outcome; raise only errors that affect the whole store."""
     try:
         return Outcome(job_id, act(job_id))
     except StoreError:

@@ -44,7 +44,7 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 
 
 def start_queue(data: DataDir, command: Sequence[str] = QUEUE) -> None:
-    """Start this user's queue process unless it is running; return once it is (after about 0.1 s).
+    """Start this user's queue process unless it is already running; return once it runs (after about 0.1 s).
 
     Raise `UserError` if it does not start.
     """
@@ -66,7 +66,7 @@ def start_detached(
             _start([*outside, *arguments], log_file, who, environment)
             return
         except UserError as error:
-            # A slow supervisor may still start, and a job must never have two.
+            # A slow supervisor may still start, and a job must never have two supervisors.
             if isinstance(error, SlowStart):
                 raise
     _start(arguments, log_file, who, environment)

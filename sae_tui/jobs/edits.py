@@ -32,7 +32,7 @@ PRIORITIES = range(-100, 101)
 
 
 class NotApplicable(UserError):
-    """An error for a change that makes no sense in a job's present state, such as releasing a running job."""
+    """Raised for a change that makes no sense in a job's current state, such as releasing a running job."""
 
 
 def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
@@ -66,7 +66,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set a job's priority in the queue (-100 to 100); for a running job, it applies if the job is queued again."""
+    """Set a job's priority in the queue (-100 to 100); for a running job, it applies once the job is queued again."""
     if priority not in PRIORITIES:
         raise UserError(f"a priority must be between -100 and 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
@@ -130,7 +130,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int, control: Control | None = None) -> str:
-    """Ask a job to save and stop; return a message saying what will happen. `control` is the store, if it is open."""
+    """Ask a job to save and stop; return a message saying what will happen. `control` is the store if already open."""
     return _ask(data, control, job_id, "stop", queued=_stop_message, running=lambda job: asked_of(job.config).stops)
 
 
@@ -163,7 +163,7 @@ def kill(data: DataDir, job_id: int, control: Control | None = None) -> str:
 
 
 def pause(data: DataDir, job_id: int, control: Control | None = None) -> str:
-    """Ask a job to save and to return to the queue, where it is held and does not occupy GPUs."""
+    """Ask a job to save and return to the queue, where it is held and occupies no GPUs."""
     return _ask(data, control, job_id, "pause", queued=_pause_message, running=lambda job: asked_of(job.config).pauses)
 
 
@@ -226,7 +226,7 @@ def _ask(
 
 
 def _opened(data: DataDir, job_id: int, control: Control | None) -> contextlib.AbstractContextManager[Control]:
-    """Return the store, which the caller has opened if it changes several jobs."""
+    """Return the store; a caller that changes several jobs has already opened it."""
     return contextlib.nullcontext(control) if control else existing(data, job_id)
 
 

@@ -8,8 +8,8 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# The user is informed if energy was measured for a smaller share of a job's time than this. The limit is below 1
-# because the last readings may not be stored yet when a job ends.
+# If energy was measured for less than this share of a job's time, the user is informed. The limit is below 1 because
+# the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 
@@ -80,7 +80,7 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 def _source(counted: float) -> str:
     """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
-    # Energy for a job's last seconds is always computed from power samples.
+    # The energy of a job's last seconds is always computed from power samples, so the counter never covers all of it.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

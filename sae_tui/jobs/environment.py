@@ -35,8 +35,8 @@ LIMIT_S = 60.0
 # An interpreter whose check failed is checked again after this time.
 FAILED_FOR_S = 10.0
 _OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
-# A script that reports the properties of the interpreter running it. Even Python 2 can run the script, which then
-# reports that version. The alarm stops the script even if the app has exited.
+# A script that reports the properties of the interpreter that runs it. Even Python 2 can run the script, and then
+# reports its own version. The alarm stops the script even if the app has exited.
 _ASK = """
 import gc, json, os, signal, sys
 gc.disable()
@@ -85,7 +85,7 @@ class Torch(msgspec.Struct, frozen=True):
 
     @property
     def runtime(self) -> str:
-        """The runtime torch was built for, as named in a vendor's `torch_runtime`."""
+        """The runtime that torch was built for, as named in a vendor's `torch_runtime`."""
         return "hip" if self.hip else "cuda" if self.cuda else ""
 
     @property
@@ -151,7 +151,7 @@ class Environment(msgspec.Struct, frozen=True):
             return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
         if answer.trainer_error:
             return printable(f"its trainer cannot be imported: {answer.trainer_error}; {install} '{PACKAGE}[train]'`")
-        # Importing this function takes as long as an entire command, so import it here.
+        # Importing `importlib.metadata` takes as long as running an entire command, so import it only here.
         from importlib.metadata import version
 
         if wrong := _wrong_version(answer.trainer, version(PACKAGE), install):

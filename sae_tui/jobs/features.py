@@ -75,14 +75,14 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Describe the families of the latents, like `23 dense (> 10% of rows), 410 on one token, 3 never fire`."""
+    """Describe the latents' families, like `23 dense (> 10% of rows), 410 on one token, 3 never fire`."""
     n = Counter(features.families)
     bound = [f"{n[family]:,} {words}" for family, words in _BOUND_WORDS.items() if n[family]]
     return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%} of rows)", *bound, f"{n['silent']:,} never fire"])
 
 
 def family_words(feature: Feature) -> str:
-    """Describe when a latent fires, like ` (almost only on one token)`, or return "" if there is nothing special."""
+    """Describe when a latent fires, like ` (almost only on one token)`, or return "" for any other family."""
     words = {"dense": "dense", "token": "almost only on one token", "position": "almost only at one position"}
     return f" ({words[feature.family]})" if feature.family in words else ""
 

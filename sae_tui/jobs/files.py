@@ -30,7 +30,7 @@ class LogFollower:
 
     @classmethod
     def from_end(cls, path: Path, n_lines: int) -> tuple[list[str], LogFollower]:
-        """Return the last complete lines of a log, and a follower that continues with the next line."""
+        """Return the last `n_lines` complete lines of a log, and a follower that continues with the next line."""
         end = log_tail.log_end(path, n_lines)
         follower = cls(path, end.size)
         follower._partial = end.unfinished[-log_tail.LONGEST :]
@@ -53,6 +53,6 @@ class LogFollower:
             return []
         self._offset += len(chunk)
         *lines, partial = (self._partial + chunk).split(b"\n")
-        # Keep only the tail of a line that never ends.
+        # If a line never ends, keep only its tail.
         self._partial = partial[-log_tail.LONGEST :]
         return [log_tail.readable(line) for line in log_tail.without_redrawn(lines)]

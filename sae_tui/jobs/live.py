@@ -16,7 +16,7 @@ from trainer.contract.store.seeds import Seeds, seeds_in
 
 
 class LiveRun:
-    """Follows the metrics of a run; there are no values before the first row is written."""
+    """Follows a run's metrics; there are no values before the first row is written."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
@@ -60,7 +60,7 @@ class LiveRun:
         return fitting(fields)
 
     def values(self, names: Iterable[str]) -> dict[str, float]:
-        """Return a dict mapping these series to their latest values; for a sweep, to those for its best SAE."""
+        """Return a dict mapping these series to their latest values; for a sweep, these are the best SAE's values."""
         best = self.best_sae
         newest = {name: value_of_sae(self.latest, name, best) for name in names}
         return {name: value for name, value in newest.items() if value is not None}

@@ -1,7 +1,7 @@
 """Determines which machine a job runs on.
 
 Host names do not identify machines: a laptop may change its name, a recreated container may use the same volume under
-another name, and two hosts sharing a data folder may have the same name.
+another name, and two hosts that share a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SILENT_S = 180.0
 
 
 def this_machine() -> dict[str, Any]:
-    """Return the job row columns identifying this machine."""
+    """Return the job row columns that identify this machine."""
     return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
 
 

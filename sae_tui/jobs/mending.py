@@ -1,4 +1,4 @@
-"""Corrects the row of a job whose supervisor died without recording an end.
+"""Corrects the row of a job whose supervisor died without recording how the job ended.
 
 The functions here decide how the job ended. `reconcile` finds such jobs.
 """
@@ -93,12 +93,12 @@ def record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
 
 
 def is_on_cluster(job: Job) -> bool:
-    """Return whether a scheduler runs a job on other machines, or a backend of another version."""
+    """Return whether a scheduler runs a job on other machines; also True if this version lacks the job's backend."""
     return job.backend not in LAUNCH_BACKENDS or bool(LAUNCH_BACKENDS[job.backend].cluster)
 
 
 def running_program(data: DataDir, control: Control, job: Job) -> ProcessRef | None:
-    """Return the program of a command's current attempt while it runs, with or without a supervisor."""
+    """Return the program of a command's current attempt if it is running, with or without a supervisor."""
     if not kind_of(job.config).is_program or is_on_cluster(job):
         return None
     recorded = [rank.process for rank in control.ranks(job.id) if rank.attempt == job.attempt]
@@ -120,7 +120,8 @@ def mend(data: DataDir, control: Control, job: Job) -> bool:
     # Other users may have written the rows, so ignore the processes in them if no process holds the lock.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     backend = LAUNCH_BACKENDS.get(job.backend)
-    # On a cluster, do not wait for its processes, which may run on this machine too: the job is cancelled below.
+    # For a cluster job, do not wait for processes, which may run on this machine too, because the job is cancelled
+    # below.
     if (living or (held and backend)) and not (backend and backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
@@ -137,7 +138,7 @@ def mend(data: DataDir, control: Control, job: Job) -> bool:
 
 
 def _has_not_begun(data: DataDir, job: Job) -> bool:
-    """Return whether a command's supervisor died after it had taken the GPUs, but before it started the program."""
+    """Return whether a command's supervisor died after taking the GPUs but before starting the program."""
     paths = data.run(job.id)
     is_local_program = kind_of(job.config).is_program and not is_on_cluster(job)
     may_be_starting = job.state == JobState.STARTING and is_local_program and paths.job_file.exists()
@@ -182,8 +183,8 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     """Give orphaned ranks one minute to save after the event reporting them, then kill them.
 
     The minute starts over if the clock is set back, and is not shortened if the clock jumps forward. Since other users
-    may write rows too, kill only processes holding the run's lock. If the lock holders are unknown, kill only processes
-    started as ranks of the attempt.
+    may write rows too, kill only processes that hold the run's lock. If the lock holders are unknown, kill only
+    processes that were started as ranks of the attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]

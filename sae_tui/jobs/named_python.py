@@ -16,7 +16,8 @@ from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
 # Variables that make an interpreter import another interpreter's packages, possibly in other versions.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
-# Other programs are refused, as they would misinterpret arguments for Python: `sh -c` would run code as a script.
+# Other programs are refused because they would misinterpret Python's arguments: `sh -c` would run the code as a shell
+# script.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
 

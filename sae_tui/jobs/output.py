@@ -23,7 +23,7 @@ NO_SHARD = "no shard was complete"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
-    """Return a job's output folder, or None if there is no output yet, or if a program decides where it is."""
+    """Return a job's output folder, or None if there is no output yet or if a program decides where its output goes."""
     if kind_of(job.config).is_program:
         return None
     if not extracts(job.config):

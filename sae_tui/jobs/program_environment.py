@@ -23,7 +23,7 @@ from trainer.contract.trust import open_own
 
 FILE = "environment.json"
 _LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
-# Variables of a command, which another job launched by it must not inherit.
+# Variables set for a command, which a job launched by that command must not inherit.
 OF_COMMAND = frozenset(
     b"SAE_TUI_" + name
     for name in (b"RUN_DIR", b"JOB_ID", b"GPUS", b"GPU_LIST", b"ATTEMPT", b"ARRAY_INDEX", b"ARRAY_ID")
@@ -33,7 +33,7 @@ OF_COMMAND = frozenset(
 class ProgramEnvironment(msgspec.Struct, frozen=True):
     """The names and values of variables, the soft and hard limits by name (see `setrlimit`), and the umask.
 
-    Variables are bytes because they need not be UTF-8. In the file, they are in base64.
+    Variables are bytes because they need not be UTF-8. The file stores them in base64.
     """
 
     variables: list[tuple[bytes, bytes]]
@@ -42,7 +42,7 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 
     @property
     def of_program(self) -> dict[bytes, bytes]:
-        """The variables for a program, without the variables of another command."""
+        """The variables for a program, excluding any set for another command."""
         return {name: value for name, value in self.variables if name not in OF_COMMAND}
 
     @classmethod
@@ -58,7 +58,7 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
             stream.write(msgspec.json.encode(self))
 
     def apply_limits(self) -> None:
-        """Set this process's umask and limits; keep the current value of a limit that may not be set."""
+        """Set this process's umask and limits; if a limit may not be changed, keep its current value."""
         os.umask(self.umask)
         for name, limits in self.limits.items():
             with contextlib.suppress(KeyError, ValueError, OSError):

@@ -1,7 +1,7 @@
-"""The queue process: waits for all queued jobs of a user on this host, and starts a job's supervisor at its turn.
+"""The queue process: manages all of a user's queued jobs on this host, and starts each job's supervisor at its turn.
 
-`python -P -m sae_tui.jobs.queue_process DATA_DIR` forks it into the background, unless it is running already. It keeps
-nothing that is not in the store or in the run folders, so killing it loses nothing: the next command or app starts it
+`python -P -m sae_tui.jobs.queue_process DATA_DIR` forks it into the background, unless it is already running. All its
+state is in the store and the run folders, so killing it loses nothing: the next command or app that runs starts it
 again.
 """
 
@@ -41,22 +41,23 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 TICK_S = 0.25
-# How often to check whether other users' processes have left a GPU. A reading of the GPUs takes 0.1 s of a core.
+# How often to check whether other users' processes have left a GPU. Reading the GPUs takes 0.1 s of CPU time.
 READ_EVERY_S = 15.0
 # The queue is planned again after this time even if nothing has changed, as reservations depend on the time.
 PLAN_EVERY_S = 60.0
-# The supervisors started in one round. Each takes 0.15 s, and a round must end soon to notice requests.
+# The maximum number of supervisors started in one round. Each start takes 0.15 s, and a round must be short so that
+# requests are noticed soon.
 STARTS_PER_ROUND = 4
-# A supervisor that could not be started is tried again after this time.
+# If a supervisor cannot be started, another attempt is made after this time.
 AGAIN_S = 3.0
-# The process exits after this time without active jobs of its user.
+# The process exits once its user has had no active jobs for this long.
 LEAVES_AFTER_S = 60.0
 
 Start = Callable[[DataDir, int], None]
 
 
 class QueueProcess:
-    """Plans the queued jobs of one user that have no supervisor."""
+    """Plans one user's queued jobs that have no supervisor."""
 
     def __init__(self, data: DataDir, start: Start = detach.start) -> None:
         self._data, self._start = data, start
@@ -70,7 +71,7 @@ class QueueProcess:
         # A pidfd for each live supervisor of this user's running jobs.
         self._supervisors: dict[ProcessRef, int] = {}
         self._refused_until: dict[int, float] = {}
-        # The version of the store, and the fingerprint of the queue in this version.
+        # The store's version, and the queue's fingerprint at that version.
         self._version: tuple[int, int] | None = None
         self._queue = ""
         # Whether the queue must be planned at the next tick, for example because the last plan failed.
@@ -79,11 +80,11 @@ class QueueProcess:
         self._idle_since: float | None = None
 
     def register(self) -> bool:
-        """Lock the queue; return False if another queue process of this user has locked it."""
+        """Lock the queue; return False if another of this user's queue processes has already locked it."""
         return self._lock.acquire()
 
     def run(self) -> None:
-        """Start jobs until there are none left for a minute, or the data folder or the store is deleted."""
+        """Start jobs until there have been none for a minute, or until the data folder or the store is deleted."""
         while not (is_gone(self._data.root) or self._is_store_gone() or self._is_done()):
             self._sign()
             with tolerate("planning the queue"), tolerate_disk("planning the queue"):
@@ -95,18 +96,19 @@ class QueueProcess:
     def _is_store_gone(self) -> bool:
         """Return whether the store is gone and this process has no queued jobs to restore in a new one.
 
-        An empty new store would look as if there had never been any jobs.
+        A new, empty store would look as if there had never been any jobs.
         """
         return not self._jobs and not os.path.lexists(self._data.control_db)
 
     def _wait(self) -> None:
-        """Wait for a tick, or until a supervisor exits; then plan again, as its job may have lost it."""
+        """Wait for a tick or a supervisor's exit; after an exit, plan again, as its job may need another supervisor."""
         poller = select.poll()
         for pidfd in self._supervisors.values():
             poller.register(pidfd, select.POLLIN)
         ended = {pidfd for pidfd, _ in poller.poll(1000 * TICK_S)}
         for supervisor in [one for one, pidfd in self._supervisors.items() if pidfd in ended]:
-            # Watch it no longer, as the next plan may fail and be repeated only after a tick.
+            # Stop watching it: its pidfd stays readable, so a failing plan would be repeated without waiting for a
+            # tick.
             os.close(self._supervisors.pop(supervisor))
             self._is_due = True
 
@@ -126,7 +128,7 @@ class QueueProcess:
             os.close(pidfd)
 
     def _replace(self, job: Job) -> None:
-        """Start another supervisor for a program that runs without one; record how any other job has ended."""
+        """Start another supervisor for a program that runs without one; for any other job, record how it ended."""
         if running_program(self._data, self._control, job):
             self._begin(job)
         else:
@@ -134,7 +136,7 @@ class QueueProcess:
             reconcile(self._data)
 
     def _sign(self) -> None:
-        """Touch the lock file every 30 s, which other hosts can see; restart under a new name of this host."""
+        """Touch the lock file every 30 s as a sign of life for other hosts; restart if this host has been renamed."""
         if socket.gethostname() != self._host:
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         if time.monotonic() >= self._sign_at:
@@ -145,7 +147,7 @@ class QueueProcess:
                 plan.report_silent()
 
     def _has_news(self) -> bool:
-        """Return whether the queue must be planned: it has changed, or it has not been planned for a while."""
+        """Return whether the queue must be planned because it has changed or has not been planned for a while."""
         version = self._control.version()
         if version != self._version:
             if self._version and version[0] != self._version[0]:
@@ -168,7 +170,7 @@ class QueueProcess:
             self._control.restore(as_recorded(self._data.run(job.id), job))
 
     def _plan(self) -> bool:
-        """Serve the requests to queued jobs, start those whose turn it is, and record why the others wait.
+        """Serve the requests to queued jobs, start the jobs whose turn it is, and record why the others wait.
 
         Return whether the queue must be planned again at the next tick.
         """
@@ -195,7 +197,7 @@ class QueueProcess:
         return bool(n_left) or n_started >= STARTS_PER_ROUND
 
     def _is_mine(self, job: Job) -> bool:
-        """Return whether this process must start a job; record the new name or boot of this machine in its row."""
+        """Return whether this process must start a job; if this machine was renamed or rebooted, update the row."""
         if job.id in self._jobs:
             return not (job.supervisor and is_supervised(self._data, job))
         if not waits_here(self._data, job):
@@ -206,7 +208,7 @@ class QueueProcess:
         return True
 
     def _serve(self, job: Job, requests: set[RequestKind]) -> bool:
-        """Serve the requests to a queued job; return whether it stays in the queue as it is."""
+        """Serve the requests to a queued job; return whether it stays in the queue unchanged."""
         if "pause" in requests:
             self._control.update(job.id, held=True)
             self._control.answer(job.id, "pause")
@@ -226,9 +228,9 @@ class QueueProcess:
         run_hook(self._data, job)
 
     def _start_jobs(self, source: str, jobs: Sequence[Job], active: Sequence[Job]) -> tuple[list[tuple[Job, str]], int]:
-        """Start the jobs whose turn it is, the first ones first, at most `STARTS_PER_ROUND`.
+        """Start the jobs whose turn it is, in queue order, but at most `STARTS_PER_ROUND` of them.
 
-        Return the others with their reasons to wait, and the number of jobs that were started.
+        Return the jobs that wait, each with the reason, and the number of attempted starts.
         """
         plan = self._plans.setdefault(source, QueuePlan(self._data, self._control, self._host, source))
         turns, waits, n_started = plan.turns(jobs, active), list[tuple[Job, str]](), 0
@@ -258,7 +260,7 @@ class QueueProcess:
         return ""
 
     def _is_done(self) -> bool:
-        """Return whether there have been no active jobs of this user for a minute; release the lock before."""
+        """Return whether this user has had no active jobs for a minute; if so, the lock is released."""
         if self._jobs:
             self._idle_since = None
             return False
@@ -266,7 +268,8 @@ class QueueProcess:
         if time.monotonic() - self._idle_since < LEAVES_AFTER_S:
             return False
         self._idle_since = None
-        # A job that was recorded before the release is found here; the launcher of a later one finds the lock free.
+        # A job recorded before the release is found here; for one recorded later, the launcher finds the lock free, and
+        # starts another queue process.
         self._lock.release()
         with tolerate("looking for jobs"):
             if not any(job.user == user_name() for job in self._control.active_jobs()):
@@ -275,7 +278,7 @@ class QueueProcess:
 
 
 def main(arguments: Sequence[str], start: Start = detach.start) -> int:
-    """Fork the queue process; in the parent, return 0 once it, or another one of this user, has locked the queue."""
+    """Fork the queue process; in the parent, return 0 once a queue process of this user has locked the queue."""
 
     def begin() -> Callable[[], None]:
         data = DataDir(Path(arguments[0]))

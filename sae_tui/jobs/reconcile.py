@@ -1,4 +1,4 @@
-"""Finds jobs whose supervisor died without recording an end, for example after `kill -9` or a reboot."""
+"""Finds jobs whose supervisor died without recording how the job ended, for example after `kill -9` or a reboot."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ UNSUPERVISED_S = 30.0
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
     """Correct the rows of jobs whose supervisor has exited; return the ids of the jobs whose state has changed.
 
-    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. A call is fast if no row has to be
-    corrected.
+    Queued jobs remain queued; if one of them has no supervisor, `revive` is called. A call is fast if no row needs to
+    be corrected.
     """
     try:
         reader = Control(data.control_db, readonly=True)
     except StoreMissing:
         return []
-    # A look at a held lock takes 15 ms, too long for each of many queued jobs.
+    # Checking a held lock takes 15 ms, which is too long to do for each of many queued jobs.
     has_queue = functools.cache(functools.partial(_has_queue, data))
     try:
         orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job, has_queue)]
@@ -41,7 +41,8 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
     cut_off = going.left_behind(data)
     if not (orphaned or cut_off):
         return []
-    # Import late: most calls find nothing to correct, and the settings take a quarter of a command's start-up time.
+    # Import late: most calls find nothing to correct, and importing the settings takes a quarter of a command's
+    # start-up time.
     from sae_tui.jobs import mending
     from sae_tui.jobs.output import kind_of
 
@@ -62,7 +63,7 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:
-    """Return whether a job's supervisor is alive; in another PID namespace, return whether the run may be locked."""
+    """Return whether a job's supervisor is alive or, in another PID namespace, whether the run may be locked."""
     supervisor = job.supervisor
     if supervisor is None:
         return False
@@ -79,19 +80,19 @@ def _has_queue(data: DataDir, host: str, user: str) -> bool:
 
 
 def waits_here(data: DataDir, job: Job) -> bool:
-    """Return whether this user's queue process must start a job: queued on this machine, and without a supervisor."""
+    """Return whether this user's queue process must start a job: one queued on this machine that has no supervisor."""
     return _can_go_on(data, job) and is_here(job) and _is_mine(data, job) and not is_supervised(data, job)
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Return whether this user owns a job. A command must not run the job of another member of the user's group."""
+    """Return whether this user owns a job. A command must not run a job owned by another member of the user's group."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job, which must be queued, and whose job file must exist.
+    """Return whether a new supervisor can take over a job: it must be queued, with a job file and without an exit file.
 
     Return True if the files cannot be accessed.
     """

@@ -1,6 +1,6 @@
 """Starts the queue process again if it is gone while jobs are queued, for example after a reboot.
 
-`python -m sae_tui.jobs.revive DATA_DIR` does this in the background, as the user service does at boot.
+`python -m sae_tui.jobs.revive DATA_DIR` does this in the background; the user service runs it at boot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
-# A process retries starting the queue process after this many seconds.
+# The minimum time in seconds between a process's attempts to start the queue process.
 AGAIN_S = 60.0
 _again_at = 0.0
 

@@ -1,4 +1,4 @@
-"""Reads shard headers in formats requiring torch or pyarrow, in a separate trainer process.
+"""Reads the headers of shards in formats that require torch or pyarrow, using a separate trainer process.
 
 The results are cached in the data folder until the files change so that other commands and supervisors can use them.
 """
@@ -30,7 +30,7 @@ from trainer.contract.settings.shards import ShardSet
 POLL_S = 0.2
 # The time limit for reading shard headers. The first import of torch from a network disk can take half a minute.
 LIMIT_S = 120.0
-# Failed reads are retried after this many seconds, as a missing package may have been installed.
+# Failed reads are retried after this many seconds, in case a missing package has been installed.
 FAILED_FOR_S = 10.0
 # The trainer's error messages start with the name of this setting.
 _FIELD = "data.path"
@@ -41,7 +41,7 @@ _when_reading: ContextVar[Callable[[Path], object]] = ContextVar("when_reading",
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """The shards in files with the fingerprint `state`, or why reading these failed at the time `failed_at`."""
+    """The shards in the files with fingerprint `state`, or why reading them failed and when (`failed_at`)."""
 
     state: Fingerprint
     shards: ShardSet | None = None

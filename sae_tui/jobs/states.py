@@ -11,7 +11,7 @@ from trainer.contract.wording import plural
 
 
 class Shown(NamedTuple):
-    """The word, symbol and style of a state; `style` is a colour, so states must not be distinguished by style only."""
+    """The word, symbol and style of a state; `style` is a colour, so states must not differ in style alone."""
 
     word: str
     sign: str
@@ -80,7 +80,7 @@ def is_ranked(job: Job) -> bool:
 def was_resumed(job: Job) -> bool:
     """Return whether a job was resumed by its user rather than just restarted automatically.
 
-    In the row of a resumed job, `started` is the time of the latest start.
+    In a resumed job's row, `started` is the time of the latest start.
     """
     return job.attempt > job.restarts + 1
 

@@ -12,7 +12,7 @@ from trainer.contract.errors import UserError
 
 
 def note(text: str) -> None:
-    """Write a line with the current time to stderr. The module `logging` would use 1 MB in the queue process."""
+    """Write a line with the current time to stderr. Importing `logging` would use 1 MB in the queue process."""
     # Ignore errors, as the log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -53,8 +53,8 @@ def _note_once(error: str) -> None:
 def retry(action: str, attempt: Callable[[], T], *, is_useless: Callable[[], bool] = lambda: False) -> T:
     """Call `attempt` until it succeeds, and return its result.
 
-    Store errors are logged, and the call is retried. If `attempt` still fails after at least a minute, or if it is
-    useless to retry, its error is raised.
+    Store errors are logged, and the call is retried. If `attempt` still fails after at least a minute, or if
+    `is_useless` returns True, its error is raised.
     """
     for _ in range(STORE_TRIES - 1):
         try:

@@ -59,7 +59,7 @@ class AggregatePanel(LineView):
     ) -> None:
         """Draw the quantities as plots of `plot` rows each, or as one line each if `plot` is 0.
 
-        The time marks of the plots assume that a plot covers `span_s` or, if that is None, `step_s` per column.
+        The plots' time marks assume that a plot covers `span_s` or, if that is None, `step_s` per column.
         """
         self._totals, self._plot, self._span_s, self._step_s = tuple(totals), plot, span_s or 0.0, step_s
         self._draw()
@@ -126,7 +126,7 @@ def _area(total: Total, width: int, height: int, others: Sequence[float | None],
 def totals(samples: Sequence[GpuSample], past: RecentHistory, settings: Settings) -> list[Total]:
     """Return memory, utilisation, power and temperature of the GPUs reporting them, each with its history.
 
-    `settings` contains the thresholds of their colours.
+    `settings` contains the thresholds for their colours.
     """
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes

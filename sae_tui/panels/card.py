@@ -20,14 +20,14 @@ from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.store.seeds import Spread
 from trainer.contract.wording import bars
 
-# The cells of a figure on the sheet: its indent and title, its value and its error.
+# The widths, in cells, of the parts of a figure on the sheet: its indent and title, its value, and its error.
 _TITLE, _VALUE, _ERROR = 20, 9, 10
 _SIDE_ERROR = 9  # in a comparison
 _SPREAD = 17  # a mean with its standard deviation
 _CELLS = _TITLE + _VALUE + _ERROR
 _LATENT_CELLS = 18
 _BLANK: Line = ((" ", "text"),)
-# A figure's style by its worth, which differs in weight too, for terminals without colours.
+# A figure's style by its prominence; the styles also differ in weight, for terminals without colours.
 _WORTH = {"key": "title", "result": "text", "minor": "dim"}
 _VERDICTS: dict[Verdict, str] = {
     "same": "dim", "better": "good", "worse": "bad", "differs": "text", "missing": "dim",
@@ -37,7 +37,7 @@ _VERDICTS: dict[Verdict, str] = {
 class CardSheet(msgspec.Struct, frozen=True):
     """A report card, the histogram of cosines between its nearest decoder directions, and a card to compare it with.
 
-    `over_seeds` has the spreads of the figures over all SAEs that differ only in the seed. `against_name` says which
+    `over_seeds` contains the figures' spreads over all SAEs that differ only in the seed. `against_name` says which
     report card `against` is.
     """
 
@@ -73,7 +73,7 @@ class CardPanel(LineView, can_focus=True):
         self._draw()
 
     def _draw(self) -> None:
-        # Reserve a column for the scrollbar shown if there are more lines than rows.
+        # Reserve a column for the scrollbar, which is shown if there are more lines than rows.
         width = max(20, self.size.width - 1)
         if isinstance(self._shown, CardSheet):
             self.show(self._shown.lines(width))
@@ -103,7 +103,7 @@ def card_lines(
 
 
 def _wrapped(title: str, text: str, width: int, style: str = "label") -> list[Line]:
-    """Return a text behind its title, wrapped and indented to the width of the title."""
+    """Return text after its title, wrapped and indented to the title's width."""
     first, *others = wrap(text, max(10, width - len(title) - 1)) or [""]
     own = "text" if style == "label" else style
     indent = " " * (len(title) + 1)
@@ -187,7 +187,7 @@ def _histograms(card: Card, cosines: Sequence[int]) -> list[Line]:
 
 
 def _in_columns(blocks: Sequence[list[Line]], width: int) -> list[Line]:
-    """Return blocks side by side in as many columns as fit, each block in the shortest column so far."""
+    """Arrange blocks side by side in as many columns as fit, placing each block in the shortest column so far."""
     n_columns = max(1, min(len(blocks), width // _CELLS))
     columns: list[list[Line]] = [[] for _ in range(n_columns)]
     for block in blocks:
@@ -204,7 +204,7 @@ def _padding(width: int) -> Line:
 
 
 def difference_lines(here: Card, there: Card, name: str, width: int) -> list[Line]:
-    """Return the differences to another report card as lines of at most `width` cells, one line per figure."""
+    """Return the differences from another report card as lines of at most `width` cells, one line per figure."""
     lines: list[Line] = []
     for limit in limits_of(here, there):
         lines += _wrapped("! ", limit, width, "warn")

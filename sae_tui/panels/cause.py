@@ -8,7 +8,7 @@ from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 
-# The next step for a failure that is not known.
+# The advice for a failure without a known remedy.
 _CORRECT = "y opens its settings in a new form, to correct them; g tries again with the same settings"
 
 

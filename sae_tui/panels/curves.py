@@ -65,7 +65,7 @@ class CurvePlot(Plot):
 class CurvesPanel(Grid):
     """The curves of a training job: a large one, and smaller ones next to it; an extraction job has one curve.
 
-    Hidden for a command, whose metrics have any names.
+    Hidden for a command, whose metrics may have any names.
     """
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; } CurvesPanel.-none { display: none; }"
@@ -80,7 +80,7 @@ class CurvesPanel(Grid):
 
     def show_detail(self, detail: JobDetail) -> None:
         kind = kind_of(detail.view.config)
-        # A class instead of `display`, so that the screen can also hide the panel.
+        # Set a class instead of `display`, so that the screen can also hide the panel.
         self.set_class(kind.is_program, "-none")
         if kind.is_program:
             return
@@ -106,7 +106,7 @@ class CurvesPanel(Grid):
 
 
 def _steps(detail: JobDetail, names: Sequence[str]) -> tuple[float, float] | None:
-    """Return the steps from 0 to the last one of these series, so that all curves have the same axis."""
+    """Return the range from step 0 to the last step of any of these series, so that all curves have the same axis."""
     wanted = {each for name in names for each in with_held_out(name)}
     last = [
         points[-1].step for (name, _), points in detail.series.items() if points and name.partition("@")[0] in wanted

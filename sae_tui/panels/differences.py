@@ -18,7 +18,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _LONGEST_TITLE, _LONGEST_VALUE = 26, 24
-_WITH_ARROWS = 20  # width of a title showing how many columns are out of view, in cells
+_WITH_ARROWS = 20  # width in cells of a title that shows how many columns are out of view
 
 
 class SaeTable(KeyedTable):
@@ -65,7 +65,7 @@ class SaeTable(KeyedTable):
                 Column(f"{glyph(place)[0]} {self._saes[place].label}", self._width(place), right=True)
                 for place in shown
             ),
-            # Leaves the whole width to the notes.
+            # Takes the remaining width, so that the notes can use the whole width.
             Column("", 1, grow=True, drop=1),
         )
         notes = [part for note in self.notes for part in wrap(note, max(10, self.size.width - 4))]

@@ -1,4 +1,4 @@
-"""The events of a job, the latest at the bottom."""
+"""A job's events, with the latest at the bottom."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EventsPanel(DetailPanel):
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:
-    """Return the time of an event, with the complete message next to it."""
+    """Return an event's time, with the complete message next to it."""
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
     space = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))

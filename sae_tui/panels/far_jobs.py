@@ -30,7 +30,7 @@ def parse_key(key: str | None) -> tuple[str, int] | None:
 
 
 def there(host: str, job_id: int, command: str) -> str:
-    """Return a sentence with the command to run on the host of a job, such as `rm ID`."""
+    """Return a sentence with the command to run on a job's host, such as `rm ID`."""
     return f"Job {job_id} is on {host}, so use `{by_hand(host, command.replace('ID', str(job_id)))}`."
 
 

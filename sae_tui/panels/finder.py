@@ -171,5 +171,5 @@ class JobsFinder(Filtered):
 
 
 def _cycled() -> Collection[str]:
-    """Return the sort orders that the key for the next order goes through."""
+    """Return the sort orders that the key for the next order cycles through."""
     return {_NEWEST, "name", "state", "loss", "queue", *key_metrics()}

@@ -36,7 +36,7 @@ _NARROW, _WIDE = 32, 50  # the card widths with a short bar, and with a long one
 _GAP = 2  # cells between two GPUs
 
 
-# The meters of quantities that the lines show without a history.
+# The meters for the quantities that the line view shows without a history.
 _METERS = {
     POWER: Meter("power_w", "bar", lambda sample: sample.power_limit_w),
     TEMPERATURE: Meter("temperature_c", "heat", lambda _: HOTTEST_C),
@@ -78,7 +78,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 2 to 6 lines, each with utilisation, memory, power and temperature."""
+    """Return a GPU in 2 to 6 lines; any number of lines shows utilisation, memory, power and temperature."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)

@@ -34,7 +34,7 @@ class GpuHistory(LineView):
 
     @property
     def n_columns(self) -> int:
-        """The number of columns of a history."""
+        """The number of columns in a history."""
         return columns_of(self.size.width)
 
     def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str, settings: Settings) -> None:
@@ -97,7 +97,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
 
 
 class GpuDetailsView(LineView):
-    """The details of a GPU in groups, without values the GPU does not report."""
+    """A GPU's details in groups, without the values that it does not report."""
 
     DEFAULT_CSS = "GpuDetailsView { height: 1fr; }"
 
@@ -136,7 +136,7 @@ class GpuDetailsView(LineView):
 def facts(sample: GpuSample, details: GpuDetails, settings: Settings = _USUAL) -> list[list[tuple[str, str, str]]]:
     """Return the details in groups, each as (name, value, style); omit unknown values.
 
-    `settings` contains the thresholds of the temperature's colours.
+    `settings` contains the thresholds for the temperature's colours.
     """
     found = (
         _speed(sample, details),

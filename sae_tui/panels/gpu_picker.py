@@ -35,7 +35,7 @@ MOST_PER_NODE = 16
 class GpuPicker(KeyedTable):
     """A list for selecting GPUs. Selecting a busy GPU asks for confirmation.
 
-    Space toggles a GPU, and `a` selects all available ones. `r` and `R` are answered by the form, which knows the job.
+    Space toggles a GPU, and `a` selects all available ones. The form handles `r` and `R`, because it knows the job.
     """
 
     BINDINGS = [

@@ -32,7 +32,7 @@ _WIDTH = 9  # the column width of a sensor with any other unit
 class GpuRow:
     """The data to draw for one GPU: its sample, its holder, and its history by field name.
 
-    `settings` contains the thresholds of its colours.
+    `settings` contains the thresholds for its colours.
     """
 
     sample: GpuSample
@@ -57,7 +57,7 @@ class GpuRow:
         return " cursor" if self.has_cursor else ""
 
     def load(self, field: str) -> str:
-        """Return the style for the value of a field, by its load."""
+        """Return the style for a field's value, by its load."""
         return load_style(self.sample, field, self.settings)
 
 

@@ -187,7 +187,7 @@ def _failure_text(job: Job) -> str:
 
 def memory_words(job: JobView) -> list[str]:
     """Return wordings for a rank's peak memory and its estimate, most detailed first, or [] if both are unknown."""
-    # Before the launch, show the need on a GPU; a process on a simulated GPU needs another amount.
+    # Before the launch, show the memory needed on a GPU, because a process on a simulated GPU needs a different amount.
     used, expected = job.peak_memory_bytes, job.card_memory_bytes or job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
     guess = f"{gibibytes(expected)} expected" if expected else ""

@@ -1,4 +1,4 @@
-"""The columns of the list of jobs, and the dialog that chooses, orders and sorts them."""
+"""The columns of the jobs list, and the dialog for choosing, ordering and sorting by them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def judged_span(job: JobView, name: str) -> Span:
 
 
 def mean_with_digit(mean: float, sd: float) -> str:
-    """Return a mean up to the first digit of its standard deviation, and this digit in parentheses, like `0.146(2)`.
+    """Return a mean rounded to the first digit of its standard deviation, with that digit in parentheses: `0.146(2)`.
 
     The text has at most 9 characters, the width of the column. The digit is 0 only for a standard deviation of 0.
     """
@@ -128,8 +128,8 @@ def _memory(job: JobView) -> Span:
     return (gibibytes(job.peak_memory_bytes) if job.peak_memory_bytes else ""), "text"
 
 
-# The columns that the user can choose, by the names in the setting `job_columns`. Those with the highest `drop` are the
-# first to disappear in narrow windows.
+# The columns that the user can choose, by the names in the setting `job_columns`. Columns with the highest `drop`
+# disappear first in narrow windows.
 COLUMNS = {
     "k": JobColumn(Column("K", 6, right=True, drop=1), lambda job: (job.k, "text"), "k"),
     "d_sae": JobColumn(Column("D_SAE", 7, right=True, drop=5), lambda job: (job.d_sae, "text"), "d_sae"),
@@ -196,7 +196,7 @@ _KEYS = "space shows or hides · shift+↑ ↓ moves · o sorts · O reverses ·
 
 
 class ColumnsDialog(Dialog[tuple[str, ...] | None]):
-    """Shows all columns, first the shown ones in their order; returns the shown ones, or None if cancelled.
+    """Lists all columns, starting with the shown ones in their order; returns the shown ones, or None if cancelled.
 
     `sort` is called immediately with a sort order and whether it is reversed.
     """

@@ -30,7 +30,7 @@ from trainer.contract.store.states import JobState
 
 JOBS = Binding.Group("Jobs")
 MARK = "●"
-# The suffixes of the keys of an evaluation's row and of an array's row, after the job's id and the array's id.
+# The suffixes of row keys: after a job's id for its evaluation, and after an array's id for the array.
 _EVALUATION, _ARRAY = " evaluation", " array"
 _STEP_WIDTH = 9
 _NAME = 1  # index of the column with the name; a command's name extends over the columns for SAEs
@@ -39,7 +39,7 @@ _NAME = 1  # index of the column with the name; a command's name extends over th
 class JobsPanel(KeyedTable):
     """The jobs table, with job ids as row keys. `marked` contains the jobs that a bulk action applies to.
 
-    The jobs of an array are folded into one row, until the user unfolds it.
+    An array's jobs are folded into one row until the user unfolds it.
     """
 
     BINDINGS = [
@@ -82,8 +82,8 @@ class JobsPanel(KeyedTable):
     ) -> None:
         """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
-        `above` is this host's heading and `below` contains the rows for other hosts, if any. Unless `folds`, show the
-        jobs of arrays on their own, as a filter does. With `families`, also fold jobs and their clones.
+        `above` is this host's heading and `below` contains the rows for other hosts, if any. Unless `folds`, show each
+        job of an array as its own row, as with a filter. With `families`, also fold jobs and their clones.
         """
         self.empty = nothing or self.steps
         entries = fold(jobs, families=families) if folds else list(jobs)
@@ -93,7 +93,7 @@ class JobsPanel(KeyedTable):
         self.show_rows([*above, *rows, *below])
 
     def _go_to_arrays(self) -> None:
-        """Move the cursor from the jobs of folded arrays to the arrays."""
+        """If the cursor is on a job in a folded array, move it to the array."""
         hidden = {
             str(job.id): f"{one.id}{_ARRAY}"
             for one in self.arrays.values()
@@ -129,7 +129,7 @@ class JobsPanel(KeyedTable):
             self.post_message(self.Folded())
 
     def action_fold(self) -> None:
-        """Fold the array under the cursor, or the array of the job under the cursor."""
+        """Fold the array under the cursor, or the array that contains the job under the cursor."""
         job_id = self.selected
         array = self.selected_array or next(
             (one for one in self.arrays.values() if any(job.id == job_id for job in one.jobs)), None
@@ -140,7 +140,7 @@ class JobsPanel(KeyedTable):
             self.post_message(self.Folded())
 
     def toggle(self) -> bool:
-        """Unfold or fold the array under the cursor; return False if no array is there."""
+        """Unfold or fold the array under the cursor; return False if there is no array under the cursor."""
         if (array := self.selected_array) is None:
             return False
         if self.is_open(array):
@@ -180,7 +180,7 @@ class JobsPanel(KeyedTable):
 
     @property
     def previewed(self) -> int | None:
-        """The id of the job to show in detail: the job under the cursor, or one of the array under the cursor."""
+        """The id of the job to show in detail: the job under the cursor, or one in the array under the cursor."""
         array = self.selected_array
         return array.shown.id if array else self.selected
 
@@ -212,11 +212,11 @@ def _step(name: str, *keys_and_words: str) -> Line:
 
 
 def array_row(array: ArrayView, names: Sequence[str], *, is_open: bool, marked: bool = False) -> Row:
-    """Return an array's row: its jobs by state, and the share of them that have finished."""
+    """Return an array's row: its jobs by state, and the share that has finished."""
     sign = "▾" if is_open else "▸"
     words: Span = (f"{sign} {array.words} · {array.name}", "title")
     number: Span = (f"{MARK if marked else ''}{array.id}", "accent" if marked else "label")
-    # The bar takes the column of the remaining time, so that the words have space in narrow windows.
+    # The bar is in the column for the remaining time, so that the words have space in narrow windows.
     progress: Span = (bar(array.progress, 8), "bar rail")
     cells = (number, words, *(progress if name == "eta" else EMPTY for name in names))
     return Row(f"{array.id}{_ARRAY}", cells, spill=(1,))
@@ -233,7 +233,7 @@ def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = 
     ]
     spill = [_NAME] if kind_of(job.config).is_program else []
     if words:
-        # The columns with `drop` are missing in narrow windows.
+        # Columns with a `drop` are missing in narrow windows, so the words need one without it.
         stays = (at for at, name in enumerate(names, len(LEADING)) if name in empty and not COLUMNS[name].column.drop)
         if place := next(stays, None):
             cells[place] = words
@@ -245,7 +245,7 @@ def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = 
 
 
 def _name(job: JobView) -> str:
-    """Return a job's name with what differs between the SAEs of a sweep, and with its tags."""
+    """Return a job's name with the settings that differ between a sweep's SAEs, and with its tags."""
     name = f"{job.name} · {axes}" if (axes := axes_words(job.config)) else job.name
     return " ".join([name, *(f"#{tag}" for tag in job.tags)])
 

@@ -187,7 +187,7 @@ def _stability_lines(feature: Feature, width: int) -> list[Line]:
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
-    """Return the data of a latent, with its examples aligned at their strongest tokens."""
+    """Return a latent's data, with its examples aligned at their strongest tokens."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows{family_words(feature)}"
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)

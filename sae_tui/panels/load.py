@@ -17,7 +17,7 @@ _OF_MAXIMUM: Mapping[str, tuple[Callable[[GpuSample], float | None], str]] = {
 
 
 def load_style(sample: GpuSample, field: str, settings: Settings) -> str:
-    """Return the style for a GPU's value of a field; a value without a known maximum is plain text."""
+    """Return the style for the value of a GPU's field; a value without a known maximum is plain text."""
     value = getattr(sample, field)
     if field == "temperature_c":
         return heat_style(sample, settings)
@@ -35,7 +35,7 @@ def heat_style(sample: GpuSample, settings: Settings) -> str:
 
 def share_style(share: float | None, percents: Sequence[float]) -> str:
     """Return the style for a share of a maximum; `percents` are the thresholds for yellow and red."""
-    # 100 * (57 / 100) is less than 57.
+    # Round, because 100 * (57 / 100) is less than 57.
     return "text" if share is None else _style(round(100 * share, 6), sorted(percents))
 
 

@@ -45,7 +45,7 @@ class LogPanel(DetailPanel, can_focus=True):
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Stop following only if the user scrolls up: a resize or a new line also moves the view off the end."""
+        """Stop following only if the user scrolls up, since a resize or a new line also moves the view off the end."""
         super().watch_scroll_y(old_value, new_value)
         self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
 

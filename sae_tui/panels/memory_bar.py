@@ -116,7 +116,7 @@ def _scale(need: Need, capacity: FreeMemory) -> tuple[float | None, float]:
 
 
 def _widths(need: Need, capacity: FreeMemory, width: int) -> dict[str, int]:
-    """Return the number of cells of each component in a bar of this width."""
+    """Return how many cells each component takes up in a bar of this width."""
     return cells(need.parts, round(width * need.parts.total / _scale(need, capacity)[1]))
 
 
@@ -131,7 +131,7 @@ def _verdict(need: Need, capacity: FreeMemory) -> Span:
 
 
 def _legend(need: Need, drawn: Collection[str], width: int) -> Line:
-    """Name the components in the bar with their sizes, and then those too small for a cell."""
+    """Name the components in the bar with their sizes, and then the components too small for a cell."""
     names = NAMES if need.on_gpus else NAMES | ON_CPU
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(need.parts).items() if n_bytes}
     between = "  " if width >= WIDE else " "

@@ -23,7 +23,7 @@ _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # minimum size of a plot with its frame
 
 @dataclass(frozen=True, slots=True)
 class MetricSeries:
-    """A series of a job with its points, identified by rank and name in the store (`fvu`, or `fvu@k=16` in a sweep)."""
+    """A job's series and its points, identified by rank and name in the store (`fvu`, or `fvu@k=16` in a sweep)."""
 
     name: str
     rank: int

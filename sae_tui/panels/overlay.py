@@ -88,7 +88,7 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
 def _y_axis(values: Sequence[float], view: CurveView, height: int) -> tuple[float, float, dict[int, str]]:
     """Return the range of the y axis and its labels by row; `values` are logarithms on a logarithmic scale.
 
-    On a linear scale, other screens have the same axis for the metric.
+    On a linear scale, other screens use the same axis for the metric.
     """
     word = word_of(view.metric)
     if not view.log:
@@ -99,7 +99,7 @@ def _y_axis(values: Sequence[float], view: CurveView, height: int) -> tuple[floa
     rows = {
         place((0, math.log10(tick)), 1, height, (0, 1), (low, high))[1]: tick for tick in log_ticks(10**low, 10**high)
     }
-    # Labels in neighbouring rows are hard to distinguish.
+    # Skip labels in neighbouring rows, because they are hard to distinguish.
     return low, high, {row: word(tick) for row, tick in rows.items() if row + 1 not in rows}
 
 

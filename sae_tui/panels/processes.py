@@ -35,7 +35,7 @@ COLUMNS = (
     Column("TIME", 8, right=True, drop=5, order="run time"),
     Column("COMMAND", 24, grow=True, order="command"),
 )
-_NARROW, _WIDE = 36, 100  # the least and the most cells for a GPU's meters, if there are several
+_NARROW, _WIDE = 36, 100  # minimum and maximum cells for a GPU's meters, if there are several GPUs
 _NAME_OF_GPU = 7
 
 
@@ -57,7 +57,7 @@ class ProcessTable(KeyedTable):
     def show_entries(
         self, entries: Sequence[ProcessRow], nothing: str, marked: Container[Hashable] = frozenset()
     ) -> None:
-        """Show the rows; `nothing` explains why there are none, and `marked` has the keys of marked processes."""
+        """Show the rows; `nothing` explains why there are none, and `marked` contains the keys of marked processes."""
         self.empty = nothing
         self.entries = {entry.key: entry for entry in entries}
         now = time.time()
@@ -126,7 +126,7 @@ class GpuMeters(LineView):
     """Shows the utilisation and memory of each GPU on a short line, or of several GPUs side by side."""
 
     def show_gpus(self, samples: Sequence[GpuSample], most_rows: int) -> None:
-        """Draw as many GPUs as fit into `most_rows` rows; the last cell shows the number of the others."""
+        """Draw as many GPUs as fit into `most_rows` rows; the last cell shows how many are left out."""
         rows = fold_withheld([GpuRow(sample, "", "", lambda *_: ()) for sample in samples])
         most_rows = max(1, most_rows)
         wanted = max(-(-len(rows) // most_rows), self.width // _WIDE)
@@ -136,7 +136,7 @@ class GpuMeters(LineView):
         cells = [_meters(row, width) for row in rows[:n_shown]]
         if n_shown < len(rows):
             cells.append(fill(((f" and {plural(len(rows) - n_shown, 'more GPU')}", "dim"),), width))
-        # From top to bottom, then from left to right.
+        # Arrange the cells from top to bottom, then from left to right.
         n_rows = -(-len(cells) // n_beside)
         self.show([tuple(span for cell in cells[row::n_rows] for span in cell) for row in range(n_rows)])
 

@@ -29,7 +29,7 @@ from trainer.contract.runs.features import Features
 
 
 def sheets_of(data: DataDir, job_id: int) -> dict[str, CardSheet]:
-    """Return a dict mapping each SAE label of a job to its report card, with the cosines of its decoder directions."""
+    """Return a dict mapping a job's SAE labels to their report cards, with the cosines of decoder directions."""
     cards = whole_cards(data.sae(job_id))
     try:
         files = features_of_job(data, job_id)

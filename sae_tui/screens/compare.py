@@ -83,7 +83,7 @@ class CompareScreen(FramedScreen):
         only_curves: bool = False,
         copied: CopiedRun | None = None,
     ) -> None:
-        """Prepare to compare jobs of the session and, if given, a copied job of another host."""
+        """Prepare to compare the session's jobs and, if given, a copied job from another host."""
         super().__init__(name="compare")
         self.session, self.job_ids, self._copied = session, tuple(job_ids), copied
         # With a single SAE there are no differences to show.

@@ -182,7 +182,7 @@ class Dashboard(FramedScreen):
 
     def on_screen_suspend(self) -> None:
         processes = self.query_one(DashboardProcesses)
-        if not processes.is_covered:  # the page of a process shows the shares
+        if not processes.is_covered:  # a process's page shows the shares
             processes.rest()
 
     def on_resize(self) -> None:
@@ -237,7 +237,7 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Set the heights of the panels; have a job read if there is space for a preview now."""
+        """Set the heights of the panels; if there is space for a preview now, have the job under the cursor read."""
         before, rows = self.panels.rows, self.panels.apply(n_gpus)
         if rows.preview and not (before and before.preview):
             self._selected()

@@ -32,7 +32,7 @@ _VERBS = frozenset({"open", "stop", "pause", "continue", "log", "clone"})
 # The offset between the GPU indices of consecutive hosts, to keep the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-# A GPU in use by others is no warning.
+# A GPU in use by others is not a warning.
 _STYLES = {"warn": "text"}
 _FEWEST_LINES = 3  # minimum number of panel lines; below this, the panel scrolls
 _SHARE = 2  # other hosts' GPUs take at most half of the window's rows
@@ -70,7 +70,7 @@ class DashboardHosts:
 
     @property
     def jobs(self) -> list[JobView]:
-        """The jobs of the other hosts."""
+        """The jobs on the other hosts."""
         return [job for view in self._hosts.views for job in view.jobs]
 
     @property
@@ -147,7 +147,7 @@ class DashboardHosts:
         return {verb: word for verb, word in offered.items() if verb in _VERBS}
 
     def open(self, then: str = "") -> bool:
-        """Open the job under the cursor, and call the action `then` of its screen once the job has been read.
+        """Open the job under the cursor, and call its screen's action `then` once the job has been read.
 
         Return False for a local job or an empty list.
         """

@@ -37,12 +37,12 @@ _KEYS = {
     "finder": ("", "/ filter · o order · space mark"),
 }
 _LOWER = get_args(Lower)
-# The widget that gets the focus when its panel has the lower part for itself.
+# The widget that gets the focus when its panel has the lower part to itself.
 _FOCUSED = {"": "#jobs", "jobs": "#jobs", "processes": "#work-processes ProcessTable", "gpus": "#gpus"}
 
 
 class DashboardProcesses(ProcessList):
-    """The processes on all GPUs, read only while the panel is displayed. The full list sends signals, not this one."""
+    """The processes on all GPUs, read only while the panel is displayed. Only the full list can send signals."""
 
     DEFAULT_CSS = "DashboardProcesses { height: auto; }"
     n_rows = 0  # the number of rows without a filter
@@ -59,7 +59,7 @@ class DashboardProcesses(ProcessList):
         self.count_rows()
 
     def count_rows(self) -> bool:
-        """Count the rows, and return whether their number has changed; while a filter hides some, keep the number."""
+        """Update the row count, and return whether it has changed; while a filter hides rows, keep the count."""
         before = self.n_rows
         if not self.filtering:
             self.n_rows = len(self.table.rows)
@@ -106,7 +106,7 @@ class DashboardPanels:
         contents, size = self._contents(n_gpus), self._screen.size
         now = arrange(*size, contents, self.lower)
         places = [*_LOWER, *_LOWER][_LOWER.index(self.lower) + 1 :]
-        # In a small window, some choices look like the current one.
+        # Skip choices that look like the current one, as some do in a small window.
         self.lower = next(place for place in places if arrange(*size, contents, place) != now or place == self.lower)
         self.apply(n_gpus)
         self._screen.query_one(_FOCUSED[self.lower]).focus()
@@ -162,7 +162,7 @@ class DashboardPanels:
         return n_rows - self._screen.query_one(JobsPanel).n_folded
 
     def why_no_gpus(self) -> tuple[str, str]:
-        """Return a text explaining why there are no GPUs and what to do, and its style."""
+        """Return text explaining why there are no GPUs and what to do, and its style."""
         problem = self._session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 

@@ -11,14 +11,14 @@ from sae_tui.panels import gpu_cards
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
-# Which panel has the lower part of the window for itself, or "" if the panels share it.
+# Which panel has the lower part of the window to itself, or "" if the panels share it.
 Lower = Literal["", "processes", "jobs", "gpus"]
 
 # The minimum widths to show the totals as four plots, and to show the preview next to the jobs.
 PLOTS_FROM, SIDE_BY_SIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
-_LEAST_JOBS = 5  # including the heading; the first steps without any job have as many lines
+_LEAST_JOBS = 5  # including the heading; the first steps, shown if there are no jobs, have as many lines
 _IDLE_JOBS = 3  # job rows while no job runs
 _LEAST_PROCESSES = 3  # including the heading
 _SOME_PROCESSES, _MORE_PROCESSES = 4, 8
@@ -26,7 +26,7 @@ _LEAST_PLOT = 2
 _ROWS_PER_PLOT_ROW = 10  # a window of 40 rows gets plots of up to 4 rows, one of 60 rows up to 6
 _LEAST_PREVIEW, _GOOD_PREVIEW = 5, 14
 _MANY_JOBS = 8
-_STEP = 4  # the panel of processes grows in steps, so that a short process does not move all panels
+_STEP = 4  # the processes panel grows in steps, so that a short-lived process does not move all panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class PanelHeights:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the panels have to show, in rows.
+    """What the panels must show, in rows.
 
     `n_active` jobs run or wait, `is_running` is True if any of them runs, and `n_processes` is the number of
     processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of tiles. `previews`
@@ -90,11 +90,11 @@ class Contents:
 _Wishes = Iterator[Mapping[str, int]]
 
 
-@functools.lru_cache(maxsize=16)  # asked for several times per tick, mostly with the same arguments
+@functools.lru_cache(maxsize=16)  # called several times per tick, mostly with the same arguments
 def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> PanelHeights:
     """Return the rows for each panel in a window of `width` x `height` cells; header and footer take one row each.
 
-    If there are no jobs, their panel explains what to do. `lower` names the panel that has the lower part for itself.
+    If there are no jobs, their panel explains what to do. `lower` names the panel that has the lower part to itself.
     """
     space = max(2, height - 2 - contents.taken)
     side_by_side = width >= SIDE_BY_SIDE_FROM and lower in ("", "jobs")

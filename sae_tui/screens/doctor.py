@@ -30,7 +30,7 @@ class DoctorScreen(FramedScreen):
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
-        # The app has this key too, and calls `read_again`.
+        # The app also binds this key, and calls `read_again`.
         Binding("ctrl+n", "app.redraw", "Refresh", id="doctor.look", tooltip="Run all checks again", priority=True),
         old_key("r", "app.redraw"),
         Binding("p", "probe", "Probe", id="doctor.probe", tooltip="Also measure the bus between idle GPUs"),

@@ -30,7 +30,7 @@ from trainer.contract.settings.catalog import READ_FORMATS, WRITTEN_FORMATS
 
 
 class _SaeDialog(Dialog[None]):
-    """A form whose work the trainer does. Escape closes the dialog, but the work continues."""
+    """A form for work that the trainer does. Escape closes the dialog, but the work continues."""
 
     DEFAULT_CSS = """
     _SaeDialog { align: center middle; }
@@ -62,7 +62,7 @@ class _SaeDialog(Dialog[None]):
         raise NotImplementedError
 
     def asked(self) -> Callable[[OnReached], str] | None:
-        """Return the work to do, which returns a sentence; if a field is wrong, say so and return None."""
+        """Return a function that does the work and returns a sentence; if a field is wrong, say so and return None."""
         raise NotImplementedError
 
     def on_mount(self) -> None:
@@ -115,12 +115,12 @@ class _SaeDialog(Dialog[None]):
             self.query_one("#answer", Label).update(words)
 
     def text(self, field: str) -> str:
-        """Return the text of a field, without blanks around it."""
+        """Return the text of a field, without surrounding blanks."""
         return self.query_one(f"#{field}", Input).value.strip()
 
     @property
     def ticked(self) -> list[str]:
-        """The ticked options, as flags of the trainer."""
+        """The ticked options, as trainer flags."""
         return [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
 
 
@@ -159,7 +159,7 @@ class ExportDialog(_SaeDialog):
         if is_used:
             self.say(f"{out} is not empty. Enter another folder, or tick the box above.")
             return None
-        # The trainer asks before an upload in a terminal; here, the entered name is the consent.
+        # In a terminal, the trainer asks before an upload; here, entering the name counts as consent.
         push = [f"--push={name}", "--yes"] if (name := self.text("push")) else []
         arguments = ["--format", str(self.query_one(Menu).value), *self.ticked, *push]
         data, job_id = self._session.data, self._job.id

@@ -1,4 +1,4 @@
-"""What can be done with the jobs of other hosts: stop, pause, resume; everything else says where it can be done."""
+"""The actions on other hosts' jobs: stop, pause and resume; every other action says where it can be done."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.contract.store.states import JobState
 
 
 class FarActions(Actions):
-    """Actions on the jobs of one other host."""
+    """Actions on another host's jobs."""
 
     def __init__(self, session: Session, host: str, app: App[None]) -> None:
         super().__init__(session, app)
@@ -86,7 +86,7 @@ def _early_steps(job: JobView) -> int | None:
 
 
 def _stop_question(host: str, job: JobView) -> tuple[str, str]:
-    """Return the question to ask before a job is stopped, and the label of the yes button."""
+    """Return the question to ask before stopping a job, and the label of the yes button."""
     which = f"job {job.id} ({job.name}) of {host}"
     if _is_stopping(job):
         return f"J{which[1:]} is stopping. Kill it now? Unsaved progress is lost.", "Kill it"

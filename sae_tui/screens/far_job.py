@@ -1,4 +1,4 @@
-"""The screen for one job on another host, drawn from a copy of the job's files here."""
+"""The screen for one job on another host, drawn from a local copy of the job's files."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from trainer.contract.wording import gibibytes
 
 
 class CopyWatcher(Watcher):
-    """Watches a copy of a job of another host. Its state belongs to that host, so it is never corrected here."""
+    """Watches a copy of a job from another host. Its state belongs to that host, so it is never corrected here."""
 
     def _reconcile(self) -> str:
         return ""
 
 
 class FarSession(Session):
-    """The session of this machine, but with the copy of one job of another host as its jobs."""
+    """This machine's session, but with the copy of one job from another host as its only job."""
 
     def __init__(self, home: Session, copy: JobCopy, watcher: CopyWatcher, actions: FarActions) -> None:
         self.home, self.data, self.watcher, self.actions = home, copy.data, watcher, actions
         self.place = f" of {copy.host}"
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the session of this machine, such as the monitor or the settings as they are now."""
+        """Return an attribute of this machine's session, such as the monitor or the current settings."""
         return getattr(self.home, name)
 
     @property
     def detail(self) -> JobDetail | None:
-        """The details of the copy. The copy has no checkpoints, so the step at which a job resumes is unknown."""
+        """The details of the copied job. The copy has no checkpoints, so the step at which a job resumes is unknown."""
         detail = self.watcher.detail
         if detail is None or detail.postmortem is None or not detail.postmortem.resumes:
             return detail
@@ -69,7 +69,7 @@ class FarSession(Session):
 
 
 class FarCardScreen(CardScreen):
-    """Shows the report card of a job of another host; its features are copied when they are opened."""
+    """Shows the report card of a job from another host; its features are copied when they are opened."""
 
     def __init__(self, session: Session, job_id: int, member: str, open_features: Callable[[str], object]) -> None:
         super().__init__(session, job_id, member)
@@ -80,7 +80,7 @@ class FarCardScreen(CardScreen):
 
 
 class FarJobScreen(JobScreen):
-    """Shows a job of another host with the screens for the jobs of this host."""
+    """Shows a job from another host with the screens for local jobs."""
 
     DEFAULT_CSS = """
     FarJobScreen > #far-line { width: 100%; height: 1; background: $panel; text-wrap: nowrap; }
@@ -99,7 +99,7 @@ class FarJobScreen(JobScreen):
         self._actions = FarActions(home, copy.host, app)
         super().__init__(FarSession(home, copy, watcher, self._actions), copy.job_id)
         self._progress = self._told = ""
-        self._use = ProgramUse()  # the processes of a command are on the other host
+        self._use = ProgramUse()  # a command's processes are on the other host
 
     def compose(self) -> ComposeResult:
         yield Label("", id="far-line", markup=False)
@@ -113,7 +113,7 @@ class FarJobScreen(JobScreen):
 
     def on_unmount(self) -> None:
         self.session.watcher.stop()
-        # Deleting a large file can take long on a slow disk.
+        # Deleting a large file can take a long time on a slow disk.
         threading.Thread(target=self._copy.close, daemon=True).start()
 
     @on(Changed)
@@ -155,7 +155,7 @@ class FarJobScreen(JobScreen):
         return FooterOffer(offer.first, hidden, offer.words)
 
     def _read_use(self) -> None:
-        """Read nothing: the processes and GPUs of a command are on the other host."""
+        """Read nothing, because a command's processes and GPUs are on the other host."""
 
     @property
     def _job(self) -> JobView | None:
@@ -211,7 +211,7 @@ class FarJobScreen(JobScreen):
         self._open_features(self.member)
 
     def action_compare(self) -> None:
-        """Open the large curve or, with marked jobs of this host, the comparison with them."""
+        """Open the large curve or, if jobs on this host are marked, the comparison with them."""
         if not self._marked:
             super().action_compare()
         elif len(self._marked) >= MOST_RUNS:
@@ -221,7 +221,7 @@ class FarJobScreen(JobScreen):
             self.app.push_screen(CompareScreen(self.session.home, self._marked, copied=copied))
 
     def action_clone_job(self) -> None:
-        """Open the launch form with the settings of the job; if they run code, ask first."""
+        """Open the launch form with the job's settings; if they run code, ask first."""
         if self.session.home.actions.refused():
             return
         try:
@@ -272,7 +272,7 @@ class FarJobScreen(JobScreen):
 def open_far_job(
     app: App[None], session: Session, hosts: Hosts, host: str, job: JobView, marked: Sequence[int], then: str
 ) -> None:
-    """Show a job of another host, and call the action `then` once it has been read."""
+    """Show a job from another host, and call the action `then` once the job has been read."""
     try:
         copy = hosts.copy(host, job.id)
     except (OSError, UserError) as error:

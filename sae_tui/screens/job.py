@@ -206,7 +206,7 @@ class JobScreen(Evaluates, FramedScreen):
             panel.show_detail(shown)
 
     def _arrange_program(self, detail: JobDetail) -> None:
-        """For a command, leave most of the screen to its log, and read what it uses."""
+        """For a command, leave most of the screen to its log, and read its resource use."""
         is_program = kind_of(detail.view.config).is_program
         self.set_class(is_program, "-program")
         if is_program and self._use is None:
@@ -217,7 +217,7 @@ class JobScreen(Evaluates, FramedScreen):
             )
 
     def _read_use(self) -> None:
-        """Read what the command uses in a thread, unless the last reading has not ended."""
+        """Read the command's resource use in a thread, unless the previous read is still in progress."""
         detail = self.session.detail
         is_due = detail and detail.view.id == self.job_id and (self._use is None or not detail.view.state.is_final)
         if detail and is_due and self.has_class("-program") and not self._one_reading.locked():

@@ -54,7 +54,7 @@ class JobEdits(JobsFinder):
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.session = session
-        # Opens the job under the cursor, if it is a job of another host, and calls an action of its screen.
+        # If the job under the cursor is on another host, opens it and calls an action of its screen.
         self.open_elsewhere: Callable[[str], bool] = lambda action: False
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
@@ -70,7 +70,7 @@ class JobEdits(JobsFinder):
 
     @property
     def targets(self) -> list[int]:
-        """The marked jobs or, if there are none, the job under the cursor, or all jobs of the array there."""
+        """The marked jobs or, if there are none, the job under the cursor, or all jobs in the array there."""
         array = self.selected_array
         return self.marked or [job.id for job in (array.jobs if array else [self.selected]) if job]
 
@@ -80,9 +80,9 @@ class JobEdits(JobsFinder):
         return self.table.selected_array
 
     def refuse_elsewhere(self, command: str) -> bool:
-        """Say that a command, such as `rm ID`, must run on the other host of the job under the cursor.
+        """If the job under the cursor is on another host, say that a command, such as `rm ID`, must run there.
 
-        Return False for a job of this host.
+        Return False for a local job.
         """
         if not self._far:
             return False

@@ -114,7 +114,7 @@ def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
 # On a machine with more GPUs, or with other users, selecting all free GPUs is rarely what people want.
 _MANY_GPUS = 8
 _OFFER_S = 8.0
-# From this window size, all settings of a job are shown, in three columns.
+# From this window size on, all of a job's settings are shown, in three columns.
 _WIDE_COLUMNS, _WIDE_ROWS = 180, 50
 # Opening a job file changes about twenty fields at once but should cause only one review.
 _SETTLE_S = 0.05
@@ -123,7 +123,7 @@ _SETTLE_S = 0.05
 class ClonedJob(msgspec.Struct, frozen=True):
     """The job being cloned: its original settings, and the initial settings of the new form.
 
-    `host` is the other host of the job, or "".
+    `host` is the job's host if it is not this one, or "".
     """
 
     job_id: int
@@ -137,7 +137,7 @@ class ClonedJob(msgspec.Struct, frozen=True):
 
     @property
     def parent(self) -> int | None:
-        """The id to store with the clone, or None because the ids of other hosts mean nothing here."""
+        """The id to store with the clone, or None for another host's job, because its id means nothing here."""
         return None if self.host else self.job_id
 
 
@@ -173,11 +173,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._then: Callable[[Review], None] | None = None
         # True until the next review chooses the best GPUs.
         self._wants_best = False
-        # The values and preset used to fill the form. A value that differs was changed by the user.
+        # The values and preset used to fill the form. Any value that differs from these was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
-        # Whether the last draft had several SAEs; the footer asks this dozens of times for each key.
+        # Whether the last draft had several SAEs; the footer reads this dozens of times per key press.
         self.is_sweep = False
 
     def compose(self) -> ComposeResult:
@@ -484,7 +484,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @on(CommandLine.EarlierAsked)
     def _ask_earlier(self, event: CommandLine.EarlierAsked) -> None:
-        """Offer the command lines of this user's jobs; without any, go to the previous field, as in other fields."""
+        """Offer the command lines of this user's jobs; if there are none, go to the previous field, as elsewhere."""
         event.stop()
         if lines := job_form.earlier_commands(self.session.jobs):
             question = Find("Earlier command lines, the newest first", [(line, "") for line in lines])
@@ -498,7 +498,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self._then is not None or self._wants_best
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return two dicts by path: the valid values, including the kind of job, and the errors of other fields."""
+        """Return two dicts by path: the valid values, including the kind of job, and the errors in other fields."""
         values, wrong = form.values()
         return self._kind | values, wrong
 
@@ -562,7 +562,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._want_best()
 
     def _want_best(self) -> None:
-        """Choose the best GPUs, at once if the last review still applies, or after a new review."""
+        """Choose the best GPUs, at once if the last review still applies, otherwise after a new review."""
         best, picker = self.review.best, self.query_one(GpuPicker)
         free = {choice.index for choice in picker.choices if choice.may_be_offered}
         self._wants_best = True
@@ -572,7 +572,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._check()
 
     def _choose_best(self) -> bool:
-        """Choose the GPUs recommended by the review, or else one free GPU; return whether this is a change."""
+        """Choose the GPUs recommended by the review, or else one free GPU; return whether the selection has changed."""
         self._wants_best = False
         picker, best = self.query_one(GpuPicker), self.review.best
         before = picker.gpus

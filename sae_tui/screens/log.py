@@ -26,7 +26,7 @@ ALL = "all"
 
 
 class Reader(Protocol):
-    """A thread reading log lines."""
+    """A thread that reads log lines."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -86,7 +86,7 @@ class LogScreen(FramedScreen):
             self._reader.stop()
 
     def keys_offered(self) -> FooterOffer:
-        """Return the keys to show; the key of the log itself is not the first."""
+        """Put the key for going back first, before the keys of the log itself."""
         return FooterOffer(["logs.back"])
 
     def show_gpus(self) -> None:

@@ -1,6 +1,6 @@
 """All metrics for a job in a grid.
 
-The metrics can be filtered with a regular expression, zoomed, and read at a step.
+The metrics can be filtered with a regular expression, zoomed, and read off at a step.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class MetricsScreen(FramedScreen):
             return metrics_of(detail, ""), f"not a regular expression yet: {error}"
 
     def _all_steps(self) -> tuple[float, float] | None:
-        """Return the steps from 0 to the last one of any metric."""
+        """Return the range from step 0 to the last step of any metric."""
         detail = self.session.detail
         of_steps = [points for (name, _), points in detail.series.items() if name not in USAGE] if detail else []
         series = [points for points in of_steps if points]

@@ -35,7 +35,7 @@ def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
 
 
 def offers_for_array(array: ArrayView, *, is_open: bool, readonly: bool = False) -> Mapping[str, str]:
-    """Return the actions applicable to the jobs of an array, most important first, each with its label."""
+    """Return the actions applicable to an array's jobs, most important first, each with its label."""
     offered = {"open": "Fold" if is_open else "Unfold"}
     if readonly:
         return offered

@@ -98,7 +98,7 @@ class ProcessList(Filtered):
         yield ProcessTable(id="processes")
 
     def on_unmount(self) -> None:
-        # The list on the screen below has asked for the shares before this one is removed.
+        # The list on the screen below requests the shares before this one is removed, so do not cancel its request.
         if not any(one is not self for screen in self.app.screen_stack[-1:] for one in screen.query(ProcessList)):
             self.session.monitor.want_shares(False)
 
@@ -161,7 +161,7 @@ class ProcessList(Filtered):
 
     @property
     def is_covered(self) -> bool:
-        """Whether the page of a process covers the list. Drawing below it would draw the entire page again."""
+        """Whether a process's page covers the list. Drawing the list would then redraw the entire page."""
         return self._page is not None and self.app.screen is self._page
 
     @on(Input.Changed)
@@ -260,11 +260,11 @@ class ProcessList(Filtered):
             latest, readings = partial(self._latest, entry), partial(self._history.of, entry.process)
             self._page = ProcessPage(entry.process, latest, readings, may_show=not self.session.readonly)
             self.app.push_screen(self._page, self._page_closed)
-            # Read at once from now on.
+            # Start reading at the page's shorter interval at once.
             self._look()
 
     def _page_closed(self, _: None) -> None:
-        """Draw what has changed below the page that was closed."""
+        """Draw what has changed in the list while the page covered it."""
         self._page = None
         self.call_later(self._draw)
 

@@ -22,7 +22,7 @@ from sae_tui.widgets.reading import TextScreen
 _NAME = 13  # width of the name column, in cells
 _MOST_OF_A_PARENT = 160  # in characters; enough to identify what started a process
 _AIR: Line = ((" ", "text"),)
-_SPAN_S = 120.0  # the time that the graphs show; more if they have more columns than seconds
+_SPAN_S = 120.0  # the time span of the graphs; longer if they have more columns than seconds
 _BESIDE_FROM = 60  # columns; a narrower page shows the graphs one below the other
 _LEAST_GRAPH = 16  # columns
 _GAP = 2  # columns between two graphs
@@ -87,7 +87,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 class _Graph:
     """A graph's field, title, style and formatter. `top` returns the end of its axis for the highest value drawn.
 
-    The axis is labelled with the end of the axis divided by `unit`.
+    The label on the axis is its end divided by `unit`.
     """
 
     field: str
@@ -109,7 +109,7 @@ _GRAPHS = (
 
 
 def _round_up(value: float, unit: int) -> float:
-    """Return the next larger number of units whose half is a round number too: 2, 4, 6, 8, 10, 20, 40 and so on."""
+    """Return the next larger number of units whose half is also a round number: 2, 4, 6, 8, 10, 20, 40 and so on."""
     power = 10.0 ** math.floor(math.log10(max(value / unit, 1)))
     return next(factor * power for factor in (2, 4, 6, 8, 10) if factor * power * unit >= value) * unit
 
@@ -146,7 +146,8 @@ def _graph(
 class ProcessPage(TextScreen):
     """The full page for a process, redrawn with every sample; if `may_show`, a key reveals possibly secret values.
 
-    `latest` returns the process as last listed, or None if it no longer is, and `readings` its recent readings.
+    `latest` returns the process as last listed, or None if it is no longer listed, and `readings` returns its recent
+    readings.
     """
 
     BINDINGS = [
@@ -167,7 +168,7 @@ class ProcessPage(TextScreen):
         self._process, self._around, self._may_show = process, surroundings(process), may_show
         self._latest, self._readings = latest, readings
         self._seen: Sequence[Reading] = ()
-        # The environment does not change, so its lines are made only once.
+        # The environment does not change, so its lines are built only once.
         self._environment = functools.cache(lambda width, whole: environment_lines(self._around, width, whole=whole))
         self.shows_all = False
 

@@ -16,7 +16,7 @@ from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.wording import plural
 
-_METERS_SHARE = 6  # the meters take at most this part of the rows
+_METERS_SHARE = 6  # the meters take up at most one sixth of the rows
 
 
 class ProcessesScreen(FramedScreen):

@@ -171,7 +171,7 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until `disable_input` is called.
 
-        Textual looks for overdue keys every 0.1 s only, which delays the escape key and the exit by as much.
+        Textual checks for overdue keys only every 0.1 s, which delays the escape key and the exit by that long.
         """
         parser, decoder = PacketParser(), TerminalDecoder()
         watched = [self.fileno, self._input_ends]

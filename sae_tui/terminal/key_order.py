@@ -123,7 +123,7 @@ class KeysInOrder(App[None]):
         return True
 
     def _judge(self, packet: Packet) -> None:
-        """Drop the keys of a packet that looks like pasted text: at least one character is not bound to a command."""
+        """Drop the keys in a packet that looks like pasted text: at least one character is not bound to a command."""
         bound = self.screen.active_bindings
         text = []
         for key in packet.keys:

@@ -32,13 +32,13 @@ from textual.message import Message
 # At least this many characters in one read, some of them not bound to a command, are treated as pasted text.
 FEWEST_PASTED = 4
 # An escape is a key if nothing follows it for this many seconds. Terminals send a sequence in one write, which slow
-# connections rarely divide. Any other beginning of a sequence is kept for `constants.ESCAPE_DELAY`.
+# connections rarely split. Any other beginning of a sequence is kept for `constants.ESCAPE_DELAY`.
 _ESCAPE_S = constants.ESCAPE_DELAY if "ESCDELAY" in os.environ else 0.025
 # A paste is considered complete if no more text arrives for this many seconds.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape followed by another key in one read. Excluded are alt with backspace, tab, b and f, which terminals send for a
-# single key to move and delete in text fields.
+# Escape followed by another key in one read. This excludes alt with backspace, tab, b or f, which terminals send for
+# single keys that move or delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
 # A complete ECMA-48 sequence: a key, a mouse report or a reply. The alternatives match, in this order:
 # - a function key of the Linux console, or an old mouse report (see `TerminalDecoder`);

@@ -114,7 +114,7 @@ class Colourless(LineFilter):
 def _seen(color: rich.color.Color | None) -> Color | None:
     """Return a colour as terminals show it, or None for the terminal's own colour.
 
-    Textual would turn each of the 16 colours of a terminal into black.
+    Textual would turn each of a terminal's 16 colours into black.
     """
     return None if color is None or color.is_default else Color(*color.get_truecolor())
 

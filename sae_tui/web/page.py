@@ -32,7 +32,7 @@ _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """
 # The textual-serve script connects each element of the class `textual-terminal`. That script also records the
-# connection state in the classes of the body.
+# connection state in the body's classes.
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">

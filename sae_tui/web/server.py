@@ -130,7 +130,7 @@ class Looks:
     def be_at(self, port: int) -> None:
         """Accept only requests with this port in the Host header, as a guard against DNS rebinding.
 
-        "localhost" is not accepted either: in a browser it may be ::1, where another user can listen.
+        "localhost" is not accepted either, because in a browser it may be ::1, where another user can listen.
         """
         self._host = f"{LOOPBACK}:{port}"
 

@@ -17,7 +17,7 @@ _MARKS = {
     3600: "1 h", 7200: "2 h", 6 * 3600: "6 h", 12 * 3600: "12 h", 86400: "1 day", 2 * 86400: "2 days",
     7 * 86400: "7 days", 30 * 86400: "30 days",
 }  # fmt: skip
-_MARKS_FROM = 10  # ages below this part of the history are not marked
+_MARKS_FROM = 10  # ages below the history's span divided by this are not marked
 _DOWN, _UP = "╷", "╵"
 _TALL = 5  # minimum height at which the middle of the axis is labelled
 

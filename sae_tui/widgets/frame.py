@@ -44,28 +44,29 @@ class HeadingLine(Label):
 class FramedScreen(Screen[None]):
     """A screen with panels (widgets of class `panel`) showing as much of their frames as the window size allows."""
 
-    # The app's number of changes to its style sheet when this screen was last shown, or -1 before.
+    # How many times the app's style sheet had changed when this screen was last shown, or -1 if it has not been shown
+    # yet.
     _styled_with = -1
 
     def on_compose(self) -> None:
-        # Set the classes before there are widgets: setting them later would make Textual recompute all styles.
+        # Set the classes before there are widgets, because setting them later would make Textual recompute all styles.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
         self._fit_frames(self.size)
 
     def _on_screen_resume(self, event: ScreenResume) -> None:
-        """Keep the styles: Textual has set them on mounting, and setting them again takes half of the time to open.
+        """Keep the styles that Textual set on mounting, because setting them again takes half of the time to open.
 
-        Only another theme, chosen while this screen was closed, changes them.
+        They change only if another theme was chosen while this screen was closed.
         """
         now = self.app._css_update_count
         event.refresh_styles, self._styled_with = self._styled_with not in (-1, now), now
 
     def on_unmount(self) -> None:
-        """Free this screen soon: its objects refer to each other, and five closed forms would take 15 MB.
+        """Free this screen soon, because its objects refer to each other, and five closed forms would take up 15 MB.
 
-        It takes 30 ms, so wait until the next screen is drawn and its first keys are probably handled.
+        Freeing it takes 30 ms, so wait until the next screen is drawn and its first keys are probably handled.
         """
         # The timer has its own context, because Textual's context refers to this screen.
         asyncio.get_running_loop().call_later(_FREED_AFTER_S, _free_closed, context=Context())

@@ -78,7 +78,7 @@ class LogView(LineView, can_focus=True):
         return self.size.width - (11 if self.names else 1)
 
     def show_unfinished(self, lines: Mapping[str, str]) -> None:
-        """Show the line that each source is writing below the other lines, in place of its last unfinished line."""
+        """Show the line that each source is writing below the other lines, in place of its previous unfinished line."""
         if lines:
             self._take_unfinished()
             self._unfinished |= lines

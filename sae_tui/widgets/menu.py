@@ -29,7 +29,7 @@ class Words(SelectOverlay):
 
 
 class Chosen(SelectCurrent):
-    """The value of a menu, shown in the first picture; Textual would show it only after some messages."""
+    """A menu's value, shown in the first frame drawn; Textual would show it only after some messages."""
 
     def __init__(self, placeholder: str, value: RenderableType | None) -> None:
         super().__init__(placeholder)
@@ -55,7 +55,7 @@ class Menu(Select[Any], inherit_bindings=False):
         yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
 
     def _on_mount(self, event: events.Mount) -> None:
-        """Skip the values of a menu that is removed while it is mounted, because it has no widgets to show them."""
+        """Skip the values of a menu removed while it is being mounted, because it has no widgets to show them."""
         if self._pruning or self._closing:
             event.prevent_default()
 

@@ -1,4 +1,4 @@
-"""Keys that had another meaning elsewhere until the last release. They work for one more release, but are not shown."""
+"""The last release's keys that had other meanings elsewhere. They work for one more release, but are not shown."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sae_tui.widgets.lines import Line, LineView
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # width of the numbers to the left of the plot, in cells
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 5.0)
-_LABEL = 9  # least distance between two labels below a plot, in cells
+_LABEL = 9  # minimum distance between two labels below a plot, in cells
 _NEAR = 1e-9  # allowed relative rounding error between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots
 
@@ -185,7 +185,7 @@ def x_axis(span: tuple[float, float], name: str, width: int, word: Callable[[flo
         text = word(n * step)
         column = round((n * step - first) / (last - first) * (width - 1))
         start = max(0, min(column - len(text) // 2, width - len(text)))
-        # The last number may have to give way to the name of the axis.
+        # Leave out a number that would overlap the axis name or another number.
         if start + len(text) <= end and not "".join(line[max(0, start - 1) : start + len(text) + 1]).strip():
             line[start : start + len(text)] = text
     line[max(0, end + 1) :] = name[:width]

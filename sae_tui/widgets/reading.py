@@ -30,7 +30,7 @@ class Page(LineView, can_focus=True):
 
     def draw_again(self) -> None:
         """Rebuild the lines after their content has changed."""
-        # Reserve a column for the scrollbar shown if there are more lines than rows.
+        # Reserve a column for the scrollbar, which is shown if there are more lines than rows.
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
 

@@ -105,7 +105,7 @@ class CommandLine(Input):
         self.focus()
 
 
-# No help of a setting needs more lines at 80 columns.
+# No setting's help needs more lines than this at 80 columns.
 _MOST_LINES = 3
 
 
@@ -123,7 +123,7 @@ class FieldHelp(Static):
         self._n_lines = 0
 
     def explain(self, row: SettingRow | None) -> None:
-        """Show the help or the problem of this row; keep the row in view, because the form gets shorter."""
+        """Show this row's help or problem; keep the row in view, because the form gets shorter."""
         text = "" if row is None else row.explanation
         if text == str(self.content):
             return
@@ -131,7 +131,7 @@ class FieldHelp(Static):
             for name in ("-wrong", "-warned"):
                 self.set_class(row.has_class(name), name)
         n_lines = min(_MOST_LINES, len(wrap(text, self._width))) if text else 0
-        # Only another height changes the layout, which takes 50 ms for a form with all settings.
+        # Change the layout only if the height changes, because this takes 50 ms for a form with all settings.
         self.update(text, layout=False)
         if n_lines != self._n_lines:
             self._n_lines = n_lines
@@ -154,8 +154,8 @@ _GAP = "  "
 class SettingRow(Horizontal, can_focus=True):
     """A label, a value and, on the right, as much of the help or the problem as fits.
 
-    The row draws its value until it gets the focus. Then an editor takes the place of the value: a form with an editor
-    in each row takes five times longer to open.
+    The row draws its value until it gets the focus, and only then replaces it with an editor, because a form with an
+    editor in each row takes five times longer to open.
     """
 
     DEFAULT_CSS = """
@@ -193,13 +193,13 @@ class SettingRow(Horizontal, can_focus=True):
         self.screen.set_focus(self.fill())
 
     def focus_on_click(self) -> bool:
-        """Wait for the whole click: it would go to an editor created when the button is pressed."""
+        """Wait for the whole click, because it would go to an editor created when the button is pressed."""
         return False
 
     def on_click(self, event: Click) -> None:
-        """Edit the value at the place of the click, or open its menu. Later clicks on the value go to the editor."""
+        """Edit the value at the position of the click, or open its menu. Later clicks on the value go to the editor."""
         x, editor = event.x - _LABEL_WIDTH, self.fill()
-        # `focus` would take the focus later, also from the open menu.
+        # Do not call `focus`, because it would take the focus later, even from the open menu.
         self.screen.set_focus(editor)
         if isinstance(editor, Input):
             editor.cursor_position = len(fitted(editor.value, x))  # Textual keeps it within the text
@@ -307,7 +307,7 @@ class SettingRow(Horizontal, can_focus=True):
 
     @property
     def hint(self) -> str:
-        """The problem, the warning, or what there is to say about the value, and the help."""
+        """The problem or the warning or, if there is neither, remarks on the value, and the help."""
         usual = f"default {self._placeholder()}" if self.marks_usual and self.is_unusual else ""
         was = f"was {self.original or 'default'}" if self.is_changed else ""
         was = "" if usual and self.original in ("", self._placeholder()) else was
@@ -350,7 +350,7 @@ _COLUMNS = 3
 class SettingForm(Vertical):
     """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
-    With the classes `-all` and `-wide`, the sections stand next to each other in columns.
+    With the classes `-all` and `-wide`, the sections are next to each other in columns.
 
     Posts `Edited` after every change; `values` returns the entered values, including values in hidden rows. Values that
     differ from `original`, if given, are highlighted; with `marks_usual`, so are values that differ from the default.
@@ -385,7 +385,7 @@ class SettingForm(Vertical):
     }
     SettingForm:ansi > .row--placeholder { background: ansi_default; color: ansi_default; text-style: underline dim; }
     """
-    # The styles of all rows: styles in each row would take as long as its editor.
+    # The styles of all rows are here, because styles in each row would take as long as its editor.
     COMPONENT_CLASSES = {
         "row--label", "row--unusual", "row--changed", "row--hint", "row--wrong", "row--warned",
         "row--typed", "row--chosen", "row--arrow", "row--placeholder", "row--overridden",
@@ -510,8 +510,8 @@ class SettingForm(Vertical):
             self._explain(None)
 
     def _explain(self, row: SettingRow | None) -> None:
-        """Show the help of a row below the form; a command line has a line for it already."""
-        # Searching the screen takes longer than drawing the help.
+        """Show a row's help below the form; a command line already has its own line for it."""
+        # Search the screen only once, because that takes longer than drawing the help.
         self._help = self._help or self.screen.query_one(FieldHelp)
         self._help.explain(None if row and row.field.setting.is_command_line else row)
 
@@ -538,7 +538,8 @@ class SettingForm(Vertical):
     def _edited(self, event: Input.Changed | Select.Changed) -> None:
         event.stop()
         row = event.control.parent
-        # A new editor posts its first value. Checking a form once for each row takes longer than drawing it.
+        # Ignore the first value that a new editor posts, because checking a form once for each row takes longer than
+        # drawing it.
         if isinstance(row, SettingRow) and row.has_new_text():
             self.post_message(self.Edited())
 
@@ -555,7 +556,7 @@ def _section(field: Field) -> str:
 def _in_columns(sections: Sequence[_Section]) -> list[Sequence[_Section]]:
     """Divide the sections, in their order, into columns so that the longest column is as short as possible.
 
-    Settings without a section, like the job's name, stand above the first section.
+    Settings without a section, like the job's name, are above the first section.
     """
     first = 1 if sections[0][0] else min(2, len(sections))
     count = min(_COLUMNS, len(sections) - first + 1)

@@ -24,9 +24,9 @@ from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 class Column:
     """A column: its title, minimum width, whether it takes spare space, and its `drop` priority.
 
-    The columns with the highest `drop` are dropped first, and those with the same value together. `order` is the name
-    of the order of its values, if the rows can be sorted by the column. A growing column is at most `most` cells wide,
-    if given; the growing columns after it take the rest.
+    The columns with the highest `drop` are dropped first, and columns with the same value together. `order` names the
+    sort order of its values, if the rows can be sorted by the column. A growing column is at most `most` cells wide, if
+    given; the growing columns after it take the rest.
     """
 
     title: str
@@ -274,7 +274,7 @@ def fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
 
 
 def _shifted(row: Row, columns: Sequence[Column], left: int) -> Row:
-    """Return the row whose growing texts begin with an ellipsis instead of the first `left` terminal cells."""
+    """Return the row with its growing texts shifted left by `left` cells; an ellipsis replaces the hidden part."""
     if not left:
         return row
     cells = [

@@ -7,7 +7,7 @@ from textual.widgets import Checkbox
 
 
 class Tick(Checkbox):
-    """A frameless checkbox whose mark is absent if not selected; Textual's checkbox only dims its mark."""
+    """A frameless checkbox whose mark is absent unless it is selected; Textual's checkbox only dims its mark."""
 
     DEFAULT_CSS = """
     Tick, Tick:focus { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }

@@ -71,8 +71,8 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 class Source(ABC):
     """An activation source; `place` is its name in messages, and `meta` contains metadata about its origin.
 
-    If `d_out` is set (for a transcoder), every row has a target of this width. If there are several hooks, each row
-    [n_hooks * d_in] concatenates the activations of one token at all hooks, and so does each target.
+    If `d_out` is set (for a transcoder), every row has a target of this width. With several hooks, each row [n_hooks *
+    d_in] concatenates one token's activations at all hooks; targets are concatenated in the same way.
     """
 
     n_hooks: int = 1
@@ -90,7 +90,7 @@ class Source(ABC):
         return self
 
     def beside(self, others: Sequence[Self]) -> Source:
-        """Combine this source with `others`, which differ only in their hook, into one source with several hooks.
+        """Combine this source and `others`, which differ only in their hook, into one source with several hooks.
 
         Only sources with a `hook` setting need to implement this.
         """
@@ -102,7 +102,7 @@ class IndexedSource(Source):
 
     n_tokens: int
     # For a mixture of several sets of shards, the row count and weight of each set. Without weights, sets are mixed in
-    # proportion to their rows.
+    # proportion to their row counts.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
     # The texts in each set of shards; empty if a shard does not record its texts.
@@ -141,17 +141,17 @@ class IndexedSource(Source):
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """Return the name of a row, for use in messages."""
+        """Return a row's name for messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Reread the rows and return the number of the first row with non-finite values, or None."""
+        """Reread the rows and return the number of the first row with non-finite values, or None if all are finite."""
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
 
 
 class StreamSource(Source):
-    """Activations read once, in a fixed order, for example streamed from a language model.
+    """Activations that are read once, in a fixed order; for example, streamed from a language model.
 
     A stream is split into parts. Ranks with different tokens read different parts, and ranks with the same tokens read
     the same part. A part must return the same rows in the same order every time, so that runs can be resumed.
@@ -159,12 +159,13 @@ class StreamSource(Source):
 
     # The number of rows in each rank's shuffle buffer.
     shuffle_tokens: int
-    # Whether rows are expensive to compute. If rows are expensive, ranks reading the same part each compute a share of
-    # its rows; see `divide`.
+    # Whether rows are expensive to compute. If so, ranks reading the same part each compute a share of its rows; see
+    # `divide`.
     is_divided: bool = False
     # Whether `documents` is available.
     knows_texts: bool = False
-    # This rank's devices for computing rows only, set before `begin`; if empty, the training device computes the rows.
+    # The devices that this rank uses only for computing rows, set before `begin`; if empty, the training device
+    # computes them.
     own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
@@ -182,7 +183,7 @@ class StreamSource(Source):
         """
 
     def documents(self) -> Tensor:
-        """Return the text numbers, int64 [n] on the CPU, of the rows returned by the last call to `next_rows`.
+        """Return the text numbers of the rows from the last `next_rows` call, int64 [n] on the CPU.
 
         A text has the same number in all parts. Text numbers mostly increase along the stream.
         """

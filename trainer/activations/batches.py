@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 
 class BatchInTransfer(NamedTuple):
-    """A batch that is being transferred to the device, the stream's position after it, and the batch's token slice."""
+    """A batch being transferred to the device, the stream's position after it, and the batch's token slice."""
 
     sent: Sent
     mark: Mark | None
@@ -40,7 +40,7 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch, and the exchange of its rows among ranks that each read one part."""
+    """A batch, and the exchange of its rows among the ranks that each read one part of it."""
 
     coming: BatchInTransfer
     exchange: Exchange
@@ -74,12 +74,12 @@ class Batches:
         # A batch is only sent to the device once the queue has a free slot for it.
         self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
-        # If ranks read together, the number of batches after which the threads on all ranks stop. The number is set
-        # before any thread has read more batches than that.
+        # If ranks read together, the number of batches after which the threads on all ranks stop. It is set before any
+        # thread has read more batches than that.
         self._last: int | None = None
         self._n_taken = 0
-        # Ranks each reading a part of a batch start exchanging their parts before they train on the previous batch, so
-        # that the exchange overlaps with the training step. All of them start the exchange between the same two steps,
+        # Ranks that each read part of a batch start exchanging their parts before they train on the previous batch, so
+        # that the exchange overlaps with the training step. They all start the exchange between the same two steps,
         # because all ranks must issue collectives in the same order.
         self._n_ahead = int(data.readers.size > 1)
         self._arriving: deque[Arriving] = deque()
@@ -90,7 +90,7 @@ class Batches:
         self._thread.start()
 
     def next(self) -> Batch:
-        """Return the next batch on the device; if reading failed, raise its error."""
+        """Return the next batch on the device; if reading it failed, raise that error."""
         while len(self._arriving) <= self._n_ahead:
             self._arriving.append(self._begin())
         coming, exchange = self._arriving.popleft()

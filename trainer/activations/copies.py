@@ -1,4 +1,4 @@
-"""Finds held-out rows that duplicate training rows, because their FVU says nothing about new rows."""
+"""Finds held-out rows that duplicate training rows, because the FVU on such rows says nothing about new rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BATCH = 4096
 
 
 def copies_in(rows: HookRows, seed: int) -> float | None:
-    """Return the share of a rank's held-out rows bitwise equal to a row in a sample of the training rows.
+    """Return the share of this rank's held-out rows that are bitwise equal to a row in a sample of the training rows.
 
-    Zero rows are ignored. Return None if no row is held out. The rows are reread instead of being kept in memory:
-    reading and hashing 32,768 rows of 2,304 16-bit numbers for each of the two sets takes only 0.3 s.
+    Zero rows are ignored. Return None if no rows are held out. Rows are reread rather than kept in memory, because
+    reading and hashing 32,768 rows of 2,304 16-bit numbers from each of the two sets takes only 0.3 s.
     """
     if not rows.n_held_out:
         return None
@@ -34,6 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a 64-bit hash of each row [n, d] except zero rows, as these come from padding."""
+    """Return a 64-bit hash of each row of [n, d], except for zero rows, which come from padding."""
     rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

@@ -145,7 +145,7 @@ def _rows_of_arrow(file: str) -> list[RowRange]:
 
 
 def _batches(whole: pyarrow.Buffer) -> Iterator[RowRange]:
-    """Yield the location of the rows in each record batch; every innermost list is one row.
+    """Yield the location of each record batch's rows; every innermost list is one row.
 
     For example, lists of shape [n_contexts, n_tokens, d_in] contain n_contexts * n_tokens rows.
     """

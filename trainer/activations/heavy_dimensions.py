@@ -49,7 +49,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions with most of the `variance` [d_in], or None if this set is large."""
+    """Return the smallest set of dimensions with most of the `variance` [d_in], or None if that set is too large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None
@@ -89,7 +89,7 @@ def changed_scales(scales: Tensor) -> dict[str, float]:
 
 
 def scales_sentence(changed: Mapping[str, float], d: int) -> str:
-    """Return a phrase about which of the `d` dimensions are left out or scaled down, or "" if none are."""
+    """Return a phrase saying which of the `d` dimensions are left out or scaled down, or "" if none are."""
     dropped = [int(number) for number, factor in changed.items() if factor == 0]
     scaled = {int(number): factor for number, factor in changed.items() if factor}
     parts = [f"{named(dropped, d)} left out"] if dropped else []

@@ -1,4 +1,4 @@
-"""Splits the tokens of a step into micro-batches, and each micro-batch among the ranks."""
+"""Splits a step's tokens into micro-batches, and each micro-batch among the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.parallel.latents import apportion
 
 
 class TokenSlice(NamedTuple):
-    """A rank's slice of a micro-batch: its offset in the step, its length, and the length of the micro-batch."""
+    """A rank's slice of a micro-batch: its offset in the step, its length, and the micro-batch's length."""
 
     start: int
     length: int
@@ -17,7 +17,7 @@ class TokenSlice(NamedTuple):
 
 
 class Cut:
-    """The slices of rank `index` if a step of `n_tokens` is split into `n_parts` micro-batches.
+    """The slices that rank `index` gets when a step of `n_tokens` is split into `n_parts` micro-batches.
 
     The rank gets its share of each micro-batch, but at least one token.
     """
@@ -28,7 +28,7 @@ class Cut:
 
     @property
     def own_tokens(self) -> int:
-        """The number of tokens this rank has in a step."""
+        """The number of this rank's tokens in a step."""
         return sum(token_slice.length for token_slice in self.token_slices)
 
     @property

@@ -53,7 +53,7 @@ class MixedSplit:
         self._begins: Indices = np.cumsum([0, *sizes[:-1]])
         self._sizes = [split.n_train for split in self.splits]
         self.n_train = sum(self._sizes)
-        # The number of rows from each source in an epoch.
+        # The number of rows that an epoch draws from each source.
         self.draws = self._sizes if weights is None else apportion(self.n_train, weights)
         self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
 

@@ -24,7 +24,7 @@ def open_source(job: JobConfig) -> Source:
 
 
 def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:
-    """Keep the row numbers of a run that was trained on `before`, and return the record of the current data.
+    """Keep the row numbers of a run that was trained on `before`, and return a record of the current data.
 
     Rows added since then get higher numbers. Raise `JobFileError` if a shard has changed.
     """

@@ -14,8 +14,8 @@ from trainer.activations.split import Split
 class Order:
     """An endless sequence of epochs, each a seeded permutation of all training rows.
 
-    A batch is a contiguous slice of this sequence. A batch can therefore contain the end of one epoch and the start of
-    the next, no token is lost, and a checkpoint stores only a position. `run` neighbouring rows stay together.
+    A batch is a contiguous slice of this sequence. Therefore, a batch can contain the end of one epoch and the start of
+    the next, no token is lost, and a checkpoint stores only a position. Runs of `run` neighbouring rows stay together.
     """
 
     def __init__(self, split: Split, seed: int, run: int = 1) -> None:

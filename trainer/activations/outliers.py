@@ -35,7 +35,7 @@ class LeftOut(NamedTuple):
 
 
 class Outliers:
-    """Finds rows to leave out, with limits from a sample of inputs x [n, d_in] and targets y [n, d_out].
+    """Finds rows to leave out, using limits computed from a sample of inputs x [n, d_in] and targets y [n, d_out].
 
     For an SAE, y is x. A row is an outlier if its norm is more than `times` times the median norm of non-zero rows; if
     `times` is 0, the factor is `_BEYOND_FP32`. Rows that are not finite in fp32 are also left out, as are zero rows if

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-# The smallest number of rounds that is secure in both directions (Luby & Rackoff 1988).
+# The smallest number of Feistel rounds that is secure in both directions (Luby & Rackoff 1988).
 ROUNDS = 4
-# With fewer runs, rows would be poorly mixed. With so few rows, runs are unnecessary, because the rows fit in the page
-# cache.
+# With fewer runs, rows would be poorly mixed. Runs are then unnecessary anyway, because the rows fit in the page cache.
 _FEWEST_RUNS = 1024
 
 
@@ -22,7 +21,7 @@ class Permutation:
     """A seeded bijection of 0 .. n - 1, computed by a Feistel network on pairs of numbers.
 
     The method is from "Ciphers with arbitrary finite domains" (Black & Rogaway 2002). Each position is split into two
-    halves, and each round adds a hash of one half to the other. There are slightly more pairs than n, so an image of n
+    halves, and each round adds a hash of one half to the other. There are slightly more than n pairs, so an image of n
     or above is mapped again until it is below n. A shuffled list would take 8 bytes per row and would have to be
     computed at every start. For a billion rows, this would take 8 GB and many seconds.
     """

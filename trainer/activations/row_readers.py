@@ -1,4 +1,4 @@
-"""Splits the reading of a batch across ranks that use the same tokens, and assembles the batch on each rank."""
+"""Splits the work of reading a batch across ranks that use the same tokens, and assembles the batch on each rank."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _OF_EXTRACTION = "documents_share_contexts"
 # The number of neighbouring rows to read together from shuffled shards. A disk reads such runs as fast as sequential
 # data, and a batch of 4096 rows still comes from 64 runs.
 _RUN = 64
-# The number of Parquet rows decoded at a time; they take 40 MB at d_in 2304.
+# The number of Parquet rows decoded at a time; they take 40 MB at d_in = 2304.
 _ROWS_AT_ONCE = 4096
 
 
@@ -184,8 +184,8 @@ def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
 
 
 def _sorted(indices: Indices) -> Indices:
-    # The stable sort makes use of ascending runs and takes a tenth as long as the default sort, which took a seventh of
-    # the reading time.
+    # A stable sort exploits ascending runs. It takes a tenth as long as the default sort, which took a seventh of the
+    # reading time.
     return np.sort(indices, kind="stable")
 
 
@@ -220,7 +220,7 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 
 
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
-    """Return the texts of each set, or [] if a shard from which rows can be held out does not record its texts.
+    """Return each set's texts, or [] if a shard from which rows can be held out does not record its texts.
 
     Rows of later shards without recorded texts do not belong to any held-out text.
     """

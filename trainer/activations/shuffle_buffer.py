@@ -1,4 +1,4 @@
-"""Shuffles the rows of a stream: neighbouring rows come from one text, but a batch should contain many texts."""
+"""Shuffles a stream's rows, because neighbouring rows come from one text but a batch should contain many texts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Chunk(NamedTuple):
         return Chunk(self.state, x, x if self.y is self.x else self.y[chosen], documents)
 
 
-# Maps the text numbers, int64 [n], of rows to a mask [n] of the rows to leave out.
+# Maps the text numbers of n rows, int64 [n], to a mask [n] of the rows to leave out.
 LeaveOut = Callable[[Tensor], Tensor]
 
 
 class StreamRows:
-    """Reads any number of rows at a time from a stream; the stream chooses its chunk sizes itself.
+    """Reads any number of rows at a time from a stream, which chooses its own chunk sizes.
 
-    Chunks read before the first `go_to` are cached until that call. Training starts with the rows of the sample; thanks
-    to the cache, a language model does not have to compute them twice.
+    Chunks read before the first `go_to` are cached until that call. Training starts with the sample's rows; thanks to
+    the cache, a language model does not have to compute them twice.
     """
 
     def __init__(self, source: StreamSource) -> None:
@@ -62,7 +62,7 @@ class StreamRows:
         return self.joined(self.take_chunks(n))
 
     def take_chunks(self, n: int) -> list[Chunk]:
-        """Return the next n rows, or fewer at the end of the stream, in the chunks returned by the stream."""
+        """Return the next n rows, or fewer at the end of the stream, in the chunks that the stream returned."""
         chunks: list[Chunk] = []
         while n and (chunk := self._some(n)):
             chunks.append(chunk)
@@ -93,7 +93,7 @@ class StreamRows:
         self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
-        """Go to a position returned earlier by `place`; this reads the rows to skip."""
+        """Go to a position returned earlier by `place`; this reads and discards the rows to skip."""
         kept, self._kept = deque(self._kept or ()), None
         while kept and kept[0].state != place.state:
             kept.popleft()
@@ -155,12 +155,12 @@ class MixedRows(NamedTuple):
 
 
 class ShuffleBuffer:
-    """Yields the rows of a stream in a seeded order, shuffled in a buffer of `size` rows.
+    """Yields a stream's rows in a seeded order, shuffled in a buffer of `size` rows.
 
     The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. Each returned
     row is replaced in the buffer by a row of the next block, so that reads are spread evenly. Rows are only shuffled
-    within their block. Therefore, the content of the buffer depends only on the block's position in the stream and on
-    how many of its rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
+    within their block. Therefore, the buffer's content depends only on the block's position in the stream and on how
+    many of the block's rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
     gigabytes of rows. In exchange, a resumed run rereads up to 2 × `size` rows of the stream.
     """
 
@@ -171,7 +171,7 @@ class ShuffleBuffer:
 
     @property
     def place(self) -> BufferPlace:
-        """The position of the buffer in the stream."""
+        """The buffer's position in the stream."""
         return BufferPlace(self._block, self._n_gone, self._begin)
 
     def fill(self, place: BufferPlace) -> None:
@@ -220,7 +220,10 @@ class ShuffleBuffer:
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
     def _slots_of_block(self, rows: Indices) -> Indices:
-        """Return the slots of the given rows in a block; rows fill slots in the order the previous block freed them."""
+        """Return the slots of the given rows in a block.
+
+        Rows fill slots in the order in which the previous block freed them.
+        """
         return self._order(self._block - 1, self._size)(rows) if self._block else rows
 
     def _order(self, block: int, n: int) -> Permutation:

@@ -1,4 +1,4 @@
-"""Stored activations of several hooks, concatenated by row."""
+"""Stored activations of several hooks, concatenated row by row."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ROWS_COMPARED = 4096
 class SideBySide(IndexedSource):
     """Concatenates the i-th rows of several sources with the same width and number of rows.
 
-    In an extraction, row i belongs to the same token at every hook. If the sources have different orders, a row
-    combines different tokens. Training is not affected by this, because each hook has its own SAEs.
+    In an extraction, row i belongs to the same token at every hook. If the sources store their rows in different
+    orders, a row combines different tokens. This does not affect training, because each hook has its own SAEs.
     """
 
     def __init__(self, sources: Sequence[IndexedSource]) -> None:

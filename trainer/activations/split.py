@@ -13,9 +13,9 @@ from trainer.contract.settings.sources import HoldOut
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
-# The maximum share of all rows in held-out texts; twice the requested number of rows is always allowed.
+# The maximum share of all rows that held-out texts may contain; twice the requested number of rows is always allowed.
 MOST_IN_TEXTS = 0.25
-# The minimum share of the held-out rows in each half.
+# The minimum share of the held-out rows that each half should contain.
 LEAST_OF_HALF = 0.25
 # The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept complete.
 N_RANGES = 16
@@ -66,7 +66,10 @@ class Split:
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, *seed: int) -> Indices:
-        """Sample at most n training rows from all the data: neighbouring rows would fit b_dec to a single text."""
+        """Sample at most n training rows from all the data.
+
+        A sample of neighbouring rows would fit b_dec to a single text.
+        """
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
 
@@ -97,7 +100,7 @@ def split_of(
 
 
 def halves_of(labels: Indices) -> Indices:
-    """Return the half, 0 or 1, of each row, given the label of its text; if possible, no text is in both halves.
+    """Return each row's half, 0 or 1, given the label of its text; if possible, no text is in both halves.
 
     The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
     with less than `LEAST_OF_HALF` of the rows, texts are split: contiguous ranges of rows alternate between the halves.
@@ -120,7 +123,7 @@ def _generator(seed: tuple[int, ...]) -> np.random.Generator:
 
 
 def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose single rows at random."""
+    """Choose individual rows at random."""
     return _generator(seed).choice(n_rows, n_held_out, replace=False, shuffle=False)
 
 
@@ -144,7 +147,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
-    """Choose random texts of at most `n_wanted` rows each, until they have `n_wanted` rows in total.
+    """Choose random texts of at most `n_wanted` rows each, until they contain at least `n_wanted` rows in total.
 
     If these texts are not enough, add longer texts, shortest first.
     """

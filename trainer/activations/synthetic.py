@@ -21,9 +21,9 @@ Integers = NDArray[np.int64]
 
 
 class Firings(NamedTuple):
-    """The features that fire: the place of the row in the request, the feature's number, and its coefficient.
+    """Firing features, as parallel arrays: the row's position in the request, the feature's index, and its coefficient.
 
-    They are in ascending order of `rows`. A feature may be listed twice; its coefficients are then added.
+    Entries are sorted by `rows`. A feature may be listed twice for the same row; its coefficients are then added.
     """
 
     rows: Integers
@@ -34,17 +34,17 @@ class Firings(NamedTuple):
 class Synthetic(IndexedSource):
     """Rows that are sparse sums of random unit vectors, `features` [n_features, d_in] (Sharkey et al. 2022).
 
-    The probability of feature j is about proportional to j^-skew, and its coefficient is uniform in 0.5 .. 1.5. A row
-    is generated only from hashes of the seed and of the row's number, so it does not depend on the other rows of a
-    batch. Features fire independently, unless there are trees (`children`) or groups (`topics`).
+    Feature j fires with a probability roughly proportional to j^-skew, and its coefficient is uniform in 0.5 .. 1.5.
+    Each row is generated solely from hashes of the seed and the row's number, so it does not depend on the other rows
+    in its batch. Features fire independently, unless there are trees (`children`) or groups (`topics`).
     """
 
     def __init__(self, **options: Any) -> None:
-        """Take the fields of `SyntheticSettings`."""
+        """Accept the fields of `SyntheticSettings` as keyword arguments."""
         settings = SyntheticSettings(**options)
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = settings.n_rows
-        # Identifies the settings of the data.
+        # Identifies the data's settings.
         self.digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]
         self.place, self.meta = settings.place, dict[str, Any]()
         # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
@@ -72,7 +72,7 @@ class Synthetic(IndexedSource):
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
 
     def firings(self, indices: Indices) -> Tensor:
-        """Return the coefficient of each feature [n, n_features] in rows, in ascending order of row number."""
+        """Return each feature's coefficient in each row, [n, n_features], in ascending order of row number."""
         words = self._words(indices)
         fired = self._firings(words)
         found = torch.zeros(len(words), len(self.features))
@@ -86,10 +86,10 @@ class Synthetic(IndexedSource):
         return mixed(np.sort(indices).astype(np.uint64) ^ self._key)
 
     def _firings(self, words: Words) -> Firings:
-        """Return the features that fire in rows.
+        """Return the features that fire in each row.
 
-        The roots of a row are sampled in proportion to their rates, a Poisson-distributed number of times. How often a
-        root is sampled is then an independent Poisson variable. A root sampled twice is added twice.
+        For each row, roots are sampled a Poisson-distributed number of times, in proportion to their rates. The number
+        of times each root is sampled is then an independent Poisson variable. A root sampled twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         rows = np.arange(len(words)).repeat(counts)
@@ -101,7 +101,7 @@ class Synthetic(IndexedSource):
         return self._with_children(words, fired) if self._children else fired
 
     def _with_children(self, words: Words, fired: Firings) -> Firings:
-        """Add the children that fire; each fires with its own probability if its parent fires."""
+        """Add the children that fire; a child of a firing parent fires with the child's own probability."""
         n, c = len(self.features), self._children
         levels, parents = [fired], np.unique(fired.rows * n + fired.features)
         while len(parents):
@@ -119,15 +119,15 @@ class Synthetic(IndexedSource):
 
 
 class _Groups:
-    """Chooses the roots of rows. With topics, half of them are chosen from the roots of the row's topic."""
+    """Chooses each row's roots. With topics, half of them, on average, are drawn from the roots of the row's topic."""
 
     def __init__(self, settings: SyntheticSettings) -> None:
         self._n = settings.topics
-        # Roots that follow each other in frequency belong to different topics.
+        # Roots with adjacent frequency ranks belong to different topics.
         self._topic_of = np.arange(settings.n_roots) % max(1, self._n)
 
     def fire(self, rates: Floats) -> Floats:
-        """Return the probability that each root fires, over all topics; `rates` are mean numbers of draws per row."""
+        """Return each root's probability of firing, averaged over topics; `rates` contains mean draws per row."""
         if not self._n:
             return -np.expm1(-rates)
         shares = self._shares(rates)[self._topic_of]
@@ -135,12 +135,12 @@ class _Groups:
         return -shares * np.expm1(-inside) - (1 - shares) * np.expm1(-rates * (1 - SHARE_OF_TOPIC))
 
     def _shares(self, rates: Floats) -> Floats:
-        """Return the share of each topic in the draws, which is also the share of rows with this topic."""
+        """Return each topic's share of the draws, which is also the share of rows with that topic."""
         found: Floats = np.bincount(self._topic_of, rates, minlength=self._n) / rates.sum()
         return found
 
     def fit(self, rates: Floats) -> None:
-        """Use these rates of the roots from now on."""
+        """Set the root rates to use from now on."""
         self._cumulative = _cumulative(rates)
         if self._n:
             self._topics = _cumulative(self._shares(rates))
@@ -148,7 +148,7 @@ class _Groups:
             self._own = [(roots, _cumulative(rates[roots])) for roots in own]
 
     def roots(self, words: Words, rows: Integers, chosen: Words) -> Integers:
-        """Return a root for each draw; `chosen` are the draws' words and `rows` their places in `words`."""
+        """Return a root for each draw; `chosen` has each draw's word, and `rows` the index of its row in `words`."""
         uniform = _uniform(chosen, 1)
         found = np.searchsorted(self._cumulative, uniform, side="right")
         if self._n:
@@ -167,9 +167,9 @@ def _cumulative(rates: Floats) -> Floats:
 
 
 def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats]:
-    """Return the rate of each root (mean number of draws per row), and each feature's probability given its parent.
+    """Return each root's rate (mean draws per row), and each feature's probability of firing if its parent fires.
 
-    On average, `active` features fire. A root fires with probability 1 - e^-rate.
+    The rates are chosen so that, on average, `active` features fire per row. A root fires with probability 1 - e^-rate.
     """
     n, c, n_roots = settings.n_features, settings.children, settings.n_roots
     shares = np.arange(1.0, n + 1) ** -settings.skew
@@ -181,7 +181,8 @@ def _rates(settings: SyntheticSettings, groups: _Groups) -> tuple[Floats, Floats
             wanted, first = -np.expm1(-rates), n_roots
             fire = np.concatenate([fire, np.zeros(n - n_roots)])
             while first < n:
-                # The children of the features before `first` whose probabilities are known.
+                # Features first .. last - 1 are children of features before `first`, whose probabilities are already
+                # known.
                 last = min(n, n_roots + first * c)
                 parents = (np.arange(first, last) - n_roots) // c
                 given[first:last] = np.minimum(MOST_GIVEN_PARENT, wanted[first:last] / fire[parents].clip(1e-300))
@@ -215,7 +216,7 @@ _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5
 
 
 def _normal(words: Words, d: int) -> Tensor:
-    """Return d normal random numbers [n, d] for each word; each 64-bit hash of a word yields four of them."""
+    """Return d standard normal random numbers for each word, [n, d]; each 64-bit hash of a word yields four of them."""
     n_words = -(-d // 4)
     hashes = mixed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
     normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# The maximum number of table entries per row. If the table would be larger, text numbers are instead counted by
-# sorting.
+# The maximum number of entries per row in the counting table. If the table would be larger, text numbers are counted by
+# sorting instead.
 _PLACES_PER_ROW = 4
 
 
 class Counts(NamedTuple):
-    """Arrays [n] for n texts: the numbering of each text, its number in this numbering, and its number of rows."""
+    """Arrays [n] describing n texts: each text's numbering, its number in that numbering, and its row count."""
 
     numbering: Indices
     number: Indices
@@ -66,7 +66,7 @@ class Texts:
     def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
         """Return a label, counted from 0, for each of the given ascending rows; rows of one text share a label.
 
-        If `n_rows` is given, all the given rows are among the first `n_rows`, and later rows do not affect the labels.
+        If `n_rows` is given, all of `rows` must be among the first `n_rows`, and later rows do not affect the labels.
         """
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
@@ -80,13 +80,13 @@ class Texts:
         return labels
 
     def _numberings(self, n_rows: int) -> Indices:
-        """Return the numbering for each shard containing some of the first `n_rows` rows."""
+        """Return the index of the numbering of each shard that contains any of the first `n_rows` rows."""
         parts = [part for part, start in zip(self._parts, self._starts, strict=False) if start < n_rows]
         return np.zeros(len(parts), np.int64) if self._numbered_through else _numberings(parts)
 
 
 def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:
-    """Return a random number for each text, independent of other texts; `seed` comes from `seed_key`."""
+    """Return a random number for each text, independent of the other texts; `seed` comes from `seed_key`."""
     of_number = mixed(number.astype(np.int64).view(np.uint64) ^ seed)
     return mixed(of_number + np.asarray(numbering).astype(np.uint64))
 

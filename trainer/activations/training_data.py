@@ -38,7 +38,7 @@ from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
-# The number of rows in a sample, which takes 300 MB at d_in 2304. OpenAI initialises b_dec from the same number of
+# The number of rows in a sample, which takes 300 MB at d_in = 2304. OpenAI initialises b_dec from the same number of
 # rows.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
@@ -81,7 +81,7 @@ class Clusters(NamedTuple):
 
 
 class HookRows(ABC):
-    """A sample of one hook's training rows, and the hook's held-out rows, never used for training."""
+    """A sample of one hook's training rows, and the hook's held-out rows, which are never used for training."""
 
     # The total number of held-out rows on all ranks, and how they were chosen.
     n_held_out: int
@@ -93,7 +93,7 @@ class HookRows(ABC):
 
     @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
-        """Return an error message for the non-finite row at `index` in this sample."""
+        """Return an error message for the non-finite row at `index` in the sample."""
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
@@ -104,11 +104,11 @@ class HookRows(ABC):
 
     @abstractmethod
     def of_half(self, half: int) -> Indices:
-        """Return the positions of one half's rows among the rows yielded by `held_out`."""
+        """Return the positions of one half's rows among the rows that `held_out` yields."""
 
     @abstractmethod
     def clusters(self) -> Clusters:
-        """Return the clusters of dependent rows among the rows yielded by `held_out`."""
+        """Return the clusters of dependent rows among the rows that `held_out` yields."""
 
     @abstractmethod
     def clusters_of_sample(self, seed: int) -> Clusters:
@@ -124,7 +124,7 @@ class TrainingData(ABC):
     n_texts: int = 0
     # The number of stored training rows, or None for a stream, because its length is unknown.
     n_train: int | None = None
-    # Whether `read` waits for other ranks. If `read` waits, all ranks must call it the same number of times.
+    # Whether `read` waits for other ranks. If so, all ranks must call it the same number of times.
     reads_together: bool = False
     # The ranks with the same tokens, if each of them reads only a part of every batch.
     readers: Group = Group()
@@ -316,8 +316,8 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
     """Label ascending rows by text or, if texts are unknown, by blocks of `BLOCK` neighbours.
 
-    If `first_sizes` is given, all the rows are among the first rows of each set, and later rows do not affect the
-    labels.
+    If `first_sizes` is given, all the rows must be among the first `first_sizes` rows of their sets, and later rows do
+    not affect the labels.
     """
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")
@@ -341,8 +341,8 @@ class StreamData(TrainingData):
     """The rows of a stream, shuffled by a `ShuffleBuffer`; each row is used once for training.
 
     Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
-    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows in a step
-    change too, but no row is used twice.
+    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows in each
+    step change too, but no row is used twice.
 
     If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers. If
     texts are unknown, or if there are only a few long texts, the first rows of each part are held out instead. The

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, Pair, empty_rows, to_device
 
-# The maximum number of batches queued by the host ahead of the GPU.
+# The maximum number of batches by which the host may be ahead of the GPU.
 AHEAD = 2
 
 
 class DeviceEvent(Protocol):
-    """A point in the work queue of a device."""
+    """A point in a device's work queue."""
 
     def synchronize(self) -> None:
         """Block the host until the device has passed this point."""
@@ -70,8 +70,8 @@ class Lane(Protocol):
 class CudaLane:
     """A separate CUDA stream for copies.
 
-    The memory of a batch can only be reused after the GPU has trained on the batch, not as soon as the host has queued
-    the training step. Therefore, the host waits if it is more than `AHEAD` batches ahead of the GPU. If the host ran
+    A batch's memory can only be reused once the GPU has trained on the batch, not as soon as the host has queued the
+    training step. Therefore, the host waits if it is more than `AHEAD` batches ahead of the GPU. If the host ran
     further ahead, every further batch would need new memory.
     """
 

@@ -34,8 +34,8 @@ class NoSpaceError(UserError):
 def fill_folder(folder: Path, last: str) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`; after the `with` block, sync it to disk and rename it to `folder`.
 
-    If `folder` exists, the new files replace files with the same name one by one, with the file `last` at the end;
-    other files are kept. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
+    If `folder` exists, the new files replace files with the same names one by one, ending with the file `last`; other
+    files are kept. Raise `UserError` if writing fails, or if `folder` is a symbolic link.
     """
     try:
         refuse_link(folder)
@@ -103,7 +103,7 @@ def _write_error(folder: Path, error: Exception) -> UserError:
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
-    """Return an error with a message suggesting a remedy; `number` is the errno."""
+    """Return an error with a message that suggests a remedy; `number` is the errno."""
     cure, kind = "free some space on its disk", UserError
     if number in _NO_SPACE:
         kind = NoSpaceError

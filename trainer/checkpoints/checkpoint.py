@@ -53,7 +53,7 @@ BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
-    """Manages the checkpoints of one run: keeps the latest `keep`, in case one is damaged, and the best checkpoint.
+    """Manages one run's checkpoints: keeps the latest `keep`, in case one is damaged, and the best checkpoint.
 
     `d_out` and `origin` describe the data, so that an export needs only the checkpoint. If the SAEs train on several
     hooks, `origins` maps each SAE's label to its origin. `data` returns the record of the shards, which contain
@@ -124,9 +124,9 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Remove checkpoints made obsolete by this save until the disk has enough space for the new checkpoint.
+        """Remove checkpoints that this save makes obsolete until the disk has enough space for the new checkpoint.
 
-        Raise `UserError` if there is too little space even after removing all of these checkpoints.
+        Raise `UserError` if removing all of these checkpoints would not free enough space.
         """
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:
@@ -141,7 +141,7 @@ class Checkpoints:
                 return
 
     def _spare(self, target: Path) -> list[Path]:
-        """Return the checkpoints made obsolete by `target`, oldest first.
+        """Return the checkpoints that `target` makes obsolete, oldest first.
 
         The latest undamaged checkpoint is never included, because the save may still fail.
         """
@@ -190,7 +190,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
+    """Raise `UserError` instead of the errors caused by a checkpoint with intact files but wrong content.
 
     Exceptions of the types in `also` are converted too; the message ends with `remedy`.
     """

@@ -13,7 +13,7 @@ from trainer.contract.paths import open_private, private_folder
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# The number of bytes in each folder for JSON files, the random state and partially filled blocks.
+# The number of extra bytes per folder, for JSON files, the random state and partially filled blocks.
 _OF_FOLDER = 2**16
 
 
@@ -23,7 +23,7 @@ def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
 
 
 class Reserve:
-    """A file reserving disk space for the last checkpoint and the SAEs; it does nothing if `n_bytes` is 0."""
+    """A file that reserves disk space for the last checkpoint and the SAEs; it does nothing if `n_bytes` is 0."""
 
     def __init__(self, file: Path, n_bytes: int) -> None:
         self._file, self._n_bytes = file, n_bytes

@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A request that cannot be carried out, refused before any work starts."""
+    """A request that cannot be carried out and is refused before any work starts."""
 
 
 class BadUsage(UsageError):
@@ -38,7 +38,7 @@ class BadUsage(UsageError):
 class JobFileError(UsageError):
     """An error listing all the reasons why a job cannot run.
 
-    `is_usage` is whether the command line is wrong, by default if all problems are about flags.
+    `is_usage` says whether the command line itself is wrong; by default, it is true if all problems concern flags.
     """
 
     def __init__(self, problems: Iterable[Problem], *, is_usage: bool | None = None) -> None:
@@ -54,13 +54,14 @@ def sentence(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library error, or its class name if it has no text.
+    """Return the first line of a library error's message, or the error's class name if it has no message.
 
-    A first line that ends with a colon is joined with the second.
+    If the first line ends with a colon, the second line is appended to it.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
-    # If a pickle contains more than tensors, torch recommends `weights_only=False`, which would run code from the file.
+    # If a pickle contains more than tensors, torch's message recommends `weights_only=False`, which would run code from
+    # the file, so replace this message.
     return "it is a pickle that contains more than tensors, so it could run code" if "weights_only" in line else line
 
 

@@ -1,8 +1,8 @@
 """Checks whether the trainer's optional packages are installed, and returns the command to install them.
 
-Without these packages, the app still shows GPUs and jobs. The app needs 50 MB of disk space, and the smallest torch
-build needs 1 GB. The trainer uses the packages installed for this Python, or for another Python interpreter if a job
-names one.
+Without these packages, the app still shows GPUs and jobs. They are optional because of their size: the app needs 50 MB
+of disk space, and the smallest torch build needs 1 GB. The trainer uses the packages installed for this Python, or for
+another Python interpreter if a job names one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OtherInterpreter(NamedTuple):
     """The packages installed for another Python interpreter.
 
     `python` is the path of the interpreter. `names` contains the requested packages that are installed there, or is
-    None if unknown. `torch_version` is "" if unknown. `torch_runtime` is the platform for which this Python's torch is
-    built: "cuda", "hip", or "" for neither.
+    None if unknown. `torch_version` is "" if unknown. `torch_runtime` is the platform for which that interpreter's
+    torch is built: "cuda", "hip", or "" for neither.
     """
 
     python: str
@@ -40,7 +40,7 @@ _ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", defaul
 
 
 def elsewhere() -> OtherInterpreter | None:
-    """Return the other Python that jobs are currently checked against, with its packages; None for this Python."""
+    """Return the other Python, with its packages, that jobs are currently checked against; None for this Python."""
     return _ELSEWHERE.get()
 
 
@@ -76,7 +76,7 @@ def install(extra: str) -> str:
 
 
 def _way_of(prefix: Path) -> str:
-    """Return the install command for an environment; pipx and uv create environments without pip."""
+    """Return the install command for an environment; those created by pipx or uv have no pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
     # `uvx` creates temporary environments in its cache.
@@ -85,7 +85,7 @@ def _way_of(prefix: Path) -> str:
 
 
 def missing_of_trainer() -> list[str]:
-    """Return the modules required by the trainer that are not installed."""
+    """Return the modules that the trainer requires but that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 
@@ -98,6 +98,6 @@ def lack_of_trainer() -> str:
 
 
 def refuse_without_trainer() -> None:
-    """Raise `UserError` if a module required by the trainer is missing."""
+    """Raise `UserError` if a module that the trainer requires is missing."""
     if lack := lack_of_trainer():
         raise UserError(lack)

@@ -32,7 +32,7 @@ class Refusal(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether a command line requests JSON, even one that the parser would reject."""
+    """Return whether a command line requests JSON; this also works if the parser would reject the command line."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     return "--json" in own
 

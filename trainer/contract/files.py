@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode, open_below
 
-# The first bytes of a pointer file, stored by git in place of a large file until git-lfs fetches it.
+# The first bytes of a pointer file, which git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this many seconds, so any older temporary file was left by a killed process.
+# No write takes this long, so any older temporary file was left behind by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
@@ -57,7 +57,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
     try:
         clear_cut_off(path.parent, path.name)
         with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
-            # Set the mode afterwards: with `os.open`, the umask would remove permissions that a group needs.
+            # Set the mode here: if it were passed to `os.open`, the umask would remove permissions that a group needs.
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
@@ -74,7 +74,7 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
         _sync_names(path.parent) if (unsynced := _unsynced.get()) is None else unsynced.append(path)
 
 
-# The files written in the body of `synced_together`, or None outside.
+# The files written in the body of `synced_together`, or None outside it.
 _unsynced: ContextVar[list[Path] | None] = ContextVar("_unsynced", default=None)
 # Disks finish writes in groups, so several threads wait little longer than one.
 _SYNC_THREADS = 8
@@ -84,7 +84,7 @@ _SYNC_THREADS = 8
 def synced_together() -> Iterator[None]:
     """Wait for the disk only once, for all files that this thread writes in the body; raise `OSError` on failure.
 
-    Waiting for each of 1,000 files takes 10 s on a busy disk.
+    Waiting for 1,000 files one after the other takes 10 s on a busy disk.
     """
     files: list[Path] = []
     token = _unsynced.set(files)
@@ -120,7 +120,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove temporary files left in a folder by this user's killed processes, or only those for the file `name`."""
+    """Remove temporary files left in a folder by this user's killed processes; with `name`, only that file's."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
@@ -136,7 +136,7 @@ def _is_cut_off(status: os.stat_result) -> bool:
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a file for reading.
 
-    Raise `OSError` for a git-lfs pointer, and for a pipe or device, because reading from it might block forever.
+    Raise `OSError` for a git-lfs pointer, and for a pipe or device, because reading from one might block forever.
     """
     descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -15,8 +15,8 @@ def plain_file(file: Path) -> Path:
 
     All other links are refused because they could lead to any file that this user can read. The blob must be a regular
     file directly in the `blobs` folder of the same `models--*` folder. The blob must belong to this user, to root or,
-    in a shared cache, to the owner of the link. Raise `ValueError` for a refused link and `OSError` if there is no
-    file.
+    in a shared cache, to the owner of the link. Raise `ValueError` for a refused link and `OSError` if the file does
+    not exist.
     """
     if not file.is_symlink():
         file.stat()

@@ -1,4 +1,4 @@
-"""Imports large modules, such as torch, without collecting garbage meanwhile."""
+"""Disables garbage collection while large modules, such as torch, are imported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def without_collection() -> Iterator[None]:
     """Disable garbage collection during imports, which create almost no garbage.
 
-    Otherwise, Python would collect garbage about a hundred times during `import torch` and once more at the exit. Both
-    take a quarter of the 1.7 s of CPU time for a process that imports torch.
+    Otherwise, Python would collect garbage about a hundred times during `import torch` and once more at exit. Together,
+    these collections take a quarter of the 1.7 s of CPU time used by a process that imports torch.
     """
     gc.disable()
     try:

@@ -58,7 +58,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
 
 
 def _without_mark(text: bytes | str) -> bytes | str:
-    """Remove the byte order mark written by Windows editors at the start of a file."""
+    """Remove the byte order mark that Windows editors write at the start of a file."""
     return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 

@@ -13,7 +13,8 @@ from trainer.contract.paths import open_private, private_folder
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file, exclusively or shared, without waiting; return False if another process holds the lock.
 
-    A lock already held by this process is converted. Raise `OSError` if the file system does not support locks.
+    If this process already holds a lock through this descriptor, convert it to the requested type. Raise `OSError` if
+    the file system does not support locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

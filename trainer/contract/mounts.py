@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
-# Local file system types: only this machine can open their files. All other types are treated as network file systems:
-# mistaking one for a local file system could corrupt a store shared by two hosts.
+# Local file system types: only this machine can open their files. All other types are treated as network file systems,
+# because mistaking a network file system for a local one could corrupt a store shared by two hosts.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -36,7 +36,8 @@ class Mount(NamedTuple):
 def network_file_system(path: Path) -> str | None:
     """Return the name of a path's file system, or None if it is known to be local.
 
-    SQLite's WAL needs memory shared by all processes using a store, which is impossible across hosts.
+    A store needs a local file system: SQLite's WAL needs memory shared by all processes that use the store, which is
+    impossible across hosts.
     """
     try:
         mount = mount_of(path)
@@ -48,7 +49,7 @@ def network_file_system(path: Path) -> str | None:
 def mount_of(path: Path) -> Mount:
     """Return the mount for a path; raise `OSError` if the path or the mount table cannot be read.
 
-    The mount is looked up by its id because `stat` returns a different device number on btrfs.
+    The mount is looked up by its id because on btrfs, `stat` returns a different device number from the mount table's.
     """
     number = _number(path)
     for line in MOUNTS.read_text(errors="replace").splitlines():

@@ -32,7 +32,7 @@ class OutputLost(UserError):
 
 
 class SafeParser(argparse.ArgumentParser):
-    """A parser that replaces control characters in its messages; a message may quote other users' file names."""
+    """A parser that replaces control characters in its messages, because these may quote other users' file names."""
 
     def __init__(self, *arguments: Any, is_of_command: bool = False, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -41,7 +41,7 @@ class SafeParser(argparse.ArgumentParser):
         self.color = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an unknown flag of a command here; argparse would leave it to the parser of all commands."""
+        """Refuse a command's unknown flags here; argparse would leave them to the top-level parser."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._is_of_command:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -66,8 +66,8 @@ class SafeParser(argparse.ArgumentParser):
 def run_command(command: Callable[[], int], teller: str = "") -> int:
     """Run a command and return its exit code, even if the command's output cannot be written.
 
-    If standard output or error is closed, the command is not run: its messages would be lost, and the next opened file
-    would get the output's file descriptor. `teller` is the prefix of the error message.
+    If standard output or error is closed, the command is not run: its messages would be lost, and the next file to be
+    opened would get the closed stream's file descriptor. `teller` is the prefix of the error message.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)

@@ -14,7 +14,7 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# The name of a file next to the checkpoints; it reserves disk space for the last checkpoint.
+# The name of a file next to the checkpoints that reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
 # Folders under which links are not followed because other users may create links there. The folders themselves may be
 # links.
@@ -24,7 +24,8 @@ _KEPT: set[str] = set()
 class RunPaths:
     """Paths for a run's files under `root`; methods returning a path do not create it.
 
-    The paths are properties because the queue looks at one or two files of a thousand runs.
+    The paths are properties, so each is computed only when used: the queue looks at only one or two files in each of a
+    thousand runs.
     """
 
     def __init__(self, root: Path) -> None:
@@ -67,7 +68,7 @@ class RunPaths:
 
     @property
     def record_file(self) -> Path:
-        """The job's database row as of its last start; a lost store is restored from these files."""
+        """The file with the job's database row as of its last start; a lost store is restored from these files."""
         return self.root / "record.json"
 
     def free_reserve(self) -> None:
@@ -107,7 +108,7 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def begun_file(self, attempt: int) -> Path:
-        """Return the path of the file that exists from just before an attempt's program is started."""
+        """Return the path of the file that is created just before an attempt's program is started."""
         return self.attempt(attempt) / "begun"
 
     def first_rank(self, attempt: int) -> Path:
@@ -119,7 +120,7 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON Lines file with the progress of a rank 0 running on another host."""
+        """Return the path of the JSON Lines file with the progress of rank 0 if it runs on another host."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
@@ -165,7 +166,7 @@ class DataDir:
 
     @property
     def gpu_db(self) -> Path:
-        """The file with this host's GPU history or, if it does not exist, the `gpu.db` that earlier versions shared."""
+        """This host's GPU history file or, if it is missing, the `gpu.db` that all hosts shared in earlier versions."""
         own, of_all = self.own_gpu_db, self.root / "gpu.db"
         return of_all if of_all.exists() and not own.exists() else own
 
@@ -184,7 +185,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The log for everything written to standard error by libraries while this user's app occupies the terminal."""
+        """The log for everything that libraries write to standard error while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def queue_lock(self, host: str, user: str) -> Path:
@@ -199,7 +200,7 @@ class DataDir:
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """Return the highest job id with files in this folder, even if the store lacks the job; 0 without any files."""
+        """Return the highest job id with files in this folder, even if the store lacks the job; 0 if there are none."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
@@ -284,7 +285,7 @@ def box_file() -> Path | None:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether `chmod 2770` gave a group access to a folder; the setgid bit is not set by accident."""
+    """Return whether `chmod 2770` gave a group access to a folder; the setgid bit shows that this was deliberate."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -338,7 +339,7 @@ def _inside(folder: Path, place: Path) -> str:
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` if the path contains a link under a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent so no folder on the path can be replaced by a link in the meantime.
+    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link meanwhile.
     """
     whole = os.path.abspath(path)
     # Iterate over a copy of `_KEPT` because another thread may add a folder.
@@ -422,7 +423,7 @@ def umask_of(root: Path) -> int:
 
 
 def keep_own_access() -> None:
-    """Clear the owner's bits in the umask so this program can access the files and folders that it creates."""
+    """Clear the owner's bits in the umask, so that this program can access the files and folders that it creates."""
     os.umask(os.umask(0o077) & ~0o700)
 
 

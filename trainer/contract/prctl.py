@@ -15,9 +15,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel send SIGTERM to this process when its parent dies; exit with code 1 if it is already dead.
+    """Have the kernel send SIGTERM to this process when its parent dies; exit with code 1 if it has already died.
 
-    `parent` is the original parent's pid. If the parent has died, the kernel has given this process another parent.
+    `parent` is the original parent's pid. If that parent has died, this process already has a different one.
     """
     _libc.prctl(_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -25,7 +25,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of its orphaned descendants so it can find and terminate them."""
+    """Make this process the parent of its orphaned descendants, so that it can find and terminate them."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -10,21 +10,21 @@ MARK = "�"
 # Characters that are special in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 # Characters that names must not contain: C0 and C1 control characters (which control a terminal), line separators, and
-# marks changing the reading direction.
+# marks that change the reading direction.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Replace every character that could control a terminal or reorder text with a visible mark; keep tabs.
+    """Replace with a visible mark every character that could control a terminal or reorder text; keep tabs.
 
-    All characters classified by Unicode as unprintable are replaced, such as C0 and C1 control characters and
+    All characters that Unicode classifies as unprintable are replaced, such as C0 and C1 control characters and
     right-to-left marks. Line ends are also replaced to keep the text on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
 
 def on_one_line(text: str) -> str:
-    """Apply `printable`, and show line ends as spaces, as in a program given to `python -c`."""
+    """Apply `printable`, and show line ends as spaces, for example in a program given to `python -c`."""
     return printable(" ".join(text.splitlines()))
 
 
@@ -53,7 +53,7 @@ def printable_toml(text: str) -> str:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a string can be encoded as UTF-8; undecodable bytes from a terminal cannot."""
+    """Return whether a string can be encoded as UTF-8; one with undecodable bytes from a terminal cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

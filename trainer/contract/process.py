@@ -15,9 +15,10 @@ import msgspec
 # A pid in the range that system calls accept.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
-# No process has this many ancestors; a parent that exits between two reads could close a circle.
+# No process has this many ancestors; without a limit, a parent that exits between two reads could cause an endless
+# loop.
 _MOST_ANCESTORS = 32
-# The initial PID namespace of Linux, outside all containers (PROC_PID_INIT_INO).
+# The inode number of Linux's initial PID namespace, which is outside all containers (PROC_PID_INIT_INO).
 _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
@@ -62,7 +63,8 @@ class ProcessRef(msgspec.Struct, frozen=True):
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process; return False if it is gone.
 
-        The pidfd is opened before the process is identified, so a different process reusing the pid is never signalled.
+        The pidfd is opened before the process is identified, so a different process that reuses the pid is never
+        signalled.
         """
         try:
             pidfd = os.pidfd_open(self.pid)
@@ -79,14 +81,14 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# Signals requesting a checkpoint and a stop: SIGTERM, and signals sent by schedulers before they kill a job. These are
-# SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second once the CPU time
-# limit is exceeded.
+# Signals that request a checkpoint and a stop: SIGTERM, and the signals that schedulers send before they kill a job.
+# The latter are SIGUSR1 and SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU, which is sent every second
+# once the CPU time limit is exceeded.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
 def take_back_signals() -> None:
-    """Reset inherited signal dispositions and masks because some daemons and containers change these.
+    """Reset inherited signal dispositions and masks because some daemons and containers change them.
 
     If SIGCHLD is ignored, the kernel reaps child processes, and they all seem to exit with code 0. If SIGTERM is
     blocked, ranks cannot be stopped.
@@ -97,12 +99,12 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Return an id of this boot and PID namespace; pids must not be compared if these ids differ."""
+    """Return an id for this boot and PID namespace; pids can be compared only if these ids are equal."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Outside containers, return the plain boot id, like earlier versions, to keep ids in databases valid.
+    # Outside containers, return the plain boot id, as earlier versions did, so that ids in databases stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 

@@ -19,7 +19,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the file descriptor receiving a child process's progress.
+# The environment variable with the number of the file descriptor to which a child process writes its progress.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
@@ -158,7 +158,7 @@ class Progress:
     def close(self) -> None:
         """Stop showing progress."""
         self._over.set()
-        # Wait for the bar to be removed so it does not get mixed up with the next output on the terminal.
+        # Wait until the bar is removed, so that it does not get mixed up with the next output on the terminal.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:
@@ -203,7 +203,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Parse a progress line written by another process; return None if the line is not valid."""
+    """Parse a progress line from another process; return None if the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -233,10 +233,10 @@ class _ProgressLines:
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            # Schedule the next line relative to the current time; otherwise, missed lines would be printed after a
-            # suspension.
+            # Schedule the next line relative to the current time; otherwise, a suspended process would print all missed
+            # lines when it continues.
             self._next_s = elapsed_s + LINE_EVERY_S
-            # Import late: queue processes, which use 20 MiB, import this module, and argparse would take another 1 MiB.
+            # Import late: queue processes, which use 20 MiB, import this module, and argparse would add another 1 MiB.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")

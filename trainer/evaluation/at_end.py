@@ -1,4 +1,4 @@
-"""Writes the report cards of a finished run's SAEs; a failure is reported, but does not fail the run."""
+"""Writes report cards for a finished run's SAEs; a failure is reported, but does not fail the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ N_CONTEXTS = 10
 
 
 class Cards:
-    """Writes the report cards of a finished run; every rank creates a `Cards` object and makes the same calls."""
+    """Writes a finished run's report cards; every rank creates a `Cards` object and makes the same calls."""
 
     def __init__(
         self,
@@ -148,8 +148,8 @@ class Cards:
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.
 
-        Return None if the tokens of the rows are unknown, or if the SAE has too many latents for its training time:
-        comparing each latent with all others takes as long as reading `d_sae` rows.
+        Return None if the rows' tokens are unknown, or if the SAE has too many latents for its training time: comparing
+        each latent with all others takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
         if not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
@@ -158,7 +158,7 @@ class Cards:
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
                 raise StopAsked("a stop was requested")
-            # Use the same scale as in training, like the command `eval`.
+            # Use the same scale as in training, as the `eval` command does.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
         return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
@@ -171,7 +171,7 @@ class Cards:
 
 
 def _twins(folders: Mapping[str, Path]) -> dict[str, tuple[str, str, None]]:
-    """Compare SAEs with their random twins; return the event that reports the result, if there are any."""
+    """Compare SAEs with their random twins; return the event that reports the result, or {}."""
     try:
         cards = write_twins(folders)
     except Exception as error:
@@ -181,7 +181,7 @@ def _twins(folders: Mapping[str, Path]) -> dict[str, tuple[str, str, None]]:
 
 
 def most_rows(tokens: int, world_size: int) -> int:
-    """Return how many rows to measure on, such that measuring takes only a small share of the run's time."""
+    """Return how many rows to measure on so that measuring takes only a small share of the run's time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
 
 

@@ -42,7 +42,7 @@ def write_card(
     """Merge new measurements into the report card next to an SAE's weights, and return the merged report card.
 
     Earlier measurements for the same weights are kept unless they were repeated. `tensors` contains the texts that
-    latents fire on and the tokens that they promote; they are merged in the same way. The previous report card is
+    latents fire on and the tokens that latents promote; these are merged in the same way. The previous report card is
     archived as an older version, unless it equals `replaces`, a report card written by the same evaluation. Only one
     process writes at a time, and each file is written atomically. A README.md not written by `eval` is kept. Raise
     `UserError` if the disk fails or the weights have changed.
@@ -107,7 +107,7 @@ def rows_part(timed: Callable[..., Part], figures: Figures, data: EvaluationData
 
 
 def with_latents(card: Card, folder: Path) -> Card:
-    """Return the report card with a sample of latents and the families, if the folder has a valid features file."""
+    """Add a sample of latents and the family counts to a report card if the folder has a valid features file."""
     with contextlib.suppress(UserError):
         features = Features(folder / FEATURES)
         return msgspec.structs.replace(card, latents=sample_latents(features), families=Counter(features.families))

@@ -61,15 +61,15 @@ def evaluate(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure the SAEs of a run, of a checkpoint or in a folder on rows of `data`.
+    """Measure the SAEs in a run or a checkpoint on the run's own data, or the SAEs in a folder on the rows of `data`.
 
-    For a transcoder in a folder, `targets` are its targets; `given` overrides settings in the folder's files. Return a
-    dict for each SAE with its report card (`card`), the text of the card (`lines`), and the folder that the card was
-    written to (`written_to`). A job file may request a language model's own Python code; this code runs only if
-    `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such measurement
-    for the same weights. With `is_probed`, the SAEs of a run are probed on `n_sets` (by default 12) sets of texts read
-    by `model`. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has
-    exported the SAE. Raise `UserError` if a file cannot be read.
+    `targets` contains the targets for a transcoder in a folder; `given` overrides settings in the folder's files.
+    Return a dict for each SAE with its report card (`card`), the report card's text (`lines`), and the folder that the
+    report card was written to (`written_to`). A job file may request a language model's own Python code; this code runs
+    only if `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such
+    measurement for the same weights. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12) sets of
+    texts that `model` reads. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if
+    the run has exported the SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
@@ -100,7 +100,7 @@ def evaluate(
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
         raise UsageError(f"--data: {message}")
     if data:
-        # If the folder contains no SAE, `in_folder` raises an error naming the missing files.
+        # If the folder contains no SAE, `in_folder` raises an error that names the missing files.
         in_folder(path)
     if model not in (None, "auto"):
         refuse_code(to_table(load_as(ExtractJob, model)), allows=allows_code)
@@ -146,7 +146,7 @@ class _Measured(NamedTuple):
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
-    """Write an exported SAE's report card after each part; a stop then loses only the current part."""
+    """Write an exported SAE's report card after each part, so that a stop loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:

@@ -34,10 +34,10 @@ from trainer.training.learner import Learner
 # The number of tokens in a context before and after the token on which a latent fires most strongly.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools. The number is a multiple of 32 and 64 because these tools show 32
-# or 64 tokens at a time.
+# The number of tokens in a context for other tools. It is a multiple of 32 and 64 because these tools show 32 or 64
+# tokens at a time.
 CACHE_CONTEXT = 256
-# The maximum number of rows to read, from the first shards.
+# The maximum number of rows to read, starting with the first shard.
 MOST_ROWS = 2**18
 N_BINS = 16
 N_NEAREST = 5
@@ -45,7 +45,7 @@ _AT_ONCE = 1024
 
 
 class TokenRows(NamedTuple):
-    """Rows x [n, d_in] in text order, with the token, position and document of each row."""
+    """Rows x [n, d_in] in text order, with each row's token, position and document."""
 
     x: Tensor
     origin: RowOrigin
@@ -88,7 +88,7 @@ def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
 
 
 class Contexts:
-    """Collects the contexts in which each latent fires most strongly, text by text and at most one per document.
+    """Collects the contexts in which each latent fires most strongly, text by text, with at most one per document.
 
     `n_contexts` is the number of contexts to keep for each latent.
     """
@@ -96,7 +96,7 @@ class Contexts:
     def __init__(self, d_sae: int, n_contexts: int) -> None:
         self._d_sae, self._n_contexts = d_sae, n_contexts
         none = torch.zeros(0, dtype=torch.int32)
-        # For each activation: its latent, its value, and the token and the position of its row.
+        # For each activation: its latent, its value, and its row's token and position.
         self._entries = [(none, torch.zeros(0), none, none)]
         self._best, self._token_ids, self._acts = _no_contexts(d_sae, 0)
         self.n_rows = 0
@@ -121,10 +121,10 @@ class Contexts:
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return the tensors read by `trainer.contract.runs.features`.
+        """Return the tensors that `trainer.contract.runs.features` reads.
 
-        `tokens` contains the bytes of each token, in order of token id. `moved` is the result of
-        `spliced.moved_tokens`, if known.
+        `tokens` contains each token's bytes, in token id order. `moved` is the result of `spliced.moved_tokens`, if
+        known.
         """
         all_ids = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         of_texts = _texts(torch.cat([ids.flatten() for ids in all_ids]), tokens)
@@ -156,9 +156,9 @@ class Contexts:
 
 
 def most_common_share(latents: Tensor, kinds: Tensor, d_sae: int) -> Tensor:
-    """Return the share of each latent's activations that have its most common kind [d_sae]; 0 if it never fires.
+    """Return the fraction of each latent's activations that are of its most common kind, [d_sae]; 0 if it never fires.
 
-    `latents` [n] and `kinds` [n], which are not negative, are the latent and the kind of each activation.
+    `latents` [n] and `kinds` [n] contain each activation's latent and kind; kinds are not negative.
     """
     if not len(latents):
         return torch.zeros(d_sae)
@@ -243,7 +243,7 @@ def _windows(origin: RowOrigin, entries: ActivationEntries, which: Tensor) -> tu
     at = (here + offsets).clamp(0, n_rows - 1)
     apart = origin.positions[at] - origin.positions[here]
     # Positions have small gaps where rows were left out. If a position decreases, or increases by more than such a gap,
-    # another piece of text starts.
+    # another piece of text has started.
     follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
     is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
     ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
@@ -293,7 +293,7 @@ def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[st
 
 
 def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
-    """Yield the id and bytes of each token with stored bytes."""
+    """Yield the id and bytes of each token whose bytes are stored."""
     if "text_ids" in tensors:
         text, begin = bytes(tensors["text"].tolist()), 0
         for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):
@@ -303,7 +303,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the n latents [d_sae, n] with the decoder directions most similar to each latent's, and the cosines."""
+    """For each latent, return the n latents with the most similar decoder directions [d_sae, n], and the cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []
@@ -332,7 +332,7 @@ def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
 
 
 def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
-    """Return an index mapping each token in the ascending `text_ids` to the latents that have it in a context."""
+    """Return an index mapping each token in the ascending `text_ids` to the latents with contexts that contain it."""
     d_sae = len(token_ids)
     known = token_ids != NO_TOKEN
     latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
@@ -343,7 +343,7 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
 
 
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
-    """Return a function to find where a learner's latents fire in the data, or None if the data has no tokens."""
+    """Return a function that finds where a learner's latents fire in the data, or None if the data has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
@@ -360,8 +360,8 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
     """Split the first texts of a folder into contexts, and find where latents fire in these texts.
 
-    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the scale
-    of the raw data.
+    An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the raw
+    data's scale.
     """
     tokens, rows, latents, activations, n_rows = [], [], [], [], 0
     for text in texts_of(path):

@@ -74,12 +74,12 @@ def cards_in(
 
 
 def saes_in(path: Path) -> list[Path]:
-    """Return the folder itself if it contains an SAE, otherwise the subfolders containing one, as in a sweep."""
+    """Return the folder itself if it contains an SAE, otherwise the subfolders that contain one, as in a sweep."""
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
 def _job_on(data: str, targets: str | None) -> JobConfig:
-    """Return a job with all rows in a folder as its data."""
+    """Return a job whose data is all the rows in a folder."""
     stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:

@@ -64,18 +64,18 @@ from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, le
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
-# For each type of device, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to
-# 2 minutes.
+# For each device type, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to 2
+# minutes.
 ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
     """The lazy evaluation of an SAE, and the `folder` for its report card.
 
-    `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured by then.
-    `features(n)` returns the tensors read by `trainer.contract.runs.features`, and the parts measured to get these
+    `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
+    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts measured to get these
     tensors. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if
-    the tokens of the data are unknown.
+    the data's tokens are unknown.
     """
 
     folder: Path
@@ -137,10 +137,10 @@ def evaluations_of(
 
 
 class _Hooks:
-    """Provides what all SAEs for a hook share: the language model, dense probes, and rows with their tokens.
+    """Provides what all SAEs at a hook share: the language model, dense probes, and rows with their tokens.
 
-    These objects are created on first use. The SAEs for a hook are evaluated consecutively, so only the latest model
-    and probes stay in memory.
+    These objects are created on first use. The SAEs at a hook are evaluated consecutively, so only the latest model and
+    probes stay in memory.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _PartTimer:
             yield _with(card, PROBES, part, probing=probing)
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return tensors with the latents' texts and, if there is a model, promoted tokens, and the measured parts."""
+        """Return tensors with the latents' texts (and promoted tokens, if there is a model), and the measured parts."""
         learner, path = self._learner, self._hooks.texts(self._learner.hook)
         if path is None or not path.is_dir():
             return {}, {}

@@ -13,7 +13,7 @@ from trainer.contract.settings.toml import read_own_text, read_plain_text
 
 
 def evaluated_job(file: Path, *, allows_code: bool = False) -> JobConfig:
-    """Return the job of a run, with its precision set to fp32.
+    """Return a run's job, with its precision set to fp32.
 
     Raise `UserError` if the job runs a model's own code without permission, or if other users can write its file.
     """

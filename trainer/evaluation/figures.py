@@ -24,7 +24,7 @@ from trainer.contract.runs.report_card import (
 )
 from trainer.saes.sparse_acts import Acts
 
-# Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstruction of the targets.
+# Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstructed targets.
 Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # The maximum number of decoder directions to compare with all others.
@@ -110,7 +110,7 @@ def measure(
     scales: Tensor | None = None,
     at_smaller_k: Mapping[int, Reconstruct] = MappingProxyType({}),
 ) -> Figures:
-    """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
+    """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
@@ -193,7 +193,7 @@ def _fvu(error: Tensor, spread: Tensor) -> float:
 
 
 def by_label(labels: Indices, values: Tensor) -> Tensor:
-    """Return the sum of the values [n] for each label, float64 [n_labels], in the order of the labels."""
+    """Return the sum of the values [n] for each label, float64 [n_labels], in label order."""
     _, indices = torch.from_numpy(labels).unique(return_inverse=True)
     sums = torch.zeros(int(indices.max()) + 1 if len(indices) else 0, dtype=torch.float64)
     return sums.index_add(0, indices, values.double().cpu())
@@ -211,7 +211,7 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
 def histogram(density: Tensor) -> list[int]:
     """Return the number of latents in each bin of log10 density; the first bin also includes all lower densities.
 
-    `density` is [d_sae]. Latents that never fire are not included. The upper limit of the last bin is 0.
+    `density` is [d_sae]. Latents that never fire are not counted. The upper limit of the last bin is 0.
     """
     fire = density[density > 0].double().log10()
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
@@ -220,7 +220,7 @@ def histogram(density: Tensor) -> list[int]:
 
 
 def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
-    """Return the mean over latents, at most `MOST_COMPARED`, of the largest decoder cosine with any other latent."""
+    """Return the largest decoder cosine with any other latent, averaged over at most `MOST_COMPARED` latents."""
     directions = normalize(w_dec.float(), dim=1)
     if len(directions) < 2:
         return math.nan

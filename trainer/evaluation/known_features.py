@@ -19,19 +19,20 @@ from trainer.activations.synthetic import Synthetic
 from trainer.contract.runs.report_card import KnownFeatures
 from trainer.saes.sparse_acts import Acts
 
-# The number of rows, which no run has been trained on: a feature that fires on one row in a thousand fires on 8.
+# The number of rows to measure on, none of which any run has been trained on. A feature that fires on one row in a
+# thousand fires on 8 of them.
 N_ROWS = 8192
 _AT_ONCE = 1024
-# The largest number of activations held at once.
+# The largest number of activations to hold in memory at once.
 _MOST_VALUES = 2**24
-# The largest number of latents or features that are matched one to one. Matching 4,096 takes 1 s, and the time grows
-# with the third power.
+# The largest number of latents or features to match one to one. Matching 4,096 of them takes 1 s, and the time grows
+# cubically.
 MOST_MATCHED = 4096
 
 
 @torch.no_grad()
 def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Acts]) -> KnownFeatures | None:
-    """Return how well latents with decoder directions `w_dec` [d_sae, d] detect known features, or None without any.
+    """Return how well latents with decoder rows `w_dec` [d_sae, d] detect known features, or None if there are none.
 
     `acts_of` returns the activations of rows [n, d_in].
     """
@@ -65,7 +66,7 @@ def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Ac
 
 
 def _nearest(w_dec: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the nearest feature of each latent [d_sae], and all absolute cosines if there are few enough to match."""
+    """Return each latent's nearest feature [d_sae], and all absolute cosines if there are few enough to match."""
     own, known = normalize(w_dec.float(), dim=1), normalize(features, dim=1)
     if max(len(own), len(known)) <= MOST_MATCHED:
         cosines = (own @ known.T).abs()
@@ -74,7 +75,10 @@ def _nearest(w_dec: Tensor, features: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _matched(cosines: Tensor | None) -> float | None:
-    """Return the mean cosine under the best one-to-one matching; None without scipy, cosines or finite weights."""
+    """Return the mean cosine under the best one-to-one matching.
+
+    Return None if scipy is not installed, if there are no cosines, or if the weights are not finite.
+    """
     if cosines is None or not bool(cosines.isfinite().all()):
         return None
     try:

@@ -23,7 +23,7 @@ _TABLES = "data/cleaned_data"
 _ENDING = ".csv.zst"
 # The maximum number of texts per class, taken from the beginning of a table.
 PER_CLASS = 192
-# With fewer texts, the validation set for selecting the penalty would have only a dozen texts.
+# With fewer texts, the validation set for selecting the penalty would contain only a dozen texts.
 _FEWEST_PER_CLASS = 64
 # Data sets of short texts on a wide range of subjects, with labels that a human reader would agree with.
 DEFAULTS = (

@@ -80,7 +80,7 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
 
 
 def _one_thread() -> Any:
-    """Limit BLAS to one thread: fitting so few rows takes five times as long with two threads."""
+    """Limit BLAS to one thread, because fitting a small data set takes five times as long with two threads."""
     from threadpoolctl import threadpool_limits
 
     return threadpool_limits(1, "blas")
@@ -109,7 +109,7 @@ def by_difference(acts: Any, labels: Ints) -> Ints:
     """Return the latents ordered by the absolute difference between their class means, largest first.
 
     `acts` is a sparse matrix [n, d_sae]. A latent's difference is divided by the mean of its nonzero activations,
-    because the scale of a latent has no meaning.
+    because a latent's scale is arbitrary.
     """
     size = np.asarray(abs(acts).sum(0)).ravel() / (acts.getnnz(axis=0) + 1e-6)
     means = [np.asarray(acts[labels == label].mean(0)).ravel() for label in (0, 1)]

@@ -131,7 +131,7 @@ class EvaluationRows:
     def grouped(self, error: Tensor, spread: Tensor, *others: Tensor) -> Grouped:
         """For each text or block of neighbouring rows, sum the errors, spreads and `others` [n] from the last pass.
 
-        Store the sums as `sums`, to compare SAEs measured on the same rows.
+        Store the sums in `sums`, so that SAEs measured on the same rows can be compared.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
         # Renumber the labels from 0 before hashing, so that the hash does not depend on text numbers.
@@ -157,7 +157,7 @@ class EvaluationRows:
         of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
         heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
         if scales is not None and self.sums is not None:
-            # FVUs at different scales cannot be compared, so the identity of the rows includes the scales.
+            # FVUs at different scales cannot be compared, so the rows' identity includes the scales.
             at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
             self.sums = msgspec.structs.replace(self.sums, rows=f"{self.sums.rows} {at_scales}")
         return EvaluationData(

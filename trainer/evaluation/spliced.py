@@ -45,7 +45,7 @@ _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 # The number of promoted and of suppressed tokens to keep.
 N_MOVED = 10
-# The maximum number of fp32 logits for decoder directions in memory at the same time.
+# The maximum number of fp32 logits for decoder directions to hold in memory at once.
 _LOGITS_AT_ONCE = 2**25
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
@@ -58,7 +58,7 @@ class LossSums:
     """Cross-entropy and KL divergence, summed over the counted tokens."""
 
     def __init__(self) -> None:
-        # For each batch: the text number and the value of each counted token.
+        # For each batch: each counted token's text number and value.
         self._ce, self._kl = [_NOTHING], [_NOTHING]
         self._n_ce = self._n_kl = 0
 
@@ -98,7 +98,7 @@ def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sum of the values for each text, [n_texts], in the order of the text numbers."""
+    """Return the sum of each text's values, [n_texts], in text number order."""
     documents, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return by_label(documents.numpy(), values)
 
@@ -120,7 +120,8 @@ class ReadContexts(NamedTuple):
 class PatchedSums:
     """Sums over one selection of rows: for the unchanged model, for each change, and for the rows themselves.
 
-    `known` contains sums for changes measured with another SAE on the same text; these are not remeasured.
+    `known` contains sums for changes already measured with another SAE on the same text; these changes are not
+    remeasured.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class PatchedSums:
 class SplicedModel:
     """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
-    New rows are computed from the rows at `hook`. The new rows replace the rows at `hook_out` if given, otherwise the
+    New rows are computed from the rows at `hook`. They replace the rows at `hook_out` if it is given, otherwise the
     rows at `hook`. If the model does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is
     set, sets `has_loss` to False.
     """
@@ -180,7 +181,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # Maps a token count to the text, and to the ablation sums for both selections of rows.
+        # Results cached by token count: the text, and the ablation sums for both selections of rows.
         self._texts: dict[int, tuple[list[ContextBatch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, LossSums], dict[str, LossSums]]] = {}
         try:
@@ -206,8 +207,8 @@ class SplicedModel:
         """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows, as in SAELens.
 
         `reconstruct` takes rows [n, d_in] in fp32 and their targets. `mean` [d_out] is the mean of the targets; it must
-        be the same in each call. The default of `n_tokens` is `MODEL_TOKENS` for the device. Ablations are measured
-        only in the first call, so later calls take three passes instead of six. Raise `UserError` if no rows remain.
+        be the same in each call. `n_tokens` defaults to `MODEL_TOKENS` for the device. Ablations are measured only in
+        the first call, so later calls need three passes instead of six. Raise `UserError` if no rows remain.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
@@ -280,9 +281,9 @@ class SplicedModel:
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[list[ContextBatch], bool]:
-        """Return batches with about `n_tokens` tokens in total, and whether the extraction has not read their text.
+        """Return batches with about `n_tokens` tokens in total, and whether their text is new to the extraction.
 
-        The batches come from the text after the extracted part or, if no text is left, from its beginning.
+        The batches come from the text after the extracted part or, if no text is left, from the beginning of the text.
         """
         output = self._job.extract.output
         state = read_json(Path(output) / STATE, ExtractionState) if output else None
@@ -362,11 +363,11 @@ def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     """Return the tokens that each decoder direction promotes and suppresses most (the logit lens), and their logits.
 
     The logit lens is from nostalgebraist 2020, "interpreting GPT: the logit lens". As in SAEDashboard and Neuronpedia,
-    the logit lens is applied to decoder directions: W_dec @ W_U. Here, W_U includes the weight of the model's final
-    norm, like `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
+    it is applied to decoder directions: W_dec @ W_U. Here, W_U includes the weight of the model's final norm, like
+    `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
 
-    `trainer.contract.runs.features` reads tensors with the same names. `w_dec` [d_sae, d_model] contains the
-    directions, and `w_u` [d_model, n_ids] maps them to logits.
+    `trainer.contract.runs.features` reads the tensors by these names. `w_dec` [d_sae, d_model] contains the directions,
+    and `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_MOVED, w_u.shape[1]), max(1, _LOGITS_AT_ONCE // w_u.shape[1])
     up, down = [], []

@@ -1,4 +1,4 @@
-"""Measures how many latents of an SAE are found again with other seeds.
+"""Measures how many of an SAE's latents are found again with other seeds.
 
 The cosines compare decoder directions, as in Paulo and Belrose (2025), "Sparse autoencoders trained on the same data
 learn different features". PW-MCC is the mean cosine under the best one-to-one matching, as in Song et al. (2025),
@@ -26,17 +26,16 @@ from trainer.contract.store.twins import without_twins
 from trainer.evaluation.card import write_card
 from trainer.evaluation.exported import ExportedSae, read_exported
 
-# The number of latents compared at once with all latents of another SAE.
+# The number of latents to compare at a time with all latents of another SAE.
 _AT_ONCE = 2048
-# The largest number of latents that are compared. On a CPU, comparing two SAEs with 16,384 latents takes 2 s.
+# The largest number of latents to compare. On a CPU, comparing two SAEs with 16,384 latents takes 2 s.
 MOST_LATENTS = {"cuda": 2**17, "cpu": 2**14}
-# The largest number of latents that are matched one to one. The matching takes 1 s for 4,096 latents, and its time
-# grows with the third power.
+# The largest number of latents to match one to one. Matching 4,096 latents takes 1 s, and the time grows cubically.
 MOST_MATCHED = 4096
 
 
 class _Found(NamedTuple):
-    """For one SAE: per latent, the sum over the others of the largest cosines, and the matched cosines."""
+    """One SAE's results: each latent's largest cosine, summed over the other SAEs, and the matched cosine with each."""
 
     decoder: Tensor
     encoder: Tensor
@@ -48,9 +47,9 @@ def write_stability(
 ) -> tuple[dict[str, Card], str]:
     """Add the stability to the report cards of SAEs that differ only in the seed.
 
-    `folders` maps the label of each SAE to its folder. Return the report cards, and why others have no stability, or
-    "". Random twins, SAEs without a report card and SAEs with weights that are not finite are left out, and so are SAEs
-    with more than `most` latents, by default `MOST_LATENTS`.
+    `folders` maps each SAE's label to its folder. Return the updated report cards, and the reason why other SAEs have
+    no stability, or "". Random twins, SAEs without a report card and SAEs with non-finite weights are left out, as are
+    SAEs with more than `most` latents (by default, `MOST_LATENTS`).
     """
     done, wide = {}, 0
     most = MOST_LATENTS[device.type] if most is None else min(most, MOST_LATENTS[device.type])
@@ -102,9 +101,9 @@ def _write(folder: Path, card: Card, others: tuple[str, ...], found: _Found) -> 
 
 @torch.no_grad()
 def nearest(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest cosine of each direction with any direction of the other SAE, for both SAEs.
+    """For both SAEs, return each direction's largest cosine with any direction of the other SAE.
 
-    `own` and `other` are directions [d_sae, d]. The cosine with a direction of zeros is 0.
+    `own` and `other` are directions [d_sae, d]. The cosine with a zero direction is 0.
     """
     mine, theirs = normalize(own.float(), dim=1), normalize(other.float(), dim=1)
     of_own, of_other = [], torch.full((len(theirs),), -1.0, device=theirs.device)
@@ -119,7 +118,7 @@ def nearest(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def matched_cosine(own: Tensor, other: Tensor) -> float | None:
     """Return the mean cosine of the directions under the best one-to-one matching.
 
-    Return None without scipy, or with more than `MOST_MATCHED` latents.
+    Return None if scipy is not installed, or if there are more than `MOST_MATCHED` latents.
     """
     if len(own) > MOST_MATCHED:
         return None

@@ -1,4 +1,4 @@
-"""Adds the figures of random twins to the report cards of the SAEs trained next to them."""
+"""Adds random twins' figures to the report cards of the SAEs trained next to them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.evaluation.card import write_card
 
 
 def write_twins(folders: Mapping[str, Path]) -> dict[str, Card]:
-    """Add the figures of random twins to report cards; return the changed report cards.
+    """Add random twins' figures to report cards; return the changed report cards.
 
-    `folders` maps the label of each SAE to its folder. SAEs or twins without a report card are left out.
+    `folders` maps each SAE's label to its folder. SAEs or twins without a report card are left out.
     """
     done = {}
     for label, folder in folders.items():

@@ -22,7 +22,7 @@ _HUGE = "it creates a huge number or string"
 
 
 def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
-    """Return the token ids of a chat; raise `UserError` if its template is missing, fails or takes too long."""
+    """Return a chat's token ids; raise `UserError` if the chat template is missing, fails or takes too long."""
     if tokenizer.chat_template is None:
         raise UserError("text.column: contains chats, but the model's tokenizer has no chat template")
     _bound_templates()
@@ -57,7 +57,7 @@ def _bound_templates() -> None:
 
         @staticmethod
         def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-            # Skip the filtered value and the context argument passed to some filters by Jinja.
+            # Skip the filtered value, and the context argument that Jinja passes to some filters.
             n_before = 1 + hasattr(function, "jinja_pass_arg")
 
             @functools.wraps(function)

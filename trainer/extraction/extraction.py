@@ -49,10 +49,10 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: each hook's folder, the number of rows, and the numbers of excluded rows by reason.
+    """The result of an extraction: each hook's folder, the row count, and the number of rows excluded for each reason.
 
-    `tokens_per_s` is the mean rate since this process started. After a finished extraction, the rate in the result of
-    rank 0 includes the tokens of all ranks.
+    `tokens_per_s` is the mean rate since this process started. Once the extraction has finished, rank 0's rate includes
+    the tokens of all ranks.
     """
 
     state: str
@@ -63,7 +63,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, its number, the indices of the tokens with kept rows, and the origins of those rows."""
+    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of these rows."""
 
     number: int
     batch: ContextBatch
@@ -72,7 +72,7 @@ class BatchToRead(NamedTuple):
 
 
 class RowsInTransfer(NamedTuple):
-    """A batch; its rows [n, d_in] and norms [n] at each hook are being copied from the device to the host."""
+    """A batch whose rows [n, d_in] and norms [n] at each hook are being copied from the device to the host."""
 
     asked: BatchToRead
     rows: list[HostCopy]
@@ -98,7 +98,7 @@ class KeptRows(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """The shards, one per hook, that are being written, and the progress to save once they are written."""
+    """The shards being written, one per hook, and the progress to save once they are written."""
 
     shards: ShardsBegun
     batch: int
@@ -210,14 +210,14 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` if the dtype of the stored rows differs from the dtype on the current device."""
+        """Raise `UsageError` if the stored rows have a different dtype from the rows on the current device."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} contain {self._state.dtype}, but this device computes in {dtype}"
             raise UsageError(f"extract.output: {was}; continue on the device that made them, or choose another folder")
 
     def _read(self) -> bool:
-        """Read until this process has all its rows or runs out of text; return False if it must stop earlier."""
+        """Read until this process has all its rows or runs out of text; return False if it has to stop earlier."""
         with contextlib.closing(ReadAhead(self._batches())) as batches:
             for coming in self._coming(batches):
                 self._read_batch(coming)
@@ -249,7 +249,7 @@ class Extraction:
         return RowsInTransfer(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
 
     def _read_batch(self, coming: RowsInTransfer) -> None:
-        """Keep the rows of a batch needed for this process's own share, then rows that other processes lack."""
+        """Keep the rows of a batch that this process needs for its own share, then rows that other processes lack."""
         number, kept = coming.asked.number, coming.asked.kept
         if self._writing and self._writing.shards.is_done:
             self._note_written()
@@ -308,7 +308,7 @@ class Extraction:
         return fits
 
     def _first_norms(self) -> list[Tensor]:
-        """Return the norms in the first batch of the entire text; all processes then set the same limits."""
+        """Return the norms in the first batch of the entire text, so that all processes set the same limits."""
         for batch in self._all_batches():
             indices = kept_positions(batch, self.model.tokenizer.special, self._job.extract).indices
             if len(indices):
@@ -395,7 +395,7 @@ class Extraction:
         """Wait for the other processes; rank 0 also writes the metadata."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
-        # Measure the rate before the steps below, such as hashing the model, because they read no tokens.
+        # Measure the rate before the steps below, such as hashing the model, because they take time but read no tokens.
         rate = self._rate()
         if self._peers.rank:
             return result_of(self._job, self._state, "finished", rate)
@@ -434,6 +434,6 @@ def _norms(rows: list[Tensor]) -> list[Tensor]:
 
 
 def result_of(job: ExtractJob, state: ExtractionState, word: str, rate: float | None = None) -> ExtractionResult:
-    """Return the result of an extraction from its state."""
+    """Return an extraction's result from its state."""
     outputs = {hook: str(job.folder(hook)) for hook in job.model.hooks}
     return ExtractionResult(word, outputs, state.n_stored, state.left_out, rate)

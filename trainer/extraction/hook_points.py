@@ -1,4 +1,4 @@
-"""Finds the module of each hook, and reads or replaces its input or output."""
+"""Finds each hook's module, and reads or replaces the module's input or output."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _branch(block: nn.Module, site: str) -> str | None:
     """Return the block-relative path of the module whose input or output is the site, or None if none exists.
 
     `attn_out` and `mlp_out` are the tensors added to the residual stream. If the block applies a norm before this
-    addition, they are the outputs of the norm.
+    addition, they are the norm's outputs.
     """
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
@@ -109,8 +109,8 @@ def name_of(model: nn.Module, blocks: BlockList, hook: Hook) -> str:
 def output_paths(model: nn.Module, points: Sequence[HookPoint], read: Callable[[], object]) -> list[str | None]:
     """Return, for each point, the path of a module whose output is the tensor at that point, or None if none exists.
 
-    `read` must run the model. `read` is called only if a point is the input of a module, to find the module that
-    produces this input.
+    `read` must run the model. It is called only if a point is a module's input, to find the module that produces that
+    input.
     """
     paths: list[str | None] = [None if point.of_input else point.path for point in points]
     inputs = [number for number, point in enumerate(points) if point.of_input]

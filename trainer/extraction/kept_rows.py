@@ -1,4 +1,4 @@
-"""Selects the tokens with rows to keep; excludes special tokens and the first tokens of each document."""
+"""Selects the tokens whose rows are kept; excludes special tokens and the first tokens of each document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.extraction.packing import PADDING, ContextBatch
 
 
 class KeptPositions(NamedTuple):
-    """The indices, int64 [n], of the kept tokens in the flattened batch, and the excluded token counts."""
+    """The kept tokens' indices in the flattened batch, int64 [n], and the counts of excluded tokens by kind."""
 
     indices: Tensor
     n_special: int
@@ -21,7 +21,7 @@ class KeptPositions(NamedTuple):
 
 
 def kept_positions(batch: ContextBatch, special_ids: Sequence[int], settings: Extract) -> KeptPositions:
-    """Select the tokens of a batch according to the settings `skip_first` and `keep_special`."""
+    """Select a batch's tokens according to the settings `skip_first` and `keep_special`."""
     ids, positions = (torch.from_numpy(one).flatten() for one in batch[:2])
     is_token = positions != PADDING
     special = is_token & torch.isin(ids, torch.tensor(special_ids, dtype=torch.int64))

@@ -45,20 +45,20 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The largest allowed relative difference between the rows of a document in a packed context and the rows of the same
-# document in its own context. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015
-# after 30 blocks.
+# The largest allowed relative difference between a document's rows in a packed context and the same document's rows in
+# a context of its own. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015 after 30
+# blocks.
 _ROUNDING = 0.05
-# The largest allowed relative change in a document's rows if only the other document in its context changes. Both
+# The largest allowed relative change in a document's rows when only the other document in its context changes. Both
 # forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens determine which
 # rows share a matrix multiplication.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
 # two contexts because some kernels separate documents only if the batch has a single context.
 _CUTS, _PROBE = (12, 8), 24
-# Name patterns of tokenizer files.
+# Patterns for the names of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
-# Held while the gguf package is changed.
+# Held while the gguf package is patched.
 _gguf_lock = threading.Lock()
 # Exceptions raised by models that need inputs other than token ids or do not accept restarting positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
@@ -69,7 +69,7 @@ class NoLoss(UserError):
 
 
 class _AllHooksRead(Exception):
-    """Raised to end a forward pass early, once the rows of all hooks have been read."""
+    """Raised to end a forward pass early, once all hooks' rows have been read."""
 
 
 class LanguageModel:
@@ -87,7 +87,7 @@ class LanguageModel:
         self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
-        # The TransformerLens names of the hooks.
+        # The hooks' TransformerLens names.
         self.names = [name_of(model, self._blocks, hook) for hook in job.hooks]
         self._is_whole = whole
         if whole:
@@ -116,7 +116,7 @@ class LanguageModel:
 
     @functools.cached_property
     def modules(self) -> list[str | None]:
-        """The path, within an `AutoModelForCausalLM`, of the module outputting each hook's rows, or None."""
+        """The path, within an `AutoModelForCausalLM`, of the module that outputs each hook's rows, or None."""
         paths = output_paths(self._model, self.points, self._read_a_little)
         prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
         return [path and prefix + path for path in paths]
@@ -165,7 +165,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def unembedding(self) -> Tensor | None:
-        """Return the matrix [d_model, n_ids] mapping a direction at the last block's output to logits.
+        """Return the matrix [d_model, n_ids] that maps a direction at the last block's output to logits.
 
         Return None if there is more than one norm between the last block and the unembedding. Only a `whole` model has
         an unembedding; see `unembedding.folded`.
@@ -222,7 +222,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:
-        """Return whether the rows of a document are independent of the other documents in its context.
+        """Return whether a document's rows are independent of the other documents in its context.
 
         Raise `UserError` if the model cannot read even a single document.
         """
@@ -258,7 +258,7 @@ def _change(rows: Tensor, others: Tensor) -> float:
 
 
 def _prefix_of(model: Any) -> str:
-    """Return the name of the attribute containing the base model in a model with an unembedding."""
+    """Return the name of the attribute that contains the base model in a model with an unembedding."""
     import transformers
 
     kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
@@ -335,7 +335,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
             config = transformers.AutoConfig.from_pretrained(name, **common)
             dtype = _dtype(settings, device, config)
-            # With a configuration, transformers need not parse a GGUF file again.
+            # Given a configuration, transformers does not parse the GGUF file again.
             known = {"config": config} if extra else {}
             # The progress bar for decoding a GGUF file ignores `disable_progress_bar`.
             quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
@@ -355,14 +355,14 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
 def _fast_gguf() -> Iterator[None]:
     """Make transformers parse a GGUF file once instead of four times.
 
-    Also make the table of an architecture's tensor names once instead of once per module, and collect no garbage, as
-    the header of a file consists of millions of objects. For a model with 135 M parameters, all this more than halves
-    the loading time of 24 s.
+    Also build the table of an architecture's tensor names once instead of once per module, and turn off garbage
+    collection, because a file's header consists of millions of objects. Together, these changes more than halve the
+    loading time of a model with 135 M parameters, which was 24 s.
     """
     import gguf
 
     class Reader(gguf.GGUFReader):
-        """Reads a file as an array, whose slices take a third of the time of a memmap's, and shows the progress."""
+        """Reads a file as a plain array, which takes a third as long to slice as a memmap, and shows progress."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             changes: dict[str, Callable[[Any], Any]] = {"data": np.asarray, "tensors": _Tracked}
@@ -394,7 +394,7 @@ class _Tracked(list[Any]):
 
 
 def _lack_of_tokenizer(folder: Path) -> str:
-    """Return a message if a model's folder has no tokenizer file, else ""."""
+    """Return a message if a model's folder has no tokenizer file, otherwise ""."""
     if not folder.is_dir() or any(file for one in _OF_TOKENIZER for file in folder.glob(one)):
         return ""
     return f"{folder} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"

@@ -1,4 +1,4 @@
-"""Builds the `meta.json` for stored activations, including hashes identifying the model and the tokenizer."""
+"""Builds the `meta.json` for stored activations, including hashes that identify the model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.extraction.packing import Tokenizer
 from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
-# The maximum model size, in bytes, for hashing files completely, which takes a second or two. For larger models, only
-# pieces of each file are hashed.
+# The maximum model size, in bytes, for which files are hashed completely; this takes a second or two. For larger
+# models, only pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
 # Patterns for weight files; the first pattern that matches any file is used, as in transformers.
@@ -45,7 +45,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
-        # With longrope or dynamic NTK, a context above this length changes the position embeddings of its entire batch.
+        # With longrope or dynamic NTK, a context longer than this changes the position embeddings of its entire batch.
         **({"rows_depend_on_batch_above": model.window_before} if model.window_before else {}),
         "dataset_path": job.text.path or job.text.dataset,
         "dataset_subset": job.text.subset,
@@ -86,15 +86,15 @@ def facts_of_hook(
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 of everything determining token ids: vocabulary, merges, rules and chat template."""
+    """Return a SHA-256 hash of everything that determines token ids: vocabulary, merges, rules and chat template."""
     return hashlib.sha256(json.dumps(tokenizer.rules(), sort_keys=True).encode()).hexdigest()
 
 
 def weights_facts(path: str) -> dict[str, Any]:
     """Return a hash for each file of a local model, or {} for a hub model, which is identified by its revision.
 
-    `weights_sha256` contains the hashes of complete files. Models above `WHOLE_BYTES` have `weights_sample_sha256`
-    instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.
+    `weights_sha256` contains the hashes of complete files. Models larger than `WHOLE_BYTES` have
+    `weights_sample_sha256` instead: for each file, a hash of its size and of 64 evenly spaced pieces of 64 KiB.
     """
     files = _files(Path(path))
     if not files:

@@ -17,12 +17,12 @@ from trainer.contract.settings.declare import show
 # tokenizer_config.json has 180 bytes per added token, or 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "generation_config.json")
-# The maximum numbers of blocks and experts. Blocks and most experts are separate modules. Building millions of modules
-# would take hours and exhaust memory. The largest known models have 200 blocks and 512 experts. Doge has 16,384
-# experts, but each expert is only a row of an embedding.
+# The maximum numbers of blocks and experts. Blocks and most experts are separate modules, and building millions of
+# modules would take hours and exhaust memory. The largest known models have 200 blocks and 512 experts. Doge has 16,384
+# experts, but each expert is only one row of an embedding.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
 _WEIGHTS = "model.safetensors"
-# Matches the names of settings counting blocks or experts, such as n_layer, num_hidden_layers, depths and
+# Matches the names of settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and
 # num_local_experts, but not block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
 
@@ -51,7 +51,7 @@ def _files_in(index: Path) -> set[str]:
 
 
 def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
-    """Raise `UserError` if a configuration has too many modules, or requires code from the hub that is not allowed."""
+    """Raise `UserError` if a configuration asks for too many modules, or for code from the hub that is not allowed."""
     n_weights = _n_weights(folder)
     for name, value in _facts(config):
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)

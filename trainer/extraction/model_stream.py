@@ -146,7 +146,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """The hooks for all inputs, followed by the hooks for all targets of transcoders."""
+        """The hooks of all inputs, followed by the hooks of all targets if there are transcoders."""
         ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -219,7 +219,7 @@ class _BatchReader(NamedTuple):
         return _StreamRows(HostCopy(x), None if y is x else HostCopy(y))
 
     def rows_on_cpu(self, batch: ContextBatch) -> Pair:
-        """Run the model on a batch, in the thread of the model's device, and return the rows on the CPU.
+        """Run the model on a batch, in the thread for the model's device, and return the rows on the CPU.
 
         If the device runs out of memory, raise a `UserError` that does not suggest a smaller SAE or training batch,
         because neither would help.

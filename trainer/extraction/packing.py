@@ -17,12 +17,12 @@ from trainer.extraction.token_bytes import token_bytes
 Ids = NDArray[np.int64]
 # The padding value in `positions` and `documents`.
 PADDING = -1
-# The number of documents in one tokenizer call. The tokenizer distributes them over the CPU cores.
+# The number of documents per tokenizer call. The tokenizer distributes them over the CPU cores.
 _AT_ONCE = 64
 
 
 class Tokens(NamedTuple):
-    """The tokens of a document, and the special tokens to put before and after each piece of the document."""
+    """A document's tokens, and the special tokens to put before and after each of its pieces."""
 
     ids: list[int]
     before: list[int]
@@ -30,10 +30,10 @@ class Tokens(NamedTuple):
 
 
 class ContextBatch(NamedTuple):
-    """A batch of contexts, as arrays of int64 [n_contexts, n_tokens].
+    """A batch of contexts, as int64 arrays [n_contexts, n_tokens].
 
-    `positions` restarts at 0 in each piece of a document, and `documents` contains document numbers. `positions` and
-    `documents` have the value `PADDING` at padding tokens.
+    `positions` restarts at 0 in each piece of a document, and `documents` contains document numbers. At padding tokens,
+    both contain `PADDING`.
     """
 
     ids: Ids
@@ -47,7 +47,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Prevent warnings about documents longer than the model's maximum, which are split later.
+        # Prevent warnings about documents that exceed the model's maximum length; they are split later.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
@@ -65,7 +65,7 @@ class Tokenizer:
             raise UserError(f"text.context: must be above {n}, since {around}")
 
     def tokens(self, documents: Iterable[Document]) -> Iterator[Tokens]:
-        """Yield the tokens of each document; raise `UserError` for a chat if the tokenizer has no chat template."""
+        """Yield each document's tokens; raise `UserError` for a chat if the tokenizer has no chat template."""
         remaining = iter(documents)
         while some := [self._whole(one) for one in itertools.islice(remaining, _AT_ONCE)]:
             texts = iter(self._encode([one for one in some if isinstance(one, str)], special=False))
@@ -87,11 +87,11 @@ class Tokenizer:
         return whole
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each token, in token id order, including the leading space of a word."""
+        """Return each token's bytes, in token id order, including a word's leading space."""
         return token_bytes(self._tokenizer)
 
     def rules(self) -> list[Any]:
-        """Return everything determining token ids, as JSON-compatible values."""
+        """Return everything that determines token ids, as JSON-compatible values."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]

@@ -1,7 +1,7 @@
-"""Exchanges counts between the processes of an extraction through files.
+"""Exchanges counts between an extraction's processes through files.
 
-Each process reads its own contexts. The processes synchronise only at the start and at the end, hours apart, and
-network connections between processes are not designed to stay idle for that long.
+Each process reads its own contexts. The processes synchronise only at the start and at the end, which are hours apart.
+They use files because network connections between processes are not designed to stay idle for that long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class Alone:
-    """A single process extracting all rows; it calls `advance(n)` with the current number of kept rows."""
+    """A single process that extracts all rows; it calls `advance(n)` with the current number of kept rows."""
 
     rank, size = 0, 1
 
@@ -39,11 +39,11 @@ class Alone:
         return self._stop.is_set()
 
     def begin(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare` in rank 0; all ranks return once the call is complete."""
+        """Call `prepare` on rank 0; all ranks return once the call is complete."""
         prepare()
 
     def kept(self, n: int) -> None:
-        """Report the number of rows kept by this rank."""
+        """Report the number of rows that this rank has kept."""
         self._advance(n)
 
     def extra(self, lacking: int) -> int:

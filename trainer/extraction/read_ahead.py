@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-# An item, or the exception ending the iteration.
+# An item, or the exception that ended the iteration.
 _Item = tuple[T | None, BaseException | None]
 # The number of items to prepare in advance. Each item is a batch of tokens, a few hundred kilobytes in size. The
 # tokenizer processes 64 documents at a time, and the model should not have to wait for the next 64 documents.
@@ -16,7 +16,7 @@ AHEAD = 8
 
 
 class ReadAhead(Generic[T]):
-    """Iterates over items prepared by a thread up to `AHEAD` items in advance.
+    """Iterates over items that a thread prepares up to `AHEAD` items in advance.
 
     An error in the thread is raised after all earlier items have been returned. The thread exits after the last item,
     on `close`, or when this object is deleted. The thread is a daemon, so it does not keep the process alive.

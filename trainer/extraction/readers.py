@@ -11,14 +11,14 @@ from concurrent.futures import Future
 from trainer.activations.base import Pair
 from trainer.extraction.packing import ContextBatch
 
-# The number of batches read in advance by each device: one in progress and one finished.
+# The number of batches that each device reads ahead: one in progress and one finished.
 AHEAD = 2
 Read = Callable[[ContextBatch], Pair]
 _Tasks = queue.SimpleQueue[tuple[ContextBatch, Future[Pair]] | None]
 
 
 class Readers:
-    """Reads batch i of a text with function i mod n of `reads`, and returns the rows in text order.
+    """Reads batch i of a text with `reads[i % len(reads)]`, and returns the rows in text order.
 
     Each function runs in its own thread and reads at most `AHEAD` batches in advance. The rows do not depend on which
     function reads a batch. Batches are created in the caller's thread. The threads exit at the end of the text, on an

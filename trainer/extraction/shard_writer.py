@@ -1,7 +1,7 @@
 """Shuffles blocks of rows and writes each block as a shard, in the same order for every hook.
 
-Threads process the bytes of the rows while the model runs, without holding Python's GIL. Each row is copied once when
-it arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
+Threads process the rows' bytes while the model runs, without holding Python's GIL. Each row is copied once when it
+arrives and once into its shuffled position. Each piece of a shard is written, hashed and summed in parallel.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainer.contract.settings.shards import TENSOR
 Raw = NDArray[np.uint8]
 # The number of shard bytes to shuffle, hash, sum and write at a time.
 _PIECE_BYTES = 2**22
-# The number of rows to sum at a time, small enough to fit into a core's cache as float64. With 4096 rows, which do not
-# fit into the cache, the summation took half of the extraction time spent outside the model.
+# The number of rows to sum at a time, small enough to fit in a core's cache as float64. With 4096 rows, which do not
+# fit in the cache, summing took half of the extraction time spent outside the model.
 _ROWS_AT_ONCE = 256
-# The largest number of values converted by torch in the calling thread; for more values, torch starts threads.
+# The largest number of values that torch converts in the calling thread; for more values, it starts threads.
 _NUMBERS_ALONE = 2**15 - 1
 # The size of a row's token id, position and document number, in bytes.
 _BYTES_BESIDE = 12
@@ -67,7 +67,7 @@ class DimensionSums(msgspec.Struct):
 
 
 class ShardFile(msgspec.Struct, frozen=True):
-    """A finished shard: its name, number of rows and SHA-256."""
+    """A finished shard: its name, row count and SHA-256."""
 
     name: str
     n_tokens: int
@@ -75,7 +75,7 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class Block:
-    """Rows from each hook for one shard, in order of arrival."""
+    """The rows at each hook for one shard, in order of arrival."""
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
@@ -88,12 +88,12 @@ class Block:
         return len(self.memory[0]) - self.n
 
     def origin(self) -> RowOrigin:
-        """Return the origins of all rows."""
+        """Return all rows' origins."""
         return RowOrigin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
 
 
 class ShardsBegun:
-    """The shards being written, one per hook."""
+    """The shards that are being written, one per hook."""
 
     def __init__(self, writing: list[Future[tuple[ShardFile, DimensionSums]]], free: Callable[[], object]) -> None:
         self._writing, self._free = writing, free
@@ -127,9 +127,9 @@ class ShardBuffer:
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
     def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
-        """Add the rows [n, d_in] for the same tokens at each hook; the caller must not modify the tensors afterwards.
+        """Add the rows [n, d_in] of the same tokens at each hook; the caller must not modify the tensors afterwards.
 
-        If indices `chosen` [n] are given, add only the rows at these indices. `origin` has one entry per added row.
+        If `chosen` [n] is given, add only the rows at these indices. `origin` has one entry per added row.
         """
         done, n = 0, len(origin.token_ids)
         raws = [_raw(one) for one in rows] if n else []
@@ -222,8 +222,8 @@ def _pieces(raw: Raw, order: NDArray[np.int64]) -> Iterator[Raw]:
 def order_of_shard(seed: int, name: str, n: int) -> Tensor:
     """Return the order [n] in which a shard stores its rows: stored row i is row `order[i]` in text order.
 
-    The order depends on the seed and on the shard's name, which contains the shard's number and, if there are several
-    processes, the process's number.
+    The order depends on the seed and the shard's name, which contains the shard number and, if there are several
+    processes, the process number.
     """
     numbers = [int(one) for one in re.findall("[0-9]+", name)]
     return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))
@@ -232,7 +232,7 @@ def order_of_shard(seed: int, name: str, n: int) -> Tensor:
 def _write(
     file: Path, like: dict[str, Tensor], pieces: Iterator[Raw], sums: RunningSums, workers: ThreadPoolExecutor
 ) -> ShardFile:
-    """Write a safetensors file atomically and sync it to disk; return its name, number of rows and SHA-256.
+    """Write a safetensors file atomically and sync it to disk; return its name, row count and SHA-256.
 
     The file contains the tensors of `like`, except that the activations come from `pieces`.
     """
@@ -266,7 +266,7 @@ def _write(
 def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
     """Return the names of the tensors in file order, and the header of a file with `n` rows of each tensor.
 
-    The names and the header are derived from the file written by safetensors for one row.
+    The names and the header are derived from the file that safetensors writes for one row.
     """
     small = save({name: one[:1].contiguous() for name, one in like.items()})
     table = json.loads(small[8 : 8 + int.from_bytes(small[:8], "little")])
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, as a single `write` may be incomplete, and hash the bytes if a digest is given."""
+    """Write all bytes, calling `write` again if it was incomplete, and hash the bytes if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)
@@ -290,7 +290,7 @@ def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
 
 
 class RunningSums:
-    """Float64 sums over rows arriving in pieces."""
+    """Float64 sums over rows that arrive in pieces."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         self._dtype = dtype

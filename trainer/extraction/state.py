@@ -21,12 +21,12 @@ SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
 
 
 class ExtractionState(msgspec.Struct):
-    """The progress of an extraction, saved after each shard; if there are several processes, each saves its own.
+    """An extraction's progress, saved after each shard; if there are several processes, each saves its own.
 
     The extraction continues with batch number `batch`, whose first `offset` rows are stored. `left_out` is the number
     of rows before this batch that were excluded for each reason. `limits` contains the largest allowed norm at each
-    hook, and `dtype` is the dtype of the rows. `lacking` is the number of rows missing from a process's share because
-    its text has ended.
+    hook, and `dtype` is the rows' dtype. `lacking` is the number of rows missing from a process's share because it has
+    run out of text.
     """
 
     job: dict[str, Any]
@@ -74,7 +74,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> ExtractionState:
 
 
 def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
-    """Return the folder for a process's progress; a single process uses the output folder."""
+    """Return the folder in which a process saves its progress; a single process uses the output folder."""
     output = Path(job.extract.output)
     return output if n_ranks == 1 else output / PARTS / str(rank)
 
@@ -86,7 +86,7 @@ def part_state(job: ExtractJob, rank: int, n_ranks: int) -> ExtractionState:
 
 
 def write_state(folder: Path, state: ExtractionState) -> None:
-    """Save the progress of an extraction; raise `UserError` if it cannot be written."""
+    """Save an extraction's progress; raise `UserError` if it cannot be written."""
     try:
         write_json(folder / STATE, state)
     except OSError as error:
@@ -104,7 +104,7 @@ def merged(parts: list[ExtractionState]) -> ExtractionState:
         job=parts[0].job,
         dtype=next((part.dtype for part in parts if part.dtype), ""),
         limits=next((part.limits for part in parts if part.limits), []),
-        # The index of the batch in which a single process would read the last context read by any process.
+        # The index of the batch in which a single process would read the last context that any process has read.
         batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
         offset=0,
         left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},
@@ -137,7 +137,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
 
 
 def _refuse_other_users(job: ExtractJob) -> None:
-    """Raise `UsageError` if a hook's folder contains unknown shards: readers would mix them with the new shards."""
+    """Raise `UsageError` if a hook's folder contains unknown shards, as readers would mix them with the new shards."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} contains other shards; choose another folder or delete them"

@@ -15,28 +15,28 @@ from trainer.contract.files import open_plain
 from trainer.contract.settings.declare import show
 from trainer.contract.settings.language import TEXT_SUFFIXES, TextSettings, lack_of_text
 
-# A text, the messages of a chat, or token ids.
+# A text, a chat's messages, or token ids.
 Document = str | list[dict[str, Any]] | list[int]
-# The columns tried by the setting "auto", in this order.
+# The columns that the setting "auto" tries, in this order.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
 # The column with the attention mask for token ids; the mask is 0 for padding.
 MASK = "attention_mask"
 # Maps ShareGPT's speaker names to the roles of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant"}
 # The size, in bytes, after which a text file is split at the next line end. Each piece is a separate document, so the
-# file need not fit into memory.
+# file does not have to fit in memory.
 _LONGEST = 2**20
 # The maximum row size, in bytes or characters. Longer rows are rejected, because a tokenizer needs memory for several
 # copies of a row.
 _LONGEST_ROW = 16 * 2**20
-# The maximum JSON file size, in bytes. JSON files are loaded into memory completely.
+# The maximum JSON file size, in bytes. The entire file is loaded into memory.
 _LARGEST_JSON = 256 * 2**20
 # The number of Parquet or Arrow rows to read at a time. Rows of at most `_BYTES_AT_ONCE` bytes in total are converted
 # to Python objects in one call. Larger rows are converted one at a time, because decoding a dictionary column can
 # multiply its size by the row count.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
-# The maximum size in memory of one column of a row group, in bytes and as a multiple of the stored bytes. The larger
-# limit applies. Without a limit, a few stored bytes could expand to billions of equal numbers.
+# Two limits on the in-memory size of one column of a row group: in bytes, and as a multiple of the stored bytes. The
+# larger one applies. Without a limit, a few stored bytes could expand to billions of equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; split it into several lines"
 
@@ -156,7 +156,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
-    """Raise `UserError` if numbers in the given columns (in all if None) need far more memory than disk space."""
+    """Raise `UserError` if numbers in the given columns (all columns if None) need far more memory than disk space."""
     columns = [group.column(place) for place in range(group.num_columns)]
     if names is not None:
         columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
@@ -204,7 +204,7 @@ def _as_bytes(kind: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value with bytes decoded to text, including nested bytes."""
+    """Return a value in which all bytes, including nested ones, are decoded to text."""
     if isinstance(value, dict):
         return {name: _decoded(one) for name, one in value.items()}
     if isinstance(value, list):

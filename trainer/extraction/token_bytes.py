@@ -1,4 +1,4 @@
-"""Finds the bytes of each token; a token may be only part of a character, which is not valid text."""
+"""Finds the bytes of each token; a token may be only part of a character and thus not be valid text."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import msgspec
 
 from trainer.contract.json_file import read_json, write_json
 
-# The name of the file containing the bytes of each token, in token id order.
+# The name of the file that contains each token's bytes, in token id order.
 TOKENS = "tokens.json"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
 
 class Base64(msgspec.Struct):
-    """Bytes that are not valid UTF-8, in a form that JSON can store."""
+    """Bytes that are not valid UTF-8, stored as base64 in JSON."""
 
     base64: bytes
 
 
 def write_tokens(folder: Path, tokens: Sequence[bytes]) -> None:
-    """Write the text of each token, or its bytes if they are not UTF-8; raise `OSError` if writing fails."""
+    """Write each token's text, or its bytes if they are not UTF-8; raise `OSError` if writing fails."""
     write_json(folder / TOKENS, [_stored(one) for one in tokens])
 
 
 def read_tokens(folder: Path) -> list[bytes]:
-    """Return the bytes of each token, in token id order, or an empty list if the file is missing or invalid."""
+    """Return each token's bytes, in token id order, or an empty list if the file is missing or invalid."""
     stored = read_json(folder / TOKENS, list[str | Base64]) or []
     return [one.encode() if isinstance(one, str) else one.base64 for one in stored]
 
@@ -43,7 +43,7 @@ def _stored(token: bytes) -> str | Base64:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token, in token id order, including the leading space of a word.
+    """Return each token's bytes, in token id order, including a word's leading space.
 
     The tokenizer's decoder defines how to convert a vocabulary entry to bytes. If the decoder has unsupported steps,
     each token is decoded separately.
@@ -64,7 +64,7 @@ def _state(decoder: Any) -> dict[str, Any]:
 
 
 def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a decoder, including the nested steps of sequences."""
+    """Yield a decoder's steps, including the steps nested in sequences."""
     if decoder.get("type") == "Sequence":
         for one in decoder["decoders"]:
             yield from _steps(one)
@@ -73,7 +73,7 @@ def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
-    """Return whether all steps are supported: each converts single tokens, or only strips the ends of a text."""
+    """Return whether all steps are supported: each converts individual tokens, or only strips the ends of a text."""
     kinds = [step.get("type") for step in steps]
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     of_ends = all(at > fused for at, kind in enumerate(kinds) if kind == "Strip")
@@ -82,7 +82,7 @@ def _are_known(steps: Sequence[dict[str, Any]]) -> bool:
 
 
 def _bytes_of(name: str, steps: Sequence[dict[str, Any]]) -> bytes:
-    """Return the bytes of a token, given its vocabulary entry."""
+    """Return a token's bytes, given its vocabulary entry."""
     for step in steps:
         match step["type"]:
             case "ByteLevel":
@@ -108,7 +108,7 @@ _BYTES = _byte_characters()
 
 
 def _decoded_alone(tokenizer: Any, numbers: list[int], names: list[str]) -> Iterator[str]:
-    """Decode each token separately, and yield its text with the leading space dropped by the decoder."""
+    """Decode each token separately, and yield its text; restore the leading space that the decoder drops."""
     texts = tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"

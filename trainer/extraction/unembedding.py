@@ -78,8 +78,8 @@ def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, T
 def folded(ending: Unembedding) -> Tensor:
     """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
 
-    The result includes the norm's weight and its subtraction of the mean, if any, like `fold_ln` in TransformerLens.
-    The result does not include the division by the row's magnitude, which is undefined for a direction.
+    Like `fold_ln` in TransformerLens, the result includes the norm's weight and its mean subtraction, if any. It does
+    not include the division by the row's magnitude, which is undefined for a direction.
     """
     w_u = ending.weight.detach().float().T
     if ending.norm is None:
@@ -90,7 +90,7 @@ def folded(ending: Unembedding) -> Tensor:
 
 
 def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
-    """Return the weight [d] of a norm, and whether the norm subtracts the mean.
+    """Return a norm's weight [d], and whether the norm subtracts the mean.
 
     The norm is probed, because norm classes name their parameters differently. A norm scales a row of mean 0,
     multiplies it by the weight and adds the bias. The bias cancels in the difference between the outputs for a row and

@@ -108,9 +108,9 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
     """Return the duration of each phase in a profile, in ms: kernel time if there are kernels, otherwise host time.
 
-    A kernel belongs to the phase in which it was launched, on whichever thread: autograd launches backward kernels from
-    a separate thread. A kernel carries the id of the CUDA or HIP call that launched it, even if PyTorch did not make
-    the call.
+    A kernel belongs to the phase in which it was launched, regardless of the thread, because autograd launches backward
+    kernels from a separate thread. A kernel carries the id of the CUDA or HIP call that launched it, even if PyTorch
+    did not make the call.
     """
     events = list(profiled)
     of_host = [event for event in events if event.device_type == DeviceType.CPU]
@@ -141,7 +141,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the mean duration of each phase over `n_steps` steps, in ms."""
     steps.take_plainly()
-    # Unlike `torch.profiler.profile`, this avoids the two seconds needed to load torch's compiler.
+    # `torch.profiler.profile` would also load torch's compiler, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)
@@ -193,7 +193,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
 
 def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
-    """Measure `n_steps` steps and return the results shown by `bench`; every rank runs the same steps."""
+    """Measure `n_steps` steps and return the results that `bench` shows; every rank runs the same steps."""
     device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
     time_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
@@ -228,7 +228,7 @@ def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, pa
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """Return the number of bytes sent by this rank, or None if one of its groups does not count bytes."""
+    """Return the number of bytes that this rank has sent, or None if one of its groups does not count bytes."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 

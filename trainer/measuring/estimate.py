@@ -23,7 +23,7 @@ from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.device_choice import refuse_bad
 from trainer.ranks.devices import Device, gpus_here
 
-# If there are at least this many runnable processes per core, a job takes noticeably longer.
+# The number of runnable processes per core from which a job takes noticeably longer.
 _BUSY = 1.5
 
 
@@ -116,7 +116,7 @@ def estimate_training(job: JobConfig) -> Estimate:
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:
-    """Return a sentence on how much a load average slows a job down, or None if the load is too low to matter."""
+    """Return a sentence about how much a load average slows a job down, or None if the load is too low to matter."""
     times = load / n_cores
     if times < _BUSY:
         return None

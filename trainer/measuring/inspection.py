@@ -31,7 +31,7 @@ from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 SAMPLE_ROWS = 65_536
 # With a larger gamma, the learnt features lose precision if the mean is not subtracted.
 LARGE_GAMMA = 3.0
-# The largest fraction of repeated rows that can be explained by short texts.
+# The largest fraction of repeated rows that short texts can explain.
 MANY_DUPLICATES = 0.01
 # If a larger fraction of the values is subnormal, the values are too small for their dtype.
 MANY_SUBNORMAL = 0.5
@@ -54,9 +54,9 @@ class Inspection(msgspec.Struct, frozen=True):
     `gamma` is ‖mean‖/‖std‖ and `scale` is ‖std‖, both over finite rows that are not outliers. `outliers` is the number
     of rows with more than `data.max_norm` times the median norm. `duplicates` does not include zero rows.
     `heavy_dimensions` are a few dimensions that together account for more than half of the variance; `heavy_share` is
-    their fraction of the variance. `subnormal` is the fraction of fp16 values too small for full precision. By default,
-    a training run holds out `n_held_out` rows with the method `hold_out`, from `n_texts` texts if their number is
-    known. `copies` is the fraction of checked held-out rows that are also training rows.
+    the fraction of the variance in these dimensions. `subnormal` is the fraction of fp16 values too small for full
+    precision. By default, a training run holds out `n_held_out` rows with the method `hold_out`, from `n_texts` texts
+    if the number of texts is known. `copies` is the fraction of checked held-out rows that are also training rows.
     """
 
     n_tokens: int
@@ -145,7 +145,7 @@ def table(facts: Inspection) -> str:
 
 
 def _findings(facts: Inspection, times: float) -> Iterator[InspectionFinding]:
-    """Yield the findings about the data, except notes on the shards."""
+    """Yield the findings about the data, except the notes on its shards."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     are_all_the_same = facts.constant_dimensions == facts.d_in
     if facts.not_finite:
@@ -212,7 +212,7 @@ def _duplicates(rows: Tensor) -> int:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Return each row's norm in float64; squares of large values would overflow in fp32."""
+    """Return each row's norm, computed in float64 because squares of large values would overflow in fp32."""
     parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(_ROWS_AT_ONCE)]
     return torch.cat(parts)
 

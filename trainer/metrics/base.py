@@ -24,10 +24,10 @@ class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
     `y` (the target) and `x_hat`, both [n_tokens, d_out], cover this rank's tokens. `acts` and `dead` (bool [d_sae])
-    cover this rank's latents, and `acts` covers the tokens from all ranks sharing latents. `y_mean` [d_out] is fixed
+    cover this rank's latents, and `acts` covers the tokens from all ranks that share latents. `y_mean` [d_out] is fixed
     for the run. Values that the forward pass has already computed are passed in: `mse` is Σ‖y − x_hat‖², `counts` is
     the number of tokens on which each latent is active, float [d_sae], and `sums` contains the sums over errors and
-    targets. Values needed by several metrics are cached properties.
+    targets. Values that several metrics need are cached properties.
     """
 
     y: Tensor
@@ -69,7 +69,7 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity logged for each interval, computed from sums over ranks and over all batches or only the last batch.
+    """A quantity logged for each interval, computed from sums over all ranks, and over all batches or only the last.
 
     `of_batch` must not read device values on the host, because that would stall the step.
     """
@@ -85,12 +85,12 @@ class Metric(ABC):
         """
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """Combine the sums, float64 [n], from ranks sharing latents, to cover all latents and tokens."""
+        """Combine the sums, float64 [n], from ranks that share latents, so that they cover all latents and tokens."""
         return sum_of(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """Return the value of the metric, given the sums [n] over all ranks."""
+        """Return the metric's value, given the sums [n] over all ranks."""
 
 
 def per_token(total: float, n_tokens: float) -> float:

@@ -18,7 +18,7 @@ from trainer.runtime.triton_kernels import METRIC_SUMS
 class Interval:
     """Accumulates all registered metrics, or only `entries`, and the named loss terms, averaged over tokens.
 
-    On a GPU, an operation on a few numbers takes as long as on many, so all sums share one vector.
+    On a GPU, an operation on a few numbers takes as long as one on many, so all sums share one vector.
     """
 
     def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
@@ -60,7 +60,7 @@ class Interval:
         return wholes | {"terms": sum_of(of_terms, latents.group)}
 
     def lasting(self) -> list[Tensor]:
-        """Return the tensors containing the sums; they are never replaced after the first batch."""
+        """Return the tensors that contain the sums; these tensors are never replaced after the first batch."""
         return [*([] if self._total is None else [self._total]), *(one for of in self._last.values() for one in of)]
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Rate:
 
 
 # The minimum fraction of an interval that is reported as busy. The interval and the waiting times are measured
-# separately, so their difference can be 0 although the rank was busy.
+# separately, so their difference can be 0 even though the rank was busy.
 LEAST_BUSY = 0.01
 
 
@@ -85,7 +85,7 @@ class Pace:
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
         own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks sharing latents or training different SAEs process the same tokens.
+        # Ranks that share latents or train different SAEs process the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
@@ -101,7 +101,7 @@ class Pace:
         }
 
     def _more_foreign(self, device: torch.device) -> int:
-        """Return the growth of GPU memory outside this process's allocator since the first interval, in bytes."""
+        """Return the growth in GPU memory used outside this process's allocator since the first interval, in bytes."""
         now = foreign_bytes(device)
         self._foreign_at_first = now if self._foreign_at_first is None else self._foreign_at_first
         return max(0, now - self._foreign_at_first)
@@ -124,7 +124,7 @@ STREAM_REMEDY = (
 
 
 class DataWait:
-    """Detects when all ranks are waiting for data; a rank waiting longer than the others is a straggler instead."""
+    """Detects when all ranks are waiting for data; a rank that waits longer than the others is a straggler instead."""
 
     def __init__(self) -> None:
         self._lasts_s = 0.0
@@ -161,7 +161,7 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> dict[str, int]:
-    """Return the current and peak number of bytes reserved by the allocator.
+    """Return the current and peak number of bytes that the allocator has reserved.
 
     torch's usual functions, such as `memory_reserved`, sort a hundred statistics on every call.
     """

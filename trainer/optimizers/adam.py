@@ -43,7 +43,7 @@ class Adam(torch.optim.Adam, Optimizer):
         return has_complex
 
     def adopted(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the moments of a matrix: if `train.state` is "auto", their dtype depends on the device."""
+        """Convert a matrix's moments, since their dtype depends on the device if `train.state` is "auto"."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(self._codec)
         if dtype is None or parameter.dim() < 2:
             return state
@@ -61,7 +61,7 @@ class Adam(torch.optim.Adam, Optimizer):
         _FUSED_STEP(self, closure)
 
     def _step_matrices(self) -> None:
-        """Update the matrices (their moments are not in fp32)."""
+        """Update the matrices, whose moments are not in fp32."""
         for group, parameter, grad in self.with_gradient():
             if parameter.dim() > 1:
                 betas, axis = betas_of(group), self.latent_axes.get(parameter)

@@ -40,7 +40,7 @@ class LatentAxis(NamedTuple):
 
 
 class TiedParameter(NamedTuple):
-    """A parameter that adds `share` times the transposed update of another parameter to its own update."""
+    """A parameter that adds `share` times another parameter's transposed update to its own update."""
 
     parameter: nn.Parameter
     share: float
@@ -85,7 +85,7 @@ class RowStep(ABC):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, for checkpoints to store.
+    """A torch optimizer that keeps its entire state as tensors in `state[parameter]`, so that checkpoints can store it.
 
     `found_inf` (0-dim float on the device) is set before `step`. If `found_inf` is 1, the step has no effect, so the
     host does not have to know whether all gradients were finite. The step divides gradients by `grad_scale` (0-dim
@@ -95,17 +95,18 @@ class Optimizer(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    # Matrices whose rows are scaled to unit norm by the caller of `step` after every step.
+    # Matrices whose rows the caller of `step` scales to unit norm after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
     # The latent axis of each parameter that has one.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # The follower of each leading parameter. The `by_rows` step updates followers; without such a step, the caller of
-    # `step` does.
+    # The follower of each leading parameter. The `by_rows` step updates the followers; without such a step, the caller
+    # of `step` updates them.
     followers: Mapping[nn.Parameter, TiedParameter] = MappingProxyType({})
     # If True, the learning rate is not decayed at the end of training.
     is_schedule_free = False
 
-    # In torch 2.6 to 2.13, wrappers of these methods import the compiler, which takes two seconds on every rank.
+    # In torch 2.6 to 2.13, the wrappers around these methods import the compiler, which takes two seconds on every
+    # rank.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)

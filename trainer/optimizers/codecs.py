@@ -1,11 +1,11 @@
 """Stores Adam's moments in fewer bits than fp32: in bf16, or in 8 bits with one scale per block of weights.
 
-The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128.
-Rounding to nearest would therefore never let the second moment decrease. Dithered rounding, like stochastic rounding,
-rounds up with a frequency proportional to the remainder, so it preserves the mean. The dither is not random: it comes
-from a sequence covering its range evenly over the steps, so ranks and resumed runs agree. In 500-step runs, shorter
-than the second moment's time constant, dithering makes no difference: in bf16, held-out FVU was 0.0923 with dithering
-and 0.0925 without.
+The second moment decreases by at most 0.1 % per step (β2 = 0.999), but adjacent bf16 numbers differ by up to 1/128 of
+their value. Rounding to nearest would therefore never let the second moment decrease. Dithered rounding, like
+stochastic rounding, rounds up with a frequency proportional to the remainder, so it preserves the mean. The dither is
+not random: it comes from a sequence that covers its range evenly over the steps, so ranks and resumed runs agree. In
+500-step runs, which are shorter than the second moment's time constant, dithering makes no difference: in bf16,
+held-out FVU was 0.0923 with dithering and 0.0925 without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 
 
 class Codec(ABC):
-    """A storage format for the two moments of a matrix; the weights of each latent extend along dimension `dim`."""
+    """A storage format for the two moments of a matrix; each latent's weights extend along dimension `dim`."""
 
     @abstractmethod
     def new(self, weight: Tensor, dim: int) -> State:
@@ -73,7 +73,7 @@ class Bf16(Codec):
 
 
 class Int8(Codec):
-    """Moments in 8 bits, scaled by the largest value of each block.
+    """Moments in 8 bits, scaled by each block's largest value.
 
     The first moment is stored as its signed square root in ±127 levels, the second as its fourth root in 255 levels. A
     block is a row of W_dec, or 64 rows of one column of W_enc. A block never spans several latents, since gradients of
@@ -106,7 +106,7 @@ class Int8(Codec):
         state["exp_avg_sq"].copy_(v.div_(scale).sqrt_().sqrt_().mul_(255).add_(up).clamp_min_(1))
 
     def _scale(self, stored: Tensor, size: Tensor, dim: int) -> Tensor:
-        """Store the maximum of each block, and return it as a divisor that is positive even for an all-zero block."""
+        """Store each block's maximum, and return it as a divisor that is positive even for an all-zero block."""
         stored.copy_(size.amax(dim, keepdim=True))
         return stored.clamp_min(_TINY)
 

@@ -27,7 +27,7 @@ class RowAdam(RowStep):
         self._vectors = {one: group for one, group in groups.items() if self._takes(one)}
         self._measures: dict[nn.Parameter, RowMeasures] = {}
         # Partial squared gradient norms of each vector, as views of the two buffers below. `_of_latents` also contains
-        # the norms of matrix rows; `_of_all` has one value for each vector shared by all latents.
+        # the norms of matrix rows; `_of_all` has one value for each vector that all latents share.
         self._parts: dict[nn.Parameter, Tensor] = {}
         self._of_latents = torch.empty(0)
         self._of_all = torch.empty(0)
@@ -51,7 +51,7 @@ class RowAdam(RowStep):
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _takes(self, one: nn.Parameter) -> bool:
-        """Return whether this object updates a vector; a vector shared by all latents must fit into one program."""
+        """Return whether this object updates a vector; a vector that all latents share must fit into one program."""
         is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
         return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
 
@@ -94,10 +94,10 @@ class RowAdam(RowStep):
         return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
-        """Measure those rows of a matrix gradient that were not measured while the gradient was being summed."""
+        """Measure those rows of a matrix's gradient that were not measured while the gradient was being summed."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
-        # Each launch accepts two lists of rows: latents whose sums were split over programs, and dead latents.
+        # Each launch accepts two lists of rows: latents whose sums were split among programs, and dead latents.
         pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
         for rows in pairs:
             self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)

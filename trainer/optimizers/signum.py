@@ -1,6 +1,7 @@
-"""Schedule-free Signum: updates by the sign of the gradient, with weights averaged over steps.
+"""Schedule-free Signum: updates by the gradient's sign, with weights averaged over steps.
 
-The sign is from Bernstein et al. 2018 (arXiv 1802.04434), the average from Defazio et al. 2024 (arXiv 2405.15682).
+The sign is from Bernstein et al. 2018 (arXiv 1802.04434), and the average is from Defazio et al. 2024 (arXiv
+2405.15682).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ class Signum(Optimizer):
 
     Gradients are computed at y, while x is evaluated and saved. The only state is z, 4 bytes per parameter.
 
-    With unit-norm rows, only y is normalised. Rows of z grow (to norm 2.9 after 150 steps with 3,072 latents), because
-    the sign of a gradient has a component along the row even if the gradient does not. The longer a row is, the less a
-    step rotates it. Normalising the rows of z as well made no difference: after 500 steps, FVU was 0.104 in both cases.
+    If rows have unit norm, only y is normalised. Rows of z grow (to norm 2.9 after 150 steps with 3,072 latents),
+    because a gradient's sign has a component along the row even if the gradient itself does not. The longer a row is,
+    the less a step rotates it. Normalising the rows of z as well made no difference: after 500 steps, FVU was 0.104 in
+    both cases.
     """
 
     is_schedule_free = True

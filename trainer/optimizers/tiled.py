@@ -1,4 +1,4 @@
-"""Adam's step, tile by tile, so that only one tile of the compressed moments is unpacked at a time."""
+"""Adam's step, tile by tile, so that the compressed moments are unpacked for only one tile at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from trainer.optimizers.compiled import Compiled
 # memory per tile.
 _TILE = {"cpu": 2**16, "cuda": 2**23}
 # Multiples of these numbers are evenly distributed modulo 2^16, so a weight's dithers cover their range evenly. The
-# numbers are 2^16 divided by the plastic number, by the square of that number (Roberts' R2 sequence), and by the golden
-# ratio.
+# numbers are 2^16 divided by the plastic number, by its square (Roberts' R2 sequence), and by the golden ratio.
 BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 

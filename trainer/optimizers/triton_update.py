@@ -1,4 +1,4 @@
-"""Triton kernels for Adam's step, reading and writing each latent's weights once.
+"""Triton kernels for Adam's step, which read and write each latent's weights once.
 
 A matrix is fp32 [n_latents, width] with contiguous rows, and each program handles one row. For unit-norm rows, the
 kernels remove the gradient component along the row before the step, and normalise the row afterwards. Vectors, such as
@@ -112,7 +112,7 @@ def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | N
     """Apply Adam's step to a matrix; change nothing if `found_inf` is 1.
 
     `ids` (int64 [n_latents]) determine the dither. A `follower` of the same shape is updated by Adam's step for its
-    gradient, plus `share` times the change of the matrix.
+    gradient, plus `share` times the change in the matrix.
     """
     n_rows, width = matrix.weight.shape
     followers = dict.fromkeys(_FOLLOWER) if follower is None else _arguments(follower, "follower_")
@@ -196,7 +196,7 @@ def _tile(width: int) -> dict[str, Any]:
 
 
 def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
-    """Return the kernel's arguments for a matrix; tensors it both reads and writes have the prefix `inout_`."""
+    """Return the kernel's arguments for a matrix; tensors that it both reads and writes have the prefix `inout_`."""
     moments, across = matrix.moments, 1 - matrix.latent_dim
     m, v, scale = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_scale")
     return {
@@ -239,7 +239,7 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, 
         unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
         dot = tl.sum(g * unit, axis=0)
         tl.store(out_dots + row, dot, mask=row >= 0)
-        # Subtract before squaring: a difference of two squares would lose the precision of a small result.
+        # Subtract before squaring: a difference of two squares would be imprecise if the result is small.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0), mask=row >= 0)
 
@@ -271,7 +271,7 @@ def _step_rows(
         scale = tl.load(divisor)
         latent = tl.load(ids + row) & 0xFFFF
         columns = (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
-        # The row's offset needs 64 bits and the columns only 32, so add them to the pointers separately.
+        # The row's offset needs 64 bits, but the columns need only 32, so add them to the pointers separately.
         start, inside = row * width, columns < width
 
         weight = tl.load(inout_weight + start + columns, mask=inside, other=0)

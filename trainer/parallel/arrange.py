@@ -48,8 +48,8 @@ def arrange(
     """Measure each rank's speed and free memory, and resolve the "auto" settings of `job`.
 
     Return the job, this rank's mode and the plan. All ranks use the same measurements, so they return the same job and
-    plan. `shape` contains the widths of the data, and `box_file` contains speeds from earlier runs. `may_take` is a
-    rank's memory limit in bytes, and `model_why` is the reason for the placement of the language model.
+    plan. `shape` contains the data's widths, and `box_file` contains speeds measured in earlier runs. `may_take` is a
+    rank's memory limit in bytes, and `model_why` is the reason for the language model's placement.
     """
     precision, device = _precision_of_all(world, job.train.precision), world.device
     job = job.replace("train", precision=precision)
@@ -63,7 +63,7 @@ def arrange(
             # One rank's assumed speeds are not comparable with another's measured speeds.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
-            # Reread the file to keep measurements written by another run in the meantime.
+            # Reread the file to keep any measurements that another run has written in the meantime.
             box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     # Always use measured speeds to split reads across ranks: the results do not depend on which rank reads a row.
@@ -124,7 +124,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | 
 
 
 def _capacity(settled: Settled, free: Sequence[int]) -> list[float] | None:
-    """Return the fraction of all latents fitting into each rank's memory, or None if every rank has all latents."""
+    """Return the fraction of all latents that fits into each rank's memory, or None if every rank has all latents."""
     n_columns = settled.work.latent_ranks
     beside = memory.outside_pytorch(settled.held)
     whole = n_columns * max(1, settled.needs_bytes - beside)
@@ -163,7 +163,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """Return the number of ranks sharing the memory reported by `_free_bytes`."""
+    """Return the number of ranks that share the memory reported by `_free_bytes`."""
     return 1 if world.device.type == "cuda" else _ranks_on_this_host(world)
 
 

@@ -35,7 +35,7 @@ class StepSums(NamedTuple):
 
 
 class Parallel:
-    """The ranks of a run, as seen by one rank. This base class is the mode for a single rank.
+    """A run's ranks, as seen by one rank. This base class is the mode for a single rank.
 
     Ranks in `data` have the same latents but process different tokens. Ranks in `latents` process the same tokens but
     have different latents. `world` contains all ranks.
@@ -56,9 +56,9 @@ class Parallel:
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
         self.shares = shares or even(self.data.size, self.latents.size)
         self.sends_bf16 = sends_bf16
-        # The largest fraction of all latents fitting into each rank's memory, if known.
+        # The largest fraction of all latents that fits into each rank's memory, if known.
         self.capacity: list[float] | None = None
-        # The largest micro-batch fitting into a rank's memory, in tokens, if known.
+        # The largest micro-batch, in tokens, that fits into a rank's memory, if known.
         self.most_tokens: int | None = None
         # Whether each rank in `latents` reads only a share of the stored rows and receives the rest from the other
         # ranks.
@@ -74,7 +74,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """Whether this rank's SAEs are trained by no other rank."""
+        """Whether no other rank trains this rank's SAEs."""
         return self.world_size == 1
 
     @property
@@ -83,7 +83,7 @@ class Parallel:
         return Group() if self.learns_alone else self.world
 
     def neighbours_with_these_tokens(self) -> Group:
-        """Connect the ranks processing the same tokens, if they are on one machine; call this on all ranks.
+        """Connect the ranks that process the same tokens, if they are on one machine; call this on all ranks.
 
         The group exchanges CPU tensors and may be used from a separate thread.
         """
@@ -101,7 +101,7 @@ class Parallel:
         # Create the tensor on the device, because a copy from the host would synchronise.
         wanted = torch.stack([torch.full((), float(request), device=self.device) for request in requests])
         sums = StepSums.concatenate(several)
-        # Vectors are small, so all-reduce them in one exchange with the other small tensors.
+        # Vectors are small, so all-reduce them in the same exchange as the other small tensors.
         vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.sharded)
         of_world = [*([] if self.learns_alone else sums.of_all), wanted]
         with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices, are_parts=True) as sent_parts:
@@ -128,7 +128,7 @@ class Parallel:
                 own.copy_(of_total)
 
     def as_sent(self, tensor: Tensor) -> Tensor:
-        """Return a gradient in the dtype exchanged by replicas: bfloat16 for matrices if so configured."""
+        """Return a gradient in the dtype that replicas exchange: bfloat16 for matrices if so configured."""
         is_narrow = self.sends_bf16 and self.data.size > 1 and tensor.dim() == 2
         return tensor.bfloat16() if is_narrow else tensor
 
@@ -152,11 +152,11 @@ class Parallel:
         return own
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather the tensors of all ranks' SAEs on rank 0."""
+        """Gather the tensors for all ranks' SAEs on rank 0."""
         return tensors
 
     def slot(self, value: float) -> Tensor:
-        """Return a vector [world_size] on the CPU that is `value` at this rank and 0 elsewhere.
+        """Return a vector [world_size] on the CPU that is `value` at this rank's index and 0 elsewhere.
 
         The sum of these vectors over all ranks contains every rank's value.
         """

@@ -19,14 +19,15 @@ T = TypeVar("T")
 
 # The matmul sizes (tokens, d_in, latents), and the number of values to copy and to sum. With these sizes, the call
 # overhead is negligible, but each operation still takes only milliseconds. Two CPU processes sum 2²¹ values, which fit
-# into a cache, at 10 GB/s, but 2²³ values, the size of a step's gradients, at 2 GB/s.
+# into a cache, at 10 GB/s, but 2²³ values, the size of a step's gradients, at only 2 GB/s.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**23, "cuda": 2**24}
-# If memory is short, try half of the latents or values, then a quarter; smaller sizes would fit into a cache.
+# If memory is short, try half of the latents or values, then a quarter, but not less: smaller data would fit in a cache
+# and skew the measurement.
 PARTS = (1, 2, 4)
-# Repeat each measurement for this many seconds and keep the fastest run, because other programs rarely slow down every
-# run.
+# How long each measurement is repeated, in seconds. The fastest run counts, because other programs
+# rarely slow down every run.
 WINDOW_S = 0.06
 N_TINY = 10
 
@@ -35,11 +36,11 @@ def measure(world: World, precision: str) -> list[Speeds]:
     """Measure every rank and return one `Speeds` per rank, the same list on all ranks.
 
     The bus speed is the minimum over all ranks. `precision` must not be "auto". A rank with too little memory for the
-    full measurement is marked as not measured. Its speeds come from a smaller measurement or are assumed.
+    full measurement is marked as not measured. Its speeds are then taken from a smaller measurement, or assumed.
     """
     speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # Free the memory used by the measurement, so that the run's peak memory does not include it.
+        # Free the memory that the measurement has used, so that the run's peak memory does not include it.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
     return speeds
@@ -78,7 +79,7 @@ class Within(NamedTuple, Generic[T]):
 
 
 def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
-    """Return the result of `work(parts)` for the smallest value in `PARTS` fitting into memory."""
+    """Return the result of `work(parts)` for the smallest value in `PARTS` with which it fits into memory."""
     for parts in PARTS:
         try:
             return Within(work(parts), parts == 1)
@@ -106,7 +107,7 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
 
 
 def copied_per_s(device: torch.device, parts: int = 1) -> float:
-    """Return the bytes/s, read plus written, for a copy exceeding the cache size."""
+    """Return the bytes/s, read plus written, of a copy that is larger than the cache."""
     source = torch.ones(_COPIED[device.type] // parts, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
@@ -150,9 +151,9 @@ def _sums(group: Group, tensor: Tensor, times: int) -> None:
 
 
 def pairs_of(world: World) -> dict[str, float]:
-    """Return a dict mapping each pair of ranks, such as `0-1`, to its bytes/s; it is the same on all ranks.
+    """Return a dict mapping each pair of ranks, such as `0-1`, to its bytes/s; the dict is the same on all ranks.
 
-    Other ranks are idle during each measurement.
+    While one pair is measured, the other ranks are idle.
     """
     speeds = {}
     for first in range(world.size):
@@ -183,7 +184,7 @@ def fastest(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Return how many seconds `work` takes, including the device work it queues."""
+    """Return how long `work` takes, in seconds, including the device work it queues."""
     synchronise(device)
     began = time.perf_counter()
     work()

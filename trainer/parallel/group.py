@@ -15,8 +15,8 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# Tensors with fewer values than this are packed into one tensor. A GPU copies 4 MB twice in a tenth of the start-up
-# time of an all-reduce.
+# Tensors with fewer values than this are packed into one tensor. On a GPU, copying 4 MB twice takes a tenth of an
+# all-reduce's start-up time.
 SMALL = 2**20
 
 _coalescing: Any = dist.distributed_c10d._coalescing_manager
@@ -80,7 +80,7 @@ class Group:
         return self.part_of_sum(tensor), []
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """All-gather in place: receive the rows owned by other ranks; rows are split as in `sum_parts_`."""
+        """All-gather in place: receive the rows that other ranks own; rows are split as in `sum_parts_`."""
 
     def start_spread(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Start `spread_parts_` and return the transfers to pass to `finish`."""
@@ -88,7 +88,7 @@ class Group:
         return []
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, ...]; these tensors must have the same shape."""
+        """Return all ranks' tensors, which must have the same shape, as [size, ...]."""
         return tensor[None]
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
@@ -102,7 +102,7 @@ class Group:
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         """Return rows [n_rows, ...], each from its owner.
 
-        `tensor` [size, n_own, ...] contains the rows computed by this rank for every rank, in the layout of
+        `tensor` [size, n_own, ...] contains the rows that this rank has computed for every rank, in the layout of
         `to_owners`.
         """
         return tensor[0]
@@ -118,7 +118,7 @@ class Group:
         return into
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        """On the first rank, return the tensors of all ranks on the CPU; on other ranks, return an empty list.
+        """On the first rank, return all ranks' tensors on the CPU; on other ranks, return an empty list.
 
         `sizes` are the lengths of the ranks' tensors along `dim`.
         """
@@ -296,7 +296,7 @@ def packs(tensors: Iterable[Tensor]) -> list[Pack]:
 
 
 def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors passing a test, and the rest."""
+    """Return the tensors that pass a test, and the rest."""
     passing: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in tensors:
@@ -322,7 +322,7 @@ def of_one_type(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a contiguous view of a tensor, as transfers require; transpose a column-major matrix for this."""
+    """Return a contiguous view of a tensor, as transfers require; a column-major matrix is transposed for this."""
     return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
 
 
@@ -351,7 +351,7 @@ def peers_expected(otherwise: str) -> Iterator[None]:
 
 
 def _reason(words: str) -> str:
-    """Return the first line of an error and the cause appended by NCCL after `Last error:`."""
+    """Return the first line of an error and the cause that NCCL appends after `Last error:`."""
     first, _, rest = words.strip().partition("\n")
     cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
     return f"{first}: {cause}" if cause else first
@@ -363,7 +363,7 @@ def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
 
 
 def sum_of(tensor: Tensor, group: Group) -> Tensor:
-    """Return the sum of a tensor over the group, without a gradient."""
+    """Return a tensor's sum over the group, without a gradient."""
     if group.size == 1:
         return tensor
     total = tensor.detach().clone()
@@ -389,12 +389,12 @@ def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Ten
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """Return the number of rows owned by each of `size` ranks if rows are split as with `tensor_split`."""
+    """Return the number of rows that each of `size` ranks owns if rows are split as with `tensor_split`."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
 def local_shard(tensor: Tensor, group: Group) -> Tensor:
-    """Return this rank's shard of a tensor containing the rows of all ranks."""
+    """Return this rank's shard of a tensor that contains all ranks' rows."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
@@ -412,7 +412,7 @@ def all_gather(part: Tensor, n: int, group: Group, dtype: torch.dtype | None = N
 
 
 def reduce_scatter(tensor: Tensor, group: Group, read_in: torch.dtype | None = None) -> Tensor:
-    """Reduce-scatter: return this rank's rows of the sum over the group; ranks then share later work on the rows.
+    """Reduce-scatter: return this rank's rows of the sum over the group; ranks can then share later work on the rows.
 
     Ranks send fp32, because their dtypes may differ: each rank chooses a dense 16-bit or a sparse 32-bit matmul,
     depending on its number of active latents. The backward pass all-gathers the gradient in the dtype `read_in`, by

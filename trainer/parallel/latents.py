@@ -35,7 +35,7 @@ class Latents:
         return [len(ids) for ids in self._ids]
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Return the local shard of a tensor with all latents along `dim`, in the same memory order."""
+        """Return the local shard of a tensor that has all latents along `dim`, in the same memory order."""
         if not self.is_shared:
             return whole
         return whole.movedim(dim, 0).index_select(0, self.own.to(whole.device)).movedim(0, dim)

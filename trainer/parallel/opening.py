@@ -1,4 +1,4 @@
-"""The first exchanges between GPU ranks, which open all connections and detect GPUs unable to communicate."""
+"""The first exchanges between GPU ranks, which open all connections and detect GPUs that cannot communicate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.parallel.group import Group, PeerLost
 
-# The time limit for the first exchanges, in seconds, counted from the arrival of the last rank. NCCL takes 3 to 10 s on
+# The time limit for the first exchanges, in seconds, counted from the last rank's arrival. NCCL takes 3 to 10 s on
 # eight GPUs, and hangs forever if direct transfers between the GPUs get lost.
 LIMIT_S = 60.0
 # The time limit for all ranks to read the verdict, `OPENED` or `HANGS`, in seconds.
@@ -33,7 +33,7 @@ def open_connections(
 ) -> None:
     """Run every collective that training uses, on a few values; call `on_hang` if this takes more than `LIMIT_S`.
 
-    NCCL allocates memory when each collective is first used, up to 4 GB on eight GPUs. A later allocation could fail,
+    NCCL allocates memory at the first use of each collective, up to 4 GB on eight GPUs. A later allocation could fail,
     for example at the first checkpoint in a run that has filled its GPU.
 
     Either all ranks call `on_hang` or none does, even if the exchange hangs on only some ranks. `on_hang` should
@@ -59,7 +59,7 @@ def open_connections(
         if not _exchange(group, device):
             _verdict(store, HANGS)
     except PeerLost:
-        # The connection also breaks if the hang was first noticed by another rank, which has already left.
+        # The connection also breaks if another rank noticed the hang first and has already left.
         if store.check(["verdict"]) and _verdict(store, HANGS) == HANGS:
             leave()
         raise
@@ -89,9 +89,9 @@ def _meet(group: Group, store: dist.Store, place: str, limit_s: float, *, ends_e
 
 
 def _await_readers(group: Group, store: dist.Store, *, first_has_store: bool) -> None:
-    """On rank 0, wait until all ranks have read the verdict; on other ranks, until rank 0 has closed its store.
+    """On rank 0, wait until all ranks have read the verdict; on other ranks, wait until rank 0 has closed its store.
 
-    A rank restarting too early would try to meet the other ranks in a store that is about to close.
+    A rank that restarted too early would try to meet the other ranks in a store that is about to close.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"read {group.index}", "")

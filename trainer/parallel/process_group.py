@@ -40,14 +40,14 @@ class World:
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         """Connect the ranks of each group in `groups`, and return this rank's group; this is a collective call.
 
-        If none of `groups` contains this rank, return a group containing only this rank.
+        If none of `groups` contains this rank, return a group that contains only this rank.
         """
         return Group()
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         """Do the same as `part`, but connect each group through shared memory.
 
-        Return a group of only this rank if the ranks are on several machines or there is too little shared memory.
+        Return a group with only this rank if the ranks are on several machines or there is too little shared memory.
         """
         return Group()
 
@@ -56,7 +56,7 @@ class World:
 
 
 class Connected(World):
-    """Several processes that find each other through a store used by no other code."""
+    """Several processes that find each other through a store that no other code uses."""
 
     def __init__(
         self, device: torch.device, store: dist.Store, group: Group, time: Waiting, patience: timedelta
@@ -72,7 +72,7 @@ class Connected(World):
         return self._by_memory(members, CPU, HostWaiting()) or Group()
 
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
-        """Return a group of `members` communicating through shared memory, or None if this is impossible."""
+        """Return a group of `members` that uses shared memory, or None if this is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
         index = members.index(self.group.index)
         return open_shared_memory(store, device, len(members), index, time, self._patience)
@@ -187,7 +187,7 @@ def join(
 
 
 def _may_hang(device: torch.device) -> bool:
-    """Return whether ranks on a device use NCCL; its first exchanges can hang and allocate memory."""
+    """Return whether ranks on a device use NCCL, whose first exchanges can hang and allocate memory."""
     return device.type == "cuda"
 
 
@@ -203,7 +203,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` if the file system of `rendezvous` does not support locks, which ranks need to write to it."""
+    """Raise `UserError` if `rendezvous` is on a file system without locks, which ranks need to write to the file."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -13,8 +13,8 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
-# A rank is reported after it has been late for this many consecutive log intervals and for this many seconds. The work
-# is redistributed only if the expected gain, averaged over this time, is large enough.
+# A rank is reported once it has been late for `PATIENCE` consecutive log intervals and for `PATIENCE_S` seconds. The
+# work is redistributed only if the expected gain, averaged over such a period, is at least `LEAST_GAIN`.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
 # The work is redistributed only if some rank's share would grow by more than this factor.
@@ -45,7 +45,7 @@ class RebalanceDecision(NamedTuple):
 class Balancer:
     """Evaluates every log interval; all ranks get the same measurements and make the same decision.
 
-    `capacity` is the largest share of all latents fitting in each rank's memory.
+    `capacity` is, for each rank, the largest share of all latents that fits into its memory.
     """
 
     def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:
@@ -65,7 +65,7 @@ class Balancer:
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
         if len(self._work()) != len(times):
-            # Ranks training different SAEs cannot be compared and have no work to share.
+            # Ranks that train different SAEs cannot be compared and have no work to share.
             return RebalanceDecision([], None)
         if not self._rebalance:
             return RebalanceDecision(self._stragglers(times, totals, seconds), None)
@@ -129,7 +129,7 @@ class Balancer:
 
 
 def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
-    """Return the likely reason why a rank is late, given its measurements and its share `work` of the total work."""
+    """Return the likely reason for a rank's lateness, given its measurements and its share `work` of the total work."""
     own = {name: float(totals[name][rank]) for name in ("busy_ms", "data_ms", "core_share", "foreign_bytes")}
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"

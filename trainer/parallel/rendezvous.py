@@ -1,4 +1,4 @@
-"""Connects the ranks on one machine; the first rank creates memory shared by all ranks."""
+"""Connects the ranks on one machine; the first rank creates memory that all ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AWAKE_S = 500e-6
 
 
 class ProcessBarrier:
-    """A barrier for processes: each sends a byte to the first rank, which replies once it has received all bytes."""
+    """A barrier for processes: each one sends a byte to the first rank, which replies once all bytes have arrived."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -139,7 +139,7 @@ def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
     """Accept connections from `n_others` ranks in the background, and yield a future for them.
 
-    Accepting cannot wait until all ranks are ready, because connections from other users could fill the socket's queue.
+    Accepting must start before all ranks are ready, because connections from other users could fill the socket's queue.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
         try:
@@ -195,7 +195,7 @@ def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
         try:
             return connection.connect(name)
         except BlockingIOError:
-            # Connections from other users fill the queue until the first rank closes them.
+            # Connections from other users may fill the queue until the first rank closes them.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.005)

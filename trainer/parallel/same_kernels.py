@@ -1,4 +1,4 @@
-"""Makes ranks agree on Triton kernels: one rank per host compiles first, and either all or no ranks use a kernel."""
+"""Makes ranks agree on Triton kernels: one rank per host compiles first, and all ranks or none use a kernel."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def agree(
     compiles: bool,
     report: Callable[[str], object],
 ) -> None:
-    """Try the kernels of a job on all ranks, and disable kernels that fail on any rank.
+    """Try a job's kernels on all ranks, and disable every kernel that fails on any rank.
 
-    Ranks with `compiles` go first, because ranks compiling at the same time would each occupy the host's cores for a
+    Ranks with `compiles` go first, because ranks that compile at the same time would each occupy the host's cores for a
     minute and write the same files. A rank without a kernel would be several times slower and keep all other ranks
     waiting. Without ZeRO, replicas with and without a kernel would also round differently. `report` is called with one
     sentence for each cause of failure.

@@ -1,4 +1,4 @@
-"""Splits tokens and latents across ranks in proportion to rank speed."""
+"""Splits tokens and latents across ranks in proportion to the ranks' speeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Speeds that differ by less than this factor are treated as equal, because measurements over milliseconds are
+# Speeds that differ by less than this factor are treated as equal, because measurements that take only milliseconds are
 # imprecise.
 LEAST_UNEVEN = 1.15
-# Every rank gets at least this fraction of an even share, because a rank may be slow only during the measurement.
+# Every rank gets at least this fraction of an even share, because a rank may have been slow only during the
+# measurement.
 LEAST_SHARE = 0.1
 
 
@@ -34,8 +35,8 @@ def even(n_rows: int, n_columns: int) -> Shares:
 def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] | None = None) -> Shares:
     """Return shares in proportion to the ranks' speeds, listed row by row of the grid.
 
-    The speed of a column is the mean over its ranks, which all have the same latents. A row is as fast as its slowest
-    rank. `capacity` is the largest share of all latents fitting in each rank's memory.
+    A column's speed is the mean over its ranks, which all have the same latents. A row is as fast as its slowest rank.
+    `capacity` is, for each rank, the largest share of all latents that fits into its memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):

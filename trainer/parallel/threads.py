@@ -27,7 +27,7 @@ class Meeting:
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
     def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads without copying; do not modify an object before the next exchange ends.
+        """Return all threads' objects without copying them; do not modify an object before the next exchange ends.
 
         Raise `PeerLost` if a thread fails or does not arrive in time.
         """
@@ -107,11 +107,11 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads; GPU work queued later waits until these tensors are computed."""
+        """Return all threads' tensors; GPU work queued later waits until these tensors are computed."""
         with self.waiting.measure():
             of_ranks = self._meet(tensor)
             for theirs, computed in of_ranks:
-                # A copy between two GPUs runs in the queue of the source GPU.
+                # A copy between two GPUs runs in the source GPU's queue.
                 computed.hold(theirs.device)
                 computed.hold(tensor.device)
         return [theirs for theirs, _ in of_ranks]

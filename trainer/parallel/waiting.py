@@ -1,4 +1,4 @@
-"""Measures how long a rank waits for other ranks, without blocking it."""
+"""Measures how long a rank waits for other ranks, without blocking the rank."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HostWaiting:
 
 
 class CudaWaiting:
-    """Measures transfers that block only the device, with CUDA events read after completion."""
+    """Measures transfers that block only the device, using CUDA events that are read once they are complete."""
 
     def __init__(self) -> None:
         self._since = CudaWaits()

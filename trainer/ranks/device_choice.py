@@ -27,9 +27,9 @@ def here(job: J) -> J:
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raise `JobFileError` with every error preventing the job from running; print the other problems as warnings.
+    """Raise `JobFileError` with all errors that prevent the job from running; print the other problems as warnings.
 
-    Check only settings with a path starting with `only`.
+    Check only settings whose path starts with `only`.
     """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
     problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
@@ -48,9 +48,9 @@ def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
 
 
 def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankSpec:
-    """Return the spec with GPUs reserved for the language model, if the plan for these GPUs (or the CPU) needs any.
+    """Return the spec with GPUs reserved for the language model, if the plan for these GPUs (or for the CPU) needs any.
 
-    GPU memory used by other processes is not considered.
+    GPU memory that other processes use is not considered.
     """
     name = slowest(gpu.name for gpu in gpus) if gpus else CPU
     capacity = DeviceMemory(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))

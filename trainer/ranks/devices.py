@@ -1,6 +1,6 @@
 """Lists the GPUs that PyTorch can use, in a separate process.
 
-Listing GPUs creates a CUDA context of about 500 MB; it must not stay in a process that only starts ranks.
+Listing GPUs creates a CUDA context of about 500 MB, which must not stay in a process that only starts ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def as_machine_gpu(self) -> MachineGpu:
-        """The GPU in the form used by job checks, without the memory used by other processes."""
+        """The GPU in the form that job checks use, without the memory that other processes use."""
         return MachineGpu(self.index, self.name, self.memory_bytes, is_slice=is_slice(self.uuid))
 
 
@@ -50,7 +50,7 @@ def gpus_here() -> list[Device]:
 
 
 def visible_gpus() -> list[Device]:
-    """Return the GPUs allowed by CUDA_VISIBLE_DEVICES, or [] without a driver; this process does not import torch.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES allows, or [] without a driver; this process does not import torch.
 
     Raise `UserError` if PyTorch cannot list the GPUs.
     """
@@ -79,7 +79,7 @@ def _list_by_torch(vendor: Vendor) -> list[Device]:
 
 
 def uuid_of(uuid: object, prefix: str) -> str:
-    """Return the UUID for selecting a GPU, from the 16 bytes reported by PyTorch.
+    """Return the UUID for selecting a GPU, given the 16 bytes that PyTorch reports.
 
     ROCm stores the 16 ASCII digits of the GPU's serial number in these bytes; PyTorch prints each byte as two hex
     digits.
@@ -92,7 +92,7 @@ def uuid_of(uuid: object, prefix: str) -> str:
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
-    """Return the devices with their indices among all GPUs because CUDA numbers only the visible GPUs, from 0.
+    """Return the devices with their indices among all GPUs; CUDA itself numbers only the visible GPUs, from 0.
 
     `on_the_bus` contains the UUIDs of all GPUs in bus order; if some are missing, use the numbers in the vendor's
     environment variable (`visible`).

@@ -35,7 +35,7 @@ def extract_rows(
     progress: RunProgress,
     stop: threading.Event,
 ) -> bool:
-    """Extract this rank's share; return True when there are enough rows or the text has run out, False after a stop.
+    """Extract this rank's share; return True once there are enough rows or the text has run out, False after a stop.
 
     Ranks find each other in `folder`, which must be new; rank 0 writes the result there.
     """
@@ -56,7 +56,8 @@ class Reporter:
     def __init__(self, progress: RunProgress, device: torch.device, n_wanted: int, n_kept: int) -> None:
         self._progress, self._device, self._n_wanted = progress, device, n_wanted
         self._n_before, self._line_at = n_kept, 0.0
-        # The start of the current interval, or None before the first batch, so model loading time is excluded.
+        # The start of the current interval, or None before the first batch, so that the time to load the model is
+        # excluded.
         self._since: float | None = None
 
     def advance(self, n_kept: int) -> None:

@@ -1,4 +1,4 @@
-"""The work done by a rank in an extraction.
+"""A rank's work in an extraction.
 
 A resumed extraction continues after the last shard and keeps its history.
 """

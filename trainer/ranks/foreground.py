@@ -40,7 +40,7 @@ from trainer.contract.store.seeds import as_json, seeds_in
 POLL_S = 0.2
 # How long a rank may take to notice a lost peer and exit, in seconds.
 END_AFTER_FAILURE_S = 5.0
-# A short format because tqdm's default format takes 60 columns in addition to the bar.
+# A short format, because tqdm's default format takes 60 columns in addition to the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 
 
@@ -56,7 +56,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def _occupied(run_dir: Path) -> str:
-    """Return the error for a folder already containing a run, with the remedy."""
+    """Return the error for a folder that already contains a run, with the remedy."""
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
@@ -71,7 +71,7 @@ def write_job(job: AnyJob, paths: RunPaths) -> None:
 
 
 def own_box_file() -> Path | None:
-    """Return the file in the user's data folder with this machine's speeds; jobs started by the app also use this file.
+    """Return the file in the user's data folder that holds this machine's speeds; jobs that the app starts also use it.
 
     Return None if the folder cannot be created.
     """
@@ -115,7 +115,7 @@ class Foreground:
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()
-        # The timestamp of the newest event seen by this process.
+        # The timestamp of the newest event that this process has seen.
         self._seen_until = self._began
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -131,7 +131,7 @@ class Foreground:
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # Append each rank as it starts so Ctrl-C reaches all ranks already running.
+            # Append each rank as it starts, so that Ctrl-C reaches every rank that is already running.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -169,13 +169,14 @@ class Foreground:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills the ranks: at the end of a session, both SIGTERM and SIGHUP are sent.
+        # Only a second Ctrl-C kills the ranks, not just any second signal: the end of a session sends both SIGTERM and
+        # SIGHUP.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
         self._signal_ranks()
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """Stop as on SIGTERM, but print nothing more because the terminal is gone."""
+        """Stop as on SIGTERM, but print nothing more, because the terminal is gone."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -223,7 +224,7 @@ class Foreground:
         """Write each new warning about the run to stderr, above the bar."""
         for event in self._events(self._seen_until):
             self._seen_until = event.timestamp
-            # Skip report cards here because they are printed with the result.
+            # Skip report cards here, because they are printed with the result.
             if event.level == "warning" and event.kind != "card":
                 with bar.external_write_mode(sys.stderr):
                     complain(f"{printable_lines(event.message)}\n")
@@ -256,7 +257,7 @@ class Foreground:
 
 
 def refuse_uninstalled() -> None:
-    """Raise `UsageError` if this package is importable only from the working folder, where ranks do not search."""
+    """Raise `UsageError` if this package is importable only from the working folder, where ranks do not look for it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:

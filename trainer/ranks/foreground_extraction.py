@@ -75,7 +75,7 @@ def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> ExtractionResu
     refuse_link(output)
     paths = RunPaths(private_folder(output / RUN, "extract.output"))
     with RunLock(paths.root) as lock:
-        # Remove the attempts left by a killed extraction.
+        # Remove the attempts that a killed extraction left behind.
         for left in paths.root.glob("attempt*"):
             shutil.rmtree(left)
         paths.create()
@@ -119,7 +119,7 @@ def _gpus(job: ExtractJob) -> list[Device]:
 
 
 def _of_hook(hook: str, folder: Path) -> Iterator[str]:
-    """Yield a line with the folder of a hook and, if the hook has other names, a line with these names."""
+    """Yield a line with a hook's folder and, if the hook has other names, a line with these names."""
     yield f"{hook}: {folder}"
     if others := other_names(hook, folder):
         yield f"  also called {join_words(others)}"

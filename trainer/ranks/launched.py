@@ -23,7 +23,7 @@ _AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def join_launched(spec: RankSpec) -> int:
-    """Run this process as the rank assigned by srun, and return its exit code.
+    """Run this process as the rank that srun assigned, and return its exit code.
 
     If the cluster restarts the job, resume from the newest checkpoint.
     """
@@ -41,7 +41,7 @@ def join_launched(spec: RankSpec) -> int:
 def newest_checkpoint(paths: RunPaths) -> Path | None:
     """Return the newest complete checkpoint, or None.
 
-    All ranks find the same checkpoint because no rank writes until all ranks have joined the process group.
+    All ranks find the same checkpoint, because no rank writes before all ranks have joined the process group.
     """
     try:
         return newest_whole(paths.checkpoints)
@@ -80,7 +80,7 @@ def _watch(child: int, mark_file: Path) -> None:
     killed = code < 0
     how = {"exit_code": None if killed else code, "exit_signal": -code if killed else None}
     _write_mark(mark_file, msgspec.structs.replace(mark, **how))
-    # srun treats the exit code of a stopped rank as a failure and would kill the other ranks before they have saved.
+    # srun treats a stopped rank's exit code as a failure and would kill the other ranks before they have saved.
     os._exit(EXIT_FINISHED if code in (EXIT_FINISHED, EXIT_STOPPED) else EXIT_FAILED)
 
 
@@ -97,6 +97,6 @@ def _wait_for_exit(child: int, process: ProcessRef) -> int:
 
 
 def _write_mark(mark_file: Path, mark: RankMark) -> None:
-    """Write the mark; ignore disk errors because they must not stop the rank."""
+    """Write the mark; ignore disk errors, because they must not stop the rank."""
     with contextlib.suppress(OSError):
         write_mark(mark_file, mark)

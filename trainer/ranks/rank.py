@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from trainer.reporting.progress import RunProgress
 
-# After a stop request, a rank is considered stuck if it makes no progress for this many seconds.
+# The time without progress, in seconds, after which a rank is considered stuck once it has been asked to stop.
 STUCK_AFTER_S = 60.0
 # The minimum time that ranks wait for a busy rank, in seconds.
 LEAST_PATIENCE_S = 600.0
@@ -47,7 +47,7 @@ LEAST_PATIENCE_S = 600.0
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
     """Run the rank named by the environment variable RANK, and exit the process with the rank's exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
-    # The disk holding the log may be full.
+    # The disk that holds the log may be full.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -56,7 +56,7 @@ def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
 
 
 def run(spec: RankSpec, rank: int, job: AnyJob | None = None, on_met: Callable[[], object] = lambda: None) -> int:
-    """Run one rank of an attempt and return its exit code; exit the process if it fails.
+    """Run one rank of an attempt and return its exit code; exit the process if the rank fails.
 
     Pass `job` if this host may not see the run's folder yet. `on_met` is called once all ranks have joined.
     """
@@ -80,7 +80,7 @@ def _work(
     job: AnyJob | None,
     on_met: Callable[[], object],
 ) -> bool:
-    """Do the work of the rank; return True if the run is finished, False if it stopped."""
+    """Do the rank's work; return True if the run is finished, False if it stopped."""
     from trainer.reporting.progress import RunProgress
 
     paths = RunPaths(spec.run_dir)
@@ -176,7 +176,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    # srun and torchrun wrappers may make only one GPU visible to each rank; NCCL refuses ranks sharing a GPU.
+    # srun and torchrun wrappers may make only one GPU visible to each rank; NCCL refuses ranks that share a GPU.
     index = 0 if not spec.gpu_uuids and not spec.as_one_process and torch.cuda.device_count() == 1 else local_rank
     require_gpu(index, f"rank {local_rank} has none")
     torch.cuda.set_device(index)
@@ -184,7 +184,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def require_gpu(index: int, lack: str) -> None:
-    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence stated in the message."""
+    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence that the message states."""
     import torch
 
     if index >= (n_gpus := torch.cuda.device_count()):
@@ -200,7 +200,7 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS` because a thread waits for these; ignore SIGINT and SIGHUP, handled by the parent."""
+    """Block `STOP_SIGNALS`, for which a thread waits; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Block the signals before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill
@@ -235,7 +235,7 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     def is_alone() -> bool:
         """Return whether the supervisor is gone and no progress would be lost if this process exits.
 
-        No progress is lost before the first step, or if rank 0 (the rank saving checkpoints) is gone too. Other
+        No progress is lost before the first step, or if rank 0 (the rank that saves checkpoints) is gone too. Other
         orphaned ranks may have died before all ranks joined. This condition is polled because the parent-death signal
         can arrive when one of the parent's threads exits, a moment before the process is gone.
         """
@@ -273,7 +273,7 @@ def wait_until_stuck(progress: RunProgress, after_s: float, is_over: Callable[[]
 
 
 def report(file: Path, error: BaseException) -> None:
-    """Write the error to a file for the supervisor and one line to the log."""
+    """Write the error to a file for the supervisor, and one line about it to the log."""
     sentence = _sentence(error)
     report = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):

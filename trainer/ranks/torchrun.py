@@ -1,4 +1,4 @@
-"""Runs ranks started by torchrun on one or more hosts; the ranks share a run folder and torchrun's rendezvous."""
+"""Runs ranks that torchrun started on one or more hosts; the ranks share a run folder and torchrun's rendezvous."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(job: JobConfig, run_dir: Path) -> int:
-    """Run this process as the rank assigned by torchrun, and return its exit code.
+    """Run this process as the rank that torchrun assigned, and return its exit code.
 
     A language model runs on the training GPUs. If the run folder has a checkpoint, resume from it: restarting through
     torchrun, or running the same command again, continues the run. Raise `UsageError` if torchrun did not start this
@@ -76,14 +76,14 @@ def join(job: JobConfig, run_dir: Path) -> int:
 
 
 def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
-    """Return the job with the tokens per step used by the run in the folder, and notes about the changes.
+    """Return the job, with the tokens per step that the run in the folder used, and notes about the changes.
 
     Raise `JobFileError` if the job's data or SAE settings differ from that run's settings.
     """
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_run_job(paths.job_file), stored_run(paths.root)
-    # Settings newer than the run get values matching its behaviour, possibly different from today's defaults.
+    # Settings that are newer than the run get values that match its behaviour, which may differ from today's defaults.
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):

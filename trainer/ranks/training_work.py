@@ -1,4 +1,4 @@
-"""The work done by a training rank: it joins the other ranks, trains, and writes the report cards at the end."""
+"""A training rank's work: it joins the other ranks, trains, and writes the report cards at the end."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from trainer.parallel.threads import Threads
     from trainer.reporting.progress import RunProgress
 
-# How many seconds pass before compilation is reported. Cached kernels load within a second.
+# The delay before compilation is reported, in seconds. Cached kernels load within a second.
 SLOW_S = 2.0
 # The assumed write speed of a busy network file system, in bytes per second.
 _WRITTEN_PER_S = 50e6
 
 
 class TrainingWork(RankWork[JobConfig]):
-    """The work done by a training process: it is one rank or, with threads, all ranks."""
+    """The work of a training process, which is one rank or, with threads, all ranks."""
 
     first_saves = True
 
@@ -97,7 +97,7 @@ class TrainingWork(RankWork[JobConfig]):
         return self._train(world, progress, model_devices(spec, local_rank()))
 
     def _start_again(self) -> None:
-        """Restart this process with transfers through host memory because the GPUs cannot reach each other directly."""
+        """Restart this process with transfers through host memory, since the GPUs cannot reach each other directly."""
         if self.stop.is_set():
             os._exit(EXIT_STOPPED)
         staging.restart(self._give_up, on_one_host=self.spec.on_one_host)
@@ -167,9 +167,9 @@ class TrainingWork(RankWork[JobConfig]):
 
 
 def patience_s(job: JobConfig, world_size: int) -> float:
-    """Return how many seconds ranks wait for a busy rank: enough for a checkpoint, and at least `LEAST_PATIENCE_S`."""
+    """Return how long ranks wait for a busy rank, in s: enough for a checkpoint, and at least `LEAST_PATIENCE_S`."""
     try:
-        # Assume a CPU: checkpoints are larger there because moments are in fp32 by default.
+        # Assume a CPU: checkpoints are larger there, because moments are in fp32 by default.
         work = Workload(job, world_size, job.data_shape(), CPU)
     except JobFileError:  # The ranks report this error themselves.
         return LEAST_PATIENCE_S
@@ -185,13 +185,13 @@ def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
 
 
 class Compiling:
-    """Reports the kernels compiled by Triton before the first step of a run starting at `step`."""
+    """Reports the kernels that Triton compiles before the first step of a run that starts at `step`."""
 
     def __init__(self, progress: RunProgress, step: int, tokens: int) -> None:
         self._progress, self._step, self._tokens, self._said = progress, step, tokens, time.monotonic()
 
     def begin(self, number: int) -> None:
-        """Report that kernel `number` is compiling; do nothing once training has started: steps show progress."""
+        """Report that kernel `number` is compiling; do nothing once training has started, since steps show progress."""
         from trainer.reporting import rank_log
         from trainer.runtime.triton_kernels import n_kernels
 
@@ -248,7 +248,7 @@ def _report_staged(spec: RankSpec, progress: RunProgress) -> None:
 
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
-    """Return the ranks' rendezvous file, new for each start, or None under torchrun."""
+    """Return the ranks' rendezvous file, which is new for each start, or None under torchrun."""
     return attempt / once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
 
 
@@ -262,10 +262,10 @@ def set_order_of_sums(deterministic: bool) -> None:
 
 
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:
-    """Raise `UserError` if this rank would be exchanging tensors with other ranks from a MIG slice.
+    """Raise `UserError` if this rank would exchange tensors with other ranks from a MIG slice.
 
-    GPUs assigned by torchrun and SLURM were not checked earlier. CUDA exposes only one slice to a process, regardless
-    of its local rank, so the device index is clamped to the visible devices.
+    GPUs assigned by torchrun or SLURM have not been checked before. CUDA exposes only one slice to a process,
+    regardless of its local rank, so the device index is clamped to the visible devices.
     """
     import torch
 

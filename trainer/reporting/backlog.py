@@ -1,4 +1,4 @@
-"""A bounded queue between a thread adding items and a thread storing them."""
+"""A bounded queue between a thread that adds items and a thread that stores them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Backlog(Generic[T]):
         self.dropped = 0
         self._most = most
         self._items: deque[T] = deque()
-        # The lock is held only for microseconds, so the thread adding items never waits for a disk.
+        # The lock is held only for microseconds, so the thread that adds items never waits for a disk.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

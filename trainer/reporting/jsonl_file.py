@@ -1,4 +1,4 @@
-"""Reports the progress of a run to a store on another host by appending lines to a file read by that host.
+"""Reports a run's progress to a store on another host by appending lines to a file that the other host reads.
 
 SQLite cannot be used, because its WAL needs shared memory and its locks are unreliable on network file systems.
 """
@@ -39,8 +39,8 @@ def _stamp(file: Path) -> tuple[int, ...]:
 class LineFile:
     """Appends a line to a file at every write.
 
-    In a resumed run, the first line contains `rewind` with the checkpoint's step. The reader of the file deletes the
-    history after this step.
+    In a resumed run, the first line contains `rewind` with the checkpoint's step. The file's reader deletes the history
+    after this step.
     """
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
@@ -61,7 +61,7 @@ class LineFile:
         """Do nothing, because every write opens and closes the file."""
 
     def close(self) -> None:
-        """If the run has not written a line yet, write the line with `rewind`."""
+        """If the run has not written any line yet, write one with `rewind`."""
         if self._rewind:
             self.write((), None, ())
 

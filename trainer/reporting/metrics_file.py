@@ -21,7 +21,7 @@ class SeriesFile:
         self._touched: tuple[int, int] | None = None
 
     def write(self, rows: Iterable[MetricRow], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
-        """Write all arguments in a single transaction; raise `StoreError` if this fails."""
+        """Write the rows, the heartbeat and the events in a single transaction; raise `StoreError` if this fails."""
         if self._writer is None:
             self._writer = SeriesWriter(self.path)
             self._identity = file_identity(self.path)
@@ -76,7 +76,7 @@ class SeriesFile:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a file's size and modification time (ns), used to detect writes, or None if there is no file."""
+    """Return a file's size and modification time (ns), which reveal writes to it, or None if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:

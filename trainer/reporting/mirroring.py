@@ -18,7 +18,7 @@ from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
 from trainer.reporting.progress import MOST_ROWS, RunProgress
 
 HAND_OVER_S = 2.0
-# The maximum delay caused by a tool's uploads at the end of a run.
+# The maximum delay that a tool's uploads may cause at the end of a run.
 CLOSE_S = 20.0
 # Reports a message with the given level.
 Tell = Callable[[str, str], None]
@@ -79,7 +79,7 @@ def with_mirrors(progress: RunProgress, job: JobConfig, folder: Path, first_step
 class MirrorThread:
     """A thread that opens a run's mirror when the first rows arrive and sends all rows to the mirror.
 
-    Before the first rows, the main thread may still be importing modules also imported by the mirror's library.
+    Before the first rows, the main thread may still be importing modules that the mirror's library also imports.
     """
 
     def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:

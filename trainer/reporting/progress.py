@@ -1,7 +1,7 @@
 """Writes a run's progress to its store and reads requests to stop the run, in a thread on rank 0.
 
-Training never waits for the store: it queues immutable rows and continues. While the store is locked, full or missing,
-the rows stay in memory; if the queue overflows, the oldest rows are lost.
+Training steps never wait for the store: they queue immutable rows and continue. While the store is locked, full or
+missing, the rows stay in memory; if the queue overflows, the oldest rows are lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FLUSH_S = 0.5
 RETRY_S = 1.0
 # The maximum time a save waits for queued rows to be stored, in seconds.
 SETTLE_S = 1.0
-# The maximum number of queued rows: 15 MB, or half an hour of a run logging 50 rows per second.
+# The maximum number of queued rows: 15 MB, or half an hour of a run that logs 50 rows per second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
 # The maximum number of rows per transaction. The limit is small, so that a failed attempt costs little and other
@@ -82,15 +82,15 @@ class RunProgress:
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
-        """Set a new total number of steps, for a run ending early."""
+        """Set a new total number of steps, for a run that ends early."""
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         """Queue an event for the job's history."""
 
     def settle(self) -> None:
-        """Wait until the queued rows are stored; call this before a save.
+        """Wait until the queued rows have been stored; call this before a save.
 
-        A resumed run does not repeat steps before the save, so without this wait, a crash could lose the rows of those
+        A resumed run does not repeat steps before the save, so without this wait, a crash could lose the rows for those
         steps.
         """
 
@@ -130,10 +130,10 @@ class StoredProgress(RunProgress):
         finish: threading.Event | None = None,
         sign: Path | None = None,
     ) -> None:
-        """Start the thread writing to a store.
+        """Start the thread that writes to a store.
 
         If the run makes progress that cannot be stored, the thread touches the file `sign`. Otherwise, the supervisor
-        would assume that the run is hanging and would kill it.
+        would assume that the run is hanging and kill it.
         """
         super().__init__()
         self._total_steps = total_steps
@@ -198,7 +198,7 @@ class StoredProgress(RunProgress):
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
             if wanted.stop and wanted.stop != self._seen_stop:
-                # Set the event only once per request: during a save, it is cleared to detect further requests.
+                # Set the event only once per request, because a save clears the event to detect further requests.
                 self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
@@ -274,7 +274,7 @@ class Outage:
         self._error, self._since = error, since
 
     def sentence(self, lost: int) -> str:
-        """Return a message about this outage after its end; `lost` is the number of dropped rows."""
+        """Return a message about this outage once it has ended; `lost` is the number of dropped rows."""
         what = f"{lost:,} rows were lost" if lost else "no rows were lost"
         return f"metrics could not be stored for {time.monotonic() - self._since:.0f} s; {what} ({self._error})"
 

@@ -1,4 +1,4 @@
-"""Writes a rank's log: one line at the start, one line per log interval, and one line per save."""
+"""Writes a rank's log: one line at the start, one per log interval, and one per save."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.contract.settings.series import LOSS, LR, held_out_metrics, log_wor
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
-# `muted.is_on` is True in threads that must not log, because another thread of the process does the logging.
+# `muted.is_on` is True in threads that must not log, because another thread in the process does the logging.
 muted = threading.local()
 
 

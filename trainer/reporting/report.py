@@ -24,8 +24,8 @@ from trainer.reporting.progress import RunProgress
 class Report:
     """Keeps and reports the latest values of every SAE, by label; if the run is not a sweep, the only label is "".
 
-    In a sweep, rows have names like `fvu@k=16`. The rows of the first SAE are also stored without a label, to represent
-    the run.
+    In a sweep, rows have names like `fvu@k=16`. The first SAE's rows are also stored without a label, to represent the
+    run.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the share of rows left out, and report outliers once.
+        """Record the share of rows that were left out, and report outliers once.
 
-        With several hooks, the shares are for `hook`, and `labels` are the SAEs of this hook.
+        With several hooks, the shares are for `hook`, and `labels` are this hook's SAEs.
         """
         n_seen = max(1, found.n_seen)
         for label in labels:
@@ -97,7 +97,7 @@ class Report:
             self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
-        """Warn about a few dimensions that account for most of the variance of a hook's rows."""
+        """Warn about a few dimensions that account for most of the variance in a hook's rows."""
         self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
@@ -164,7 +164,7 @@ class Report:
             self._untold.setdefault(label, []).append((kind, labelled, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
-        """Return the events for this rank's SAEs since the last call, by label; {} on rank 0."""
+        """Return the events recorded for this rank's SAEs since the last call, by label; {} on rank 0."""
         taken, self._untold = self._untold, {}
         return taken
 
@@ -177,7 +177,7 @@ class Report:
                 self._progress.event(kind, message, level)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a metric over the run's SAEs without random twins, or None if it was not measured yet."""
+        """Return a metric's mean over the run's SAEs, except random twins, or None if it has not been measured."""
         measured = [self.values[label][name] for label in without_twins(self.values) if name in self.values[label]]
         return statistics.fmean(measured) if measured else None
 

@@ -32,10 +32,10 @@ class HostCopy:
 
 
 class Moment(Protocol):
-    """A point in a device's queue of work, for ordering the work of other devices without making the host wait."""
+    """A point in a device's queue of work, for ordering other devices' work without making the host wait."""
 
     def hold(self, device: torch.device) -> None:
-        """Make all work queued on `device` by this thread from now on wait for this point."""
+        """Make all work that this thread queues on `device` from now on wait for this point."""
 
 
 class CompletedWork:
@@ -46,7 +46,7 @@ class CompletedWork:
 
 
 class CudaMoment:
-    """The end of the work already queued on a GPU by this thread."""
+    """The end of the work that this thread has already queued on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
@@ -57,7 +57,7 @@ class CudaMoment:
 
 
 def moment(device: torch.device) -> Moment:
-    """Return the end of the work already queued on a device by this thread."""
+    """Return the end of the work that this thread has already queued on a device."""
     return CudaMoment(device) if device.type == "cuda" else CompletedWork()
 
 
@@ -70,7 +70,7 @@ def queued_copy(values: Tensor, device: torch.device) -> Tensor:
 
 
 class Stopwatch(Protocol):
-    """Measures the duration of a device's work from the creation of the stopwatch to `stop`."""
+    """Measures the duration of a device's work from the stopwatch's creation to `stop`."""
 
     def stop(self) -> None:
         """Stop the measurement at the end of all work queued before this call."""
@@ -109,5 +109,5 @@ class CudaStopwatch:
 
 
 def stopwatch(device: torch.device) -> Stopwatch:
-    """Start a stopwatch for the work of a device."""
+    """Start a stopwatch for a device's work."""
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

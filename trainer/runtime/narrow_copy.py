@@ -71,13 +71,13 @@ def keep(weights: Tensor) -> NarrowCopy:
 
 
 def forget(weights: Tensor) -> None:
-    """Mark the copy of a matrix, if any, as outdated, for example after receiving the matrix from other ranks."""
+    """Mark a matrix's copy, if any, as outdated, for example after receiving the matrix from other ranks."""
     if copy := of(weights):
         copy.forget()
 
 
 def kept_or_own(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the copy of a matrix in the 16-bit type `dtype`, or the matrix itself if there is no copy."""
+    """Return a matrix's copy in the 16-bit type `dtype`, or the matrix itself if there is no copy."""
     copy = of(weights) if dtype in _NARROW and dtype != weights.dtype else None
     # Tensors created in inference mode cannot be used in training.
     if copy is None or torch.is_inference_mode_enabled():

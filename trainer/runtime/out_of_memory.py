@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors, which are reported in different ways by different libraries."""
+"""Recognises out-of-memory errors, which different libraries report in different ways."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 
 # Substrings of RuntimeError messages from the CPU allocator, from CUDA outside torch's allocator, and from cuBLAS.
 _MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# The complete oneDNN message for a lack of memory for compiled code; the message for unsupported operations is longer.
+# The complete message from oneDNN if memory for compiled code runs out; its message for unsupported operations is
+# longer.
 _NO_CODE = "could not create a primitive"
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Return whether an error means out of memory; numpy and C++ raise MemoryError."""
+    """Return whether an error means that memory ran out; numpy and C++ raise MemoryError."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     words = str(error)

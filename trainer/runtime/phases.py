@@ -1,4 +1,4 @@
-"""Marks the phases of a training step for `torch.profiler`."""
+"""Marks a training step's phases for `torch.profiler`."""
 
 from __future__ import annotations
 

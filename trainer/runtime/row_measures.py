@@ -10,14 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class RowMeasures:
-    """Measurements of the gradient for a matrix with the weights of n latents as its rows.
+    """Measurements of the gradient of a matrix whose rows are the weights of n latents.
 
     `squares`, fp32 [n], are the squared norms of the rows. If the weights have unit norm, `dots`, fp32 [n], are the dot
     products of gradients and weights, and `squares` measure only the component orthogonal to the weights.
 
     The measurements are valid only for the measured tensor. An addition to the gradient, for example by a second
     micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does not
-    increment the counter, so gradients exchanged by ranks must not be measured.
+    increment the counter, so gradients that ranks exchange must not be measured.
     """
 
     def __init__(self, squares: Tensor, dots: Tensor | None) -> None:
@@ -39,7 +39,7 @@ class RowMeasures:
             self._unsure.append(rows)
 
     def take(self, gradient: Tensor) -> list[Tensor] | None:
-        """Return lists of a gradient's rows that still need to be measured, or None if all rows need to be measured."""
+        """Return lists of a gradient's rows that still need to be measured, or None if all of them do."""
         unsure = self._unsure if self._are_of(gradient) else None
         self._storage = None
         return unsure

@@ -27,7 +27,7 @@ from trainer.runtime.out_of_memory import is_shortage
 RETRY_S = 2.0
 # All kernels, by module.
 KERNELS: dict[str, Kernels] = {}
-# Modules disabled by `withhold` because another rank cannot use them.
+# Modules that `withhold` has disabled because another rank cannot use them.
 _withheld: set[str] = set()
 # The reasons for module failures, by device and module.
 _failures: dict[torch.device, dict[str, str]] = {}
@@ -37,7 +37,7 @@ _failures: dict[torch.device, dict[str, str]] = {}
 class Kernels:
     """The kernels in a module: their purpose, their number, and whether they are compiled for the matmul dtype.
 
-    `n` is the number of kernels, including variants, compiled with Triton to test the kernels for a 16-bit job. With
+    `n` is the number of kernels, including variants, that Triton compiles to test the module for a 16-bit job. With
     `also_fp32`, kernels compiled for a dtype are also used in fp32. Each new instance is added to `KERNELS`.
     """
 
@@ -53,7 +53,7 @@ class Kernels:
     def on(self, tensor: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
         """Return the module if its kernels work on the tensor's GPU, otherwise None.
 
-        Kernels compiled for each dtype are tested for `dtype`, by default the dtype of the tensor, and do not support
+        Kernels compiled for each dtype are tested for `dtype`, by default the tensor's dtype, and do not support
         float64.
         """
         dtypes = [dtype or tensor.dtype] if self.by_dtype else []
@@ -95,7 +95,7 @@ TOKENS_SINCE_FIRED = Kernels("trainer.saes.kernels.triton_since_fired", "tokens 
 
 
 def n_kernels() -> int:
-    """Return the number of kernels, including variants, compiled to test all kernels for a 16-bit job."""
+    """Return the number of kernels, including variants, that are compiled to test all modules for a 16-bit job."""
     return sum(one.n for one in KERNELS.values())
 
 
@@ -154,7 +154,7 @@ def report_compiling(begin: Callable[[int], object]) -> None:
 
 
 def _hook_of_triton() -> tuple[Any, str]:
-    """Return the object and attribute name of the hook called by Triton before it compiles a kernel."""
+    """Return the object and attribute name of the hook that Triton calls before it compiles a kernel."""
     try:
         from triton import knobs
     except ImportError:  # before Triton 3.4, which comes with PyTorch 2.8

@@ -25,9 +25,9 @@ LONGEST_SINCE_FIRED = 2**31 - 1
 class DeadCandidates(NamedTuple):
     """Candidates for reconstructing the error; for each token, the `n_chosen` largest activations are used.
 
-    `latents` [n] contains distinct indices on this rank, and −1 for latents on other ranks. `rows` are the latents'
+    `latents` [n] contains distinct indices on this rank, with −1 for latents on other ranks. `rows` are the latents'
     weights in the matmul dtype, with a bias of −∞ for latents that are not dead. Rows from other ranks are valid only
-    after the `transfers` have finished. `weight` (0-dim) is the factor for the loss: 1 / (variance of the residual), or
+    after the `transfers` have finished. `weight` (0-dim) is the factor for the loss: 1 / (the residual's variance), or
     0 if no latent is dead.
     """
 
@@ -79,7 +79,7 @@ class AuxK(nn.Module):
     def explain(self, sae: Sae, centred: Tensor, candidates: DeadCandidates | None) -> Explained | None:
         """Reconstruct the error on this rank's tokens from the candidates.
 
-        `centred` [n_tokens, d_in] is the encoder's input. Ranks sharing the latents have the same `centred`.
+        `centred` [n_tokens, d_in] is the encoder's input. Ranks that share the latents have the same `centred`.
         """
         if candidates is None:
             return None
@@ -88,7 +88,7 @@ class AuxK(nn.Module):
         return Explained(_explained(sae, own_tokens, candidates), candidates.weight)
 
     def loss(self, error: Tensor, explained: Explained | None) -> Tensor:
-        """Return the fraction of the error variance not explained by dead latents, summed over tokens, 0-dim.
+        """Return the fraction of the error variance that dead latents do not explain, summed over tokens, 0-dim.
 
         `error` is x_hat − y for this rank's tokens [n_tokens, d_out]. The loss is 0 if `explained` is None.
         """
@@ -98,7 +98,7 @@ class AuxK(nn.Module):
         """Use this step's Σ‖y − x_hat‖² to update the residual variance, which scales the next step's loss.
 
         Scaling the loss by the same step's sum would require communication between ranks before the backward pass.
-        Since b_dec keeps the mean of the residual near 0, the mean square of the residual is its variance.
+        Since b_dec keeps the residual's mean near 0, the residual's mean square is its variance.
         """
         take_variance(self.residual_variance, sums)
 
@@ -140,8 +140,8 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
     is_dead = gathered < sae.d_sae * (1 - sae.dead_after_tokens)
     if not order.is_cuda:
         n = _n_dead(is_dead, n)
-    # The position of a latent is the number of latents before it, at most n. For 6,144 values, sorting launches 19 GPU
-    # kernels and counting launches 4. For a bool tensor, `sum` would first make a 64-bit copy.
+    # A latent's position is the number of latents before it, at most n. Sorting 6,144 values would launch 19 GPU
+    # kernels; counting launches 4. For a bool tensor, `sum` would first make a 64-bit copy.
     is_before = own.bias.new_empty(len(order), len(gathered), dtype=torch.bfloat16)
     torch.lt(gathered, order[:, None], out=is_before)
     indices = is_before.sum(dim=1, dtype=torch.float32).long().clamp_max(n)
@@ -153,16 +153,16 @@ def _of_all_ranks(sae: Sae, own: DeadLatents, n: int, n_chosen: int, variance: T
 
 
 def _n_dead(is_dead: Tensor, n: int) -> int:
-    """Return how many of the n candidates are dead, or 1 if none is.
+    """Return the number of dead latents among the n candidates, or 1 if there are none.
 
-    Counting is cheap on CPU. If all n candidates were used instead, 2 dead latents out of 3,072 would double the step
-    time.
+    Counting is cheap on CPU. If all n candidates were used instead, even 2 dead latents out of 3,072 would double the
+    step time.
     """
     return max(1, min(n, int(is_dead.sum())))
 
 
 def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
-    """Return a reconstruction [n_tokens, d_out] from the strongest candidates of each token."""
+    """Return a reconstruction [n_tokens, d_out] from each token's strongest candidates."""
     parameters = sae.W_enc, sae.b_enc, sae.W_dec, sae.input_bias
     leave = sae.row_gradients.leave
     explained: Tensor = _Explain.apply(centred, *parameters, candidates, sae.latents.group, leave)  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ def _explained(sae: Sae, centred: Tensor, candidates: DeadCandidates) -> Tensor:
 
 
 class _Explain(torch.autograd.Function):
-    """Reconstructs the error as `acts @ W_dec`. `acts` are the dead latents' largest `centred @ W_encᵀ + b_enc`.
+    """Reconstructs the error as `acts @ W_dec`. `acts` are dead latents' largest values of `centred @ W_encᵀ + b_enc`.
 
     `centred` is x − input_bias in the matmul dtype. The weight gradients are passed to `leave` as one row per latent.
     Plain autograd would convert each matrix to the narrow dtype twice, and would make two passes over [n_tokens, n]

@@ -41,7 +41,7 @@ class SaeSpec(msgspec.Struct, frozen=True):
     has_skip: bool = False
     # Give each dimension its own scale, and store the raw mean of dimensions with scale 0.
     scales_dimensions: bool = False
-    # A latent is considered dead if it has not fired for this many tokens.
+    # The number of tokens without firing after which a latent is considered dead.
     dead_after_tokens: int = 400_000
 
 
@@ -49,9 +49,9 @@ class Output(NamedTuple):
     """The result of one forward pass.
 
     `acts` are the activations of this rank's latents, and `x_hat` [n_tokens, d_out] is the reconstruction of its
-    tokens. `losses` are sums over the tokens and latents of this rank; the caller sums them over ranks. The loss "mse"
-    is Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics do not have to recompute them. In
-    training, `own_sums` are the 0-dim sums needed by the architecture's `learn_from`.
+    tokens. `losses` are sums over this rank's tokens and latents; the caller sums them over ranks. The loss "mse" is
+    Σ‖y − x_hat‖². `sums` contains sums of the errors of x_hat, so that metrics do not have to recompute them. In
+    training, `own_sums` are the 0-dim sums that the architecture's `learn_from` needs.
     """
 
     acts: Acts
@@ -72,7 +72,7 @@ class Traits(NamedTuple):
     unit_decoder: bool = True
     # The initial norm of the encoder columns, unless the job sets one.
     encoder_scale: float = 0.3
-    # The encoder norm of a revived latent, as a fraction of the live latents' mean. Bricken et al. 2023 use 0.2, so
+    # A revived latent's encoder norm, as a fraction of the live latents' mean norm. Bricken et al. 2023 use 0.2, so
     # that a revived latent does not immediately fire on everything.
     revived_share: float = 0.2
     # Sparse matmuls read W_enc and W_dec only in the matmul dtype.
@@ -86,15 +86,15 @@ class Declared(NamedTuple):
 
     # The dimension that has one entry per latent; None if all latents share the tensor.
     latent_dim: int | None
-    # Whether the tensor is [d_sae] and is in pre-activation units. When a latent is revived, its biases are set to a
-    # fraction of the live latents' mean, and its other parameters, except W_enc and W_dec, to 0.
+    # Whether the tensor has the shape [d_sae] and the units of pre-activations. When a latent is revived, its biases
+    # are set to a fraction of the live latents' mean, and its other parameters, except W_enc and W_dec, to 0.
     is_bias: bool = False
     # The lower bound, enforced by clamping after each step; only for tensors with `latent_dim` 0.
     lowest: float | None = None
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return the SAELens name of an architecture; `of_sae` is its name for SAEs that are not transcoders.
+    """Return the SAELens name of an architecture; `of_sae` is the name used for SAEs that are not transcoders.
 
     Transcoder names omit "standard".
     """
@@ -108,24 +108,24 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
     An architecture defines `forward`, `objective` and `export_config`, and optionally `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. An architecture must not override anything else. A constructor is needed
-    only for additional parameters or buffers. The constructor takes the same `SaeSpec`, and adds the additional tensors
-    to `declared` before it sets them.
+    `calibrate`, `begin_step` and `learn_from`. An architecture must not override anything else. An architecture needs
+    its own constructor only if it has additional parameters or buffers. This constructor takes the same `SaeSpec`, and
+    adds these tensors to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is
     its mean, stored in `dropped_mean`. `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are
-    computed from a sample of the normalised data and stay fixed, so that neither loss nor gradient depends on how a
-    batch is split.
+    computed from a sample of the normalised data and stay fixed, so that neither the loss nor the gradients depend on
+    how a batch is split.
 
     Every quantity learnt without a gradient is computed from `step_sums`, a tensor summed over micro-batches and ranks.
-    `step_sums` contains the number of tokens on which each latent fired [n_own], the number of tokens, Σ‖y − x_hat‖²,
+    It contains the number of tokens on which each latent fired [n_own], the total number of tokens, Σ‖y − x_hat‖²,
     whether activations were lost (if `traits.encodes_above`), and `Output.own_sums`.
 
     A rank may hold only `n_own` of the d_sae latents; a tensor documented as [d_sae] then has entries only for these
-    latents. Ranks sharing latents encode the same tokens. After these ranks have summed their decoded contributions,
-    each continues with a part of the tokens: x_hat and everything computed from it, such as the squared error, cover
-    only the `local_shard` of the tokens.
+    latents. Ranks that share latents encode the same tokens. After these ranks have summed their decoded contributions,
+    each rank continues with its own part of the tokens: x_hat and everything computed from it, such as the squared
+    error, cover only the `local_shard` of the tokens.
     """
 
     traits = Traits()
@@ -133,8 +133,8 @@ class Sae(nn.Module, ABC):
     settings: ArchitectureSettings
     # A transcoder's skip connection [d_in, d_out], from the input to the output, or None. W_skip is initialised to 0,
     # as in Paulo, Shabalin & Belrose 2025, arXiv 2501.18823. W_skip has the same learning rate as the other weights:
-    # with 0.3 or 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 or 0.262 instead
-    # of 0.250.
+    # with 0.3 or 3 times that rate, the held-out FVU of SmolLM2's 12th MLP after 150 steps was 0.258 and 0.262,
+    # respectively, instead of 0.250.
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
@@ -182,7 +182,7 @@ class Sae(nn.Module, ABC):
         self.batch_tokens = 0
         # Whether the forward pass depends on `may_have_dead`.
         self.reads_dead = False
-        # The half of the held-out rows being measured: 0, 1 or None.
+        # The half of the held-out rows that is being measured, 0 or 1; None outside `measuring_half`.
         self.held_out_half: int | None = None
         self._host_values: Hashable = ()
         self._buffer_sizer = BufferSizer() if self.traits.encodes_above else None
@@ -216,7 +216,7 @@ class Sae(nn.Module, ABC):
 
     @property
     def raw_scale(self) -> Tensor:
-        """The divisor that converts normalised to raw targets: `y_scale`, with ∞ for left-out dimensions."""
+        """The divisor that converts normalised targets to raw ones: `y_scale`, with ∞ for left-out dimensions."""
         return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
 
     def raw(self, x_hat: Tensor) -> Tensor:
@@ -230,7 +230,7 @@ class Sae(nn.Module, ABC):
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
-        """Return the latents' output directions [d_sae, d_out] in raw data: W_dec without the dimension scales."""
+        """Return the latents' output directions for raw data [d_sae, d_out]: W_dec divided by the dimension scales."""
         return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
 
     @torch.no_grad()
@@ -264,10 +264,10 @@ class Sae(nn.Module, ABC):
 
     @abstractmethod
     def export_config(self) -> dict[str, Any]:
-        """Return the SAELens cfg.json keys specific to this architecture."""
+        """Return the entries of SAELens's cfg.json that are specific to this architecture."""
 
     def export_weights(self) -> dict[str, Tensor]:
-        """Return the weights by their SAELens names, with the scales folded in so that inputs and outputs are raw data.
+        """Return the weights by SAELens name, with the scales folded in so that inputs and outputs are raw data.
 
         The exported activations are in raw target units, so encoder biases and thresholds are divided by `acts_scale`.
         If all dimensions share one scale, W_dec is unchanged. A left-out dimension has a row of zeros in W_enc, a
@@ -293,7 +293,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Within the context, measure rows from held-out half 0 or 1 without using values fitted on these rows."""
+        """Within the context, measure rows from held-out half 0 or 1 without any value fitted on these rows."""
         self.held_out_half = half
         try:
             yield
@@ -321,9 +321,9 @@ class Sae(nn.Module, ABC):
     def input_bias(self) -> Tensor:
         """The vector subtracted from x before encoding: b_dec, or x_mean for a transcoder.
 
-        A transcoder's b_dec is in the output space. The encoder's bias b_enc cannot compensate for a nonzero mean of x:
-        with a mean of twice the spread, all latents died within 64 steps, because every update of W_enc shifts all
-        pre-activations by the product of the mean and the update.
+        A transcoder's b_dec is in the output space, so it cannot be subtracted from x. The encoder's bias b_enc cannot
+        compensate for a nonzero mean of x: with a mean of twice the spread, all latents died within 64 steps, because
+        every update of W_enc shifts all pre-activations by the product of the mean and the update.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
@@ -357,7 +357,7 @@ class Sae(nn.Module, ABC):
         return x_hat, errors_of(y, x_hat, self.y_mean)
 
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
-        """Return the kernels that decode and compute the errors of targets y in one pass, or None if they do not apply.
+        """Return the kernels that decode and compute the errors from the targets y in one pass, or None if none apply.
 
         The kernels apply only in training, and only if x_hat is b_dec plus the contributions of this rank's latents.
         """
@@ -376,15 +376,15 @@ class Sae(nn.Module, ABC):
         return (x - self.x_mean) @ self.W_skip + self.b_dec
 
     def dead(self) -> Tensor:
-        """Return a mask of the dead latents, bool [d_sae], identical on all ranks holding these latents."""
+        """Return a mask of the dead latents, bool [d_sae], identical on all ranks that hold these latents."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
         """Return whether any latent may be dead.
 
-        The result is the same on all ranks, and needs no device sync or communication. False is always correct. A True
-        result may be wrong if the latents are on a GPU or shared among ranks, since the host then knows only an upper
-        bound.
+        The result is the same on all ranks, and needs no device sync or communication. A result of False is always
+        correct. True may be wrong if the latents are on a GPU or shared among ranks, since the host then knows only an
+        upper bound.
         """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_since_fired >= self.dead_after_tokens
@@ -396,10 +396,10 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Set the encoder directions `reads` [n, d_in] and decoder directions `writes` [n, d_out] of n latents.
+        """Set n latents' encoder directions to `reads` [n, d_in], and their decoder directions to `writes` [n, d_out].
 
-        The mask `latents`, bool [d_sae], marks these latents. Their biases become a fraction of the live latents'
-        mean bias, and their other parameters become 0.
+        The mask `latents`, bool [d_sae], marks these latents. Their biases are set to a fraction of the live latents'
+        mean bias, and their other parameters to 0.
         """
         living = ~self.latents.whole(latents)
         share = self.traits.revived_share
@@ -420,11 +420,11 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def since_fired_slack(self) -> Tensor:
-        """Return by how much the host's upper bound exceeds the true maximum, float64 [1] on the device.
+        """Return the amount by which the host's upper bound exceeds the true maximum, float64 [1] on the device.
 
-        This is a collective call: all ranks training this SAE must make it, and all get the same result.
+        This is a collective call: all ranks that train this SAE must make it, and all of them get the same result.
         """
-        # A rank may have no latents.
+        # Add a 0, since a rank may have no latents.
         own = F.pad(self.n_tokens_since_fired, (1, 0)).max()
         return (self._longest_since_fired - self.latents.group.gather(own).max()).double()[None]
 
@@ -441,7 +441,7 @@ class Sae(nn.Module, ABC):
         return self.step_sums[self.n_own + 2] > 0 if self._buffer_sizer else None
 
     def forget_passes(self) -> None:
-        """Discard the sums and counts from forward passes since the last step."""
+        """Discard the sums and counts from the forward passes since the last step."""
         self.step_sums.zero_()
         if self._buffer_sizer:
             self._buffer_sizer = BufferSizer()
@@ -469,7 +469,7 @@ class Sae(nn.Module, ABC):
         Call this only on a single GPU, and only if each step has a single pass.
 
         Return a key that identifies the decisions: a CUDA graph of the pass can be replayed whenever the key is the
-        same. Return None if the pass takes so long on the GPU that a graph is not worth its memory.
+        same. Return None if the pass takes so long on the GPU that a graph would not be worth its memory.
         """
         own = self._host_values, self.reads_dead and self.may_have_dead()
         if not self._buffer_sizer:
@@ -478,17 +478,17 @@ class Sae(nn.Module, ABC):
         return None if capacity is None else (own, capacity)
 
     def count_step(self, n_tokens: int) -> None:
-        """Record on the host that a step of `n_tokens` tokens is queued, and raise the upper bound accordingly."""
+        """Record on the host that a step with `n_tokens` tokens is queued, and raise the upper bound accordingly."""
         self._longest_since_fired += n_tokens
         if self._buffer_sizer:
             self._buffer_sizer.queued()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Process the sums for one step: its token count, Σ‖y − x_hat‖², and the sums in `Output.own_sums`."""
+        """Process the sums from one step: its token count, Σ‖y − x_hat‖², and the sums in `Output.own_sums`."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
-        """Remove the gradient component along each decoder row, before the optimizer updates its moments."""
+        """Remove the component of W_dec's gradient along each decoder row, before the optimizer updates its moments."""
         if self.traits.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
             grad.addcmul_(dots(grad, weights)[:, None], weights, value=-1)

@@ -22,7 +22,7 @@ UNSET = -1.0
 
 
 class BatchTopK(TopK):
-    """An SAE with k latents per token on average: training keeps the largest values of a micro-batch over all ranks.
+    """An SAE with k latents per token on average; in training, it keeps a micro-batch's largest values over all ranks.
 
     Outside training, the result for a token must not depend on the other tokens, so a latent is active if its value
     exceeds a threshold. The SAE is exported in this form, as a JumpReLU. `threshold` is a running average of the
@@ -93,7 +93,7 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Allow loading a checkpoint from an older version without `set_thresholds`."""
+    """Allow loading checkpoints from older versions, which lack `set_thresholds`."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 

@@ -18,7 +18,7 @@ class Gated(Penalised):
     """An SAE whose encoder has two outputs: the gate decides which latents fire, the magnitude decides how strongly.
 
     Only the gate is penalised, so that magnitudes do not shrink. The gate learns from a separate reconstruction that
-    must not change the decoder. `b_enc` is the bias of the gate. The magnitude's encoder columns are the gate's columns
+    must not change the decoder. `b_enc` is the gate's bias. The magnitude's encoder columns are the gate's columns
     times exp(`r_mag`).
     """
 

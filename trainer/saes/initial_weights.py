@@ -10,13 +10,13 @@ from trainer.contract.settings.job import SaeSettings
 from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
-# The largest allowed mean distance of rows from their mean, since the sum of d squares must stay below fp32's maximum,
-# 3e38.
+# The largest allowed mean distance between the rows and their mean. It is limited because the sum of d squares must
+# stay below fp32's maximum, 3e38.
 LARGEST_SPREAD = 1e15
-# Below this magnitude, the square of a value loses precision in fp32.
+# Below this magnitude, a value's square loses precision in fp32.
 SMALLEST_VALUE = 1e-18
-# The number of random values generated at once: all values for 2^20 latents of width 4,096 would take 16 GiB of host
-# memory per rank.
+# The number of random values generated at once. Generating all values at once for 2^20 latents of width 4,096 would
+# take 16 GiB of host memory per rank.
 _AT_ONCE = 2**24
 # PyTorch generates normal values in groups of 16, so blocks whose row count is a multiple of 16 yield the same values
 # as a single call.
@@ -85,7 +85,7 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
 
 
 def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
-    """Set the decoder to random unit vectors, and the encoder to scaled copies of these or other unit vectors."""
+    """Set the decoder to random unit vectors, and the encoder to scaled copies of these or of other unit vectors."""
     _draw_unit_rows(sae.W_dec, sae.latents, generator)
     directions: Tensor = sae.W_dec
     if settings.encoder_init != "tied" or sae.is_transcoder:
@@ -94,7 +94,7 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     scale = sae.traits.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
-        # Set the weights of left-out dimensions to 0. These weights stay 0, since the inputs and errors of these
+        # Set the weights of left-out dimensions to 0. These weights stay 0, since the inputs and errors in these
         # dimensions are 0.
         sae.W_dec.mul_(sae.y_scale > 0)
         sae.normalise_decoder()

@@ -29,10 +29,9 @@ class JumpReLU(Penalised):
 
     settings: JumpReLUSettings
     traits = Penalised.traits._replace(losses=("mse", "sparsity"))
-    # λ, the weight of the penalty, settles at about 0.001 times the variance. If λ starts ten times higher, Adam's
-    # moments become so large that the thresholds almost stop changing: for k = 32, L0 fell to 24 within 500 steps, but
-    # only to 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty
-    # (L0 − k)².
+    # λ, the penalty's weight, settles at about 0.001 times the variance. If λ starts ten times higher, Adam's moments
+    # become so large that the thresholds almost stop changing: for k = 32, L0 fell to 24 within 500 steps, but only to
+    # 29 with this `start`. While L0 is below k, λ may become negative, like the derivative of the penalty (L0 − k)².
     steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
     # The initial value of all thresholds. After 200 steps with k = 32, L0 was 39 with an initial value of 0.3, 32 with
     # 0.5 and 26 with 0.7.

@@ -70,15 +70,15 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
 
 
 def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
-    """Return the error left unexplained by the dead latents: `weight` · Σ‖error + explained‖² over tokens.
+    """Return the error that the dead latents leave unexplained: `weight` · Σ‖error + explained‖² over tokens.
 
-    `error` is x_hat − y of the live latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
+    `error` is x_hat − y from the live latents, and `explained` is the dead latents' reconstruction of y − x_hat. The
     weight is 1 / (variance of y − x_hat), as in Gao et al. 2024, arXiv 2406.04093, appendix A.2. `error` is a target
     and gets no gradient; otherwise, the live latents would learn to make errors that are easy for dead latents to
     reconstruct.
     """
-    # Check that the sparse kernels work in this dtype: a GPU may not support bf16, and the self-test of the error
-    # kernels does not detect that. A dtype that works for products also works for sums.
+    # Check that the sparse kernels work in this dtype: a GPU may not support bf16, and the error kernels' self-test
+    # does not detect that. A dtype that works for products also works for sums.
     is_narrow = explained.dtype != error.dtype and SPARSE_PRODUCTS.on(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
@@ -96,7 +96,7 @@ def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
 class _Square(torch.autograd.Function):
     """A precomputed Σ‖error‖², differentiable with respect to x; `error` is x plus a constant.
 
-    The gradient takes one pass over the errors; autograd of (x − y)² takes three.
+    The gradient takes one pass over the errors; autograd would take three for (x − y)².
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ class Nested(TopK):
         raise NotImplementedError
 
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
-        """Return the result of `_nested` from kernels that decode all levels, or None if they cannot be used."""
+        """Compute `_nested` with kernels that decode all levels; return None if these kernels cannot be used."""
         kernels = self.kernels_of_errors(y)
         if kernels is None or isinstance(acts, DenseActs):
             return None
@@ -85,7 +85,7 @@ def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gr
 
 
 class _PrefixErrors(torch.autograd.Function):
-    """x_hat, and Σ‖y − x_hat‖² summed over all prefixes except the full reconstruction, from the output of each level.
+    """Computes x_hat, and Σ‖y − x_hat‖² summed over all prefixes except the full one, from each level's output.
 
     `offset`, [d_out] or [n_tokens, d_out], is added to every prefix.
 
@@ -117,7 +117,7 @@ class _PrefixErrors(torch.autograd.Function):
 
 
 class _KnownNested(torch.autograd.Function):
-    """The sums of squared errors, already computed by kernels, differentiable with respect to `parts` and `offset`."""
+    """Makes sums of squared errors, computed by kernels, differentiable with respect to `parts` and `offset`."""
 
     @staticmethod
     def forward(

@@ -19,9 +19,9 @@ class Steering(NamedTuple):
     """Settings for the controller that finds a penalty's weight.
 
     `start` is the initial weight as a fraction of the data's variance. `gain` and `integral_gain` are the proportional
-    and integral gains: the change of the weight, in multiples of the initial weight, per unit of deviation of log L0
-    from its target. The integral term accumulates at every step. `lowest` is the lower bound of the weight, in
-    multiples of the initial weight.
+    and integral gains: the change in the weight, in multiples of the initial weight, per unit by which log L0 deviates
+    from its target. The integral term accumulates at every step. `lowest` is the weight's lower bound, in multiples of
+    the initial weight.
 
     The ratio of L0 to its target is clamped to [1 / `most`, `most`]. In the first steps, the true ratio exceeds this
     range; without clamping, the FVU of gated SAEs rose from 0.6 back to 0.9.
@@ -37,8 +37,8 @@ class Steering(NamedTuple):
 class Penalty(nn.Module):
     """The weight λ of a sparsity loss: fixed, or found by a proportional-integral controller that keeps L0 at k.
 
-    λ grows from 0 during the first `warmup_fraction` of the run. This weight is relative to the squared error of data
-    normalised to a variance of 1 per dimension, like Anthropic's and SAELens' coefficients.
+    λ grows from 0 during the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
+    to a variance of 1 per dimension, like the coefficients of Anthropic and SAELens.
     """
 
     unit: Tensor
@@ -60,7 +60,7 @@ class Penalty(nn.Module):
         self.register_buffer("deviation", torch.zeros(()))
 
     def start(self, variance: Tensor) -> None:
-        """Set the initial value of the steered weight; `variance` (0-dim) is the data's total variance per token."""
+        """Set the steered weight's initial value; `variance` (0-dim) is the data's total variance per token."""
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
@@ -108,9 +108,9 @@ class Penalised(Sae):
         return super().begin_step(progress)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return the errors plus λ · sparsity, relative to the variance of the data.
+        """Return the errors plus λ · sparsity, both divided by the data's variance.
 
-        The learning rate and gradient clipping then suit data of any scale.
+        The same learning rate and gradient clipping then suit data of any scale.
         """
         sparsity = self.traits.losses[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
@@ -124,8 +124,8 @@ class Penalised(Sae):
     def calibrate(self, x: Tensor) -> None:
         """Set the biases so that k latents per token are active.
 
-        With unchanged biases, half of all latents would be active initially, and reducing that number to k would take
-        most of a short run.
+        Otherwise, half of all latents would be active initially, and reducing that number to k would take most of a
+        short run.
         """
         self.penalty.start(self.y_variance)
         # For a latent active on 1 % of the tokens, 2,048 rows determine the bound to within 1 %.

@@ -29,7 +29,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
         return torch.zeros_like(dead)
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
-    # The tokens are sampled for the dead latents on all ranks, in order. Select the tokens of this rank's latents.
+    # The tokens are sampled for the dead latents on all ranks, in order. Select the tokens for this rank's latents.
     drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
     reads = F.normalize(x[drawn] - sae.input_bias, dim=1)
     writes = F.normalize(y[drawn] - sae.offset(x[drawn]), dim=1)

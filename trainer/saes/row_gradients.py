@@ -1,7 +1,7 @@
 """Weight gradients for a few latents, added as rows to the full gradients.
 
-Autograd would expand these gradients to matrices for all latents, and then add the matrices. For 2,304 of 65,536
-latents of width 2,304, autograd would read and write 3.6 GB to process 42 MB of gradients.
+Autograd would first expand these gradients to matrices covering all latents, and then add the matrices. For 2,304 of
+65,536 latents of width 2,304, autograd would read and write 3.6 GB to process 42 MB of gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainer.saes.kernels.dead_latents import Weights
 class RowGradient(NamedTuple):
     """The weight gradients of n latents.
 
-    `latents` [n] contains distinct indices, and −1 for latents on other ranks. `parameters` are W_enc [d_in, d_sae],
-    b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are their gradients for the n latents. `centred` [d_in] is the
-    gradient of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this gradient. If the
-    rows are summed over ranks, the sums are complete once `arrive` returns.
+    `latents` [n] contains the latents' distinct indices, with −1 for latents on other ranks. `parameters` are W_enc
+    [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out]; `rows` are their gradients for the n latents. `centred`
+    [d_in] is the gradient of x − input_bias, summed over tokens; a trainable `input_bias` gets the negative of this
+    gradient. If the rows are summed over ranks, the sums are complete once `arrive` returns.
     """
 
     parameters: Weights

@@ -1,4 +1,4 @@
-"""The latent activations of a batch: a list of the active latents, or a dense matrix if many latents are active."""
+"""A batch's latent activations: a list of the active latents, or a dense matrix if many latents are active."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SparseIndices:
         return self._sorted.by_latent(d_sae)
 
     def tokens_by_latent(self, d_sae: int) -> Tensor:
-        """Return the tokens of the entries sorted by latent, [n]."""
+        """Return each entry's token, with the entries sorted by latent, [n]."""
         if self._tokens_by_latent is None:
             order = self.by_latent(d_sae).order
             # On a GPU, one division replaces three operations and an index tensor. On a CPU, dividing is slower.
@@ -136,7 +136,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return, for each entry, the element of the vector `per_latent` [d_sae] for its latent, [n]."""
+        """Return each entry's element of the vector `per_latent` [d_sae], the one for its latent: [n]."""
         return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from trainer.saes.penalised import Penalised, Steering
 
 
 class Standard(Penalised):
-    """An SAE with ReLU latents, penalised by the sum of all activations, each times the norm of its decoder row.
+    """An SAE with ReLU latents, penalised by the sum of all activations, each multiplied by its decoder row's norm.
 
     The norms are unconstrained, since longer rows cannot reduce a penalty that includes the norms.
     """

@@ -35,7 +35,7 @@ class TopK(Sae):
     """
 
     settings: TopKSettings | HierarchicalTopKSettings | BatchTopKSettings | MatryoshkaSettings
-    # With a lower `revived_share`, the activation of a revived latent would never be among the k largest.
+    # With a lower `revived_share`, a revived latent's activation would never be among the k largest.
     traits = Traits(losses=("mse", "auxk"), revived_share=1.0, reads_narrow=True)
 
     def __init__(self, spec: SaeSpec) -> None:
@@ -70,9 +70,9 @@ class TopK(Sae):
     def _encode_and_explain(self, centred: Tensor) -> tuple[Acts, Explained | None]:
         """Return the activations of x − input_bias [n_tokens, d_in], and the dead latents' reconstruction of the error.
 
-        Ranks sharing latents exchange the weights of dead latents while encoding. Autograd runs in the reverse order,
-        so the ranks exchange these weights' gradients during the encoder's backward pass. A replica holding all latents
-        may still be receiving W_dec while it encodes, so it reads the rows of dead latents afterwards.
+        Ranks that share latents exchange the dead latents' weights while encoding. Autograd runs in the reverse order,
+        so the ranks exchange these weights' gradients during the encoder's backward pass. A replica that holds all
+        latents may still be receiving W_dec while it encodes, so it reads the dead latents' rows only after encoding.
         """
         exchanges = self.latents.group.size > 1
         candidates = self.auxk.candidates(self, centred.dtype) if exchanges else None
@@ -96,7 +96,7 @@ class TopK(Sae):
         return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Return the squared error divided by the data's variance, so that any scale works, plus the AuxK loss."""
+        """Return the squared error divided by the data's variance, so that any data scale works, plus the AuxK loss."""
         return torch.add(losses["mse"] / self.y_variance, losses["auxk"], alpha=self.auxk.alpha)
 
     def learn_from(self, sums: Tensor) -> None:

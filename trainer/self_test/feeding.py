@@ -1,4 +1,4 @@
-"""Checks batches copied to the device while it is busy, and sums read later by the host."""
+"""Checks batches copied to the device while it is busy, and sums that the host reads later."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16"
 FIRST_STEPS, N_BATCHES = 5, 40
 # The largest allowed relative difference between a replayed and an eager step, in the loss and in the weight change.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
-# Part of PyTorch's warning when the host waits. PyTorch's warning that it may miss some waits is ignored.
+# Part of the warning that PyTorch prints when the host waits. PyTorch's warning that it may miss some waits is ignored.
 WAITED = "called a synchronizing CUDA operation"
 # Training settings to check in addition to each architecture's defaults.
 OTHERS: tuple[dict[str, Any], ...] = (
@@ -55,7 +55,7 @@ def _size(device: torch.device) -> Size:
 
 
 def check_curves(device: torch.device, n_steps: int, among: Collection[str] = tuple(NEAR)) -> Iterator[Check]:
-    """For each precision in `among`, compare each architecture's FVU on the device with its FVU on the CPU in fp32."""
+    """For each precision in `among`, compare each architecture's FVU on the device with its fp32 FVU on the CPU."""
     size = _size(device)
     data = rows(N_BATCHES * size.batch_size, size.d_in)
     precisions = [name for name in NEAR if name in among and (device.type == "cuda" or name == "fp32")]
@@ -95,7 +95,7 @@ def _fvu(learner: Learner, x: Tensor) -> float:
 
 
 def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
-    """Check that saving, loading and continuing a run leads to exactly the state of an uninterrupted run."""
+    """Check that saving, loading and continuing a run leads to exactly the same state as an uninterrupted run."""
     was = torch.are_deterministic_algorithms_enabled()
     set_deterministic(True)
     try:
@@ -171,7 +171,7 @@ def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
 
 
 def _captured_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
-    # With this number of latents, a penalty leaves a small enough fraction active for sparse matmuls.
+    # With 8,192 latents, a sparsity penalty leaves a small enough fraction active for sparse matmuls.
     size = SMALL if "topk" in sae["architecture"] else SMALL._replace(d_sae=8192)
     learner = learner_of(job_of(size, sae, {"precision": "bf16"} | train), size.d_in, device)
     sample = rows(size.batch_size, size.d_in).to(device)

@@ -1,4 +1,4 @@
-"""Compares the memory estimate with the memory reserved on a GPU by real steps."""
+"""Compares the memory estimate with the memory that real steps reserve on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES: tuple[tuple[Size, dict[str, Any], dict[str, Any]], ...] = (
 
 
 def check_memory(device: torch.device) -> Iterator[Check]:
-    """Compare the memory reserved by a few steps with the estimate, if the GPU has enough free memory.
+    """Compare the memory that a few steps reserve with the estimate, if the GPU has enough free memory.
 
     Compiled updates need less memory, but are not available on all installations, so the measured memory may lie
     between the estimates with and without them. The reserved memory is the same as in a run only if the environment

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 
 def check_products(device: torch.device) -> Iterator[Check]:
-    """Compare sparse matmuls with float64, in every dtype used on the device, with and without deterministic mode."""
+    """Compare sparse matmuls with float64 in every dtype used on the device, with and without deterministic mode."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         compiles = SPARSE_PRODUCTS.on(torch.zeros(2, 2, device=device)) is not None

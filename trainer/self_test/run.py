@@ -1,4 +1,4 @@
-"""Runs the self-test on one device; reports each check on completion, and the totals at the end."""
+"""Runs the self-test on one device; reports each check as it completes, and the totals at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield each check of a device on completion; an exception in a part yields a failed check."""
+    """Yield each check of a device as it completes; an exception in a part yields a failed check."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")

@@ -1,1 +1,1 @@
-"""File formats used by other tools, registered in `trainer.contract.settings.catalog`."""
+"""Other tools' file formats, registered in `trainer.contract.settings.catalog`."""

@@ -26,11 +26,11 @@ from trainer.saes.base import Sae
 
 # The metadata key for the dimension scales, {dimension: factor}.
 SCALES = "dimension_scales"
-# The model card written by `eval` next to the weights, and its first line.
+# The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # The metadata key for the values of k that a HierarchicalTopK SAE is trained for.
 KS = "trained_for_k"
-# The sentence in the model card referring to `card.json`.
+# The sentence in the model card that refers to `card.json`.
 CARD_REST = " `card.json` has all figures."
 # The maximum length of an architecture name; longer names in imported files are truncated.
 _LONGEST_NAME = 60
@@ -52,10 +52,10 @@ class SharedSae(NamedTuple):
     """An SAE in exchange form, mapping raw activations to raw activations.
 
     `config` and `weights` follow SAELens' layout for the architecture. An SAE encodes x − b_dec, and a transcoder
-    encodes x itself. `k` is the number of active latents per token in training, or None if unknown. `levels` contains
-    the widths of the prefixes of a Matryoshka SAE. `features` is the file stored by `eval` for the weights. `firings`
-    computes the activations on the run's data, for formats that need them; it is None if the tokens of the data are
-    unknown. `l0` is the L0 stated in the imported files. `notes` contains sentences about these files.
+    encodes x itself. `k` is the number of active latents per token in training, or None if unknown. `levels` contains a
+    Matryoshka SAE's prefix widths. `features` is the file that `eval` has stored for these weights. `firings` computes
+    the activations on the run's data, for formats that need them; it is None if the data's tokens are unknown. `l0` is
+    the L0 stated in the imported files. `notes` contains sentences about these files.
     """
 
     config: dict[str, Any]
@@ -106,7 +106,7 @@ class SharedSae(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Settings from the user that override or supplement the settings in an SAE's files.
+    """User settings that override or supplement the settings in an SAE's files.
 
     `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
     transcoder if the files do not.

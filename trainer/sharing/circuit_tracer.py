@@ -121,7 +121,7 @@ class Member(NamedTuple):
 
 
 def member_of(sae: SharedSae) -> Member:
-    """Return a transcoder's properties relevant for its set."""
+    """Return the properties of a transcoder that matter for its set."""
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
@@ -177,7 +177,7 @@ def _tensors(sae: SharedSae) -> dict[str, Tensor]:
 
 
 def _config(sae: SharedSae) -> str:
-    """Return the settings of a transcoder set as YAML; JSON strings are valid YAML strings."""
+    """Return a transcoder set's settings as YAML; JSON strings are valid YAML strings."""
     facts = sae.metadata
     settings = {
         "model_kind": "transcoder_set",

@@ -20,7 +20,7 @@ _LARGEST_HALF = 65504
 
 
 class Delphi(Format):
-    """Stores latent activations and the tokens of the text, but no SAE weights."""
+    """Stores latent activations and the text's tokens, but no SAE weights."""
 
     files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
     needs_firings = True

@@ -89,7 +89,7 @@ _TRAINERS = {
     "JumpReluAutoEncoder": "jump",
     "GatedAutoEncoder": "gated",
 }
-# The names of classes: first by training architecture, and then by SAELens architecture.
+# Class names, first by training architecture and then by SAELens architecture.
 _TRAINED = {"batch_topk": "BatchTopKSAE", "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE"}
 _COMPUTED = {
     # When loaded, AutoEncoder scales its activations by the decoder norms; AutoEncoderNew does not.
@@ -180,7 +180,7 @@ def _kind(name: str, tensors: dict[str, Tensor]) -> _DictionaryClass:
 
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return an SAE's origin; our own metadata overrides the settings of the trainer and its buffer."""
+    """Return an SAE's origin; our own metadata overrides the settings for the trainer and its buffer."""
     place = trainer.get("submodule_name")
     facts = {
         "model_name": trainer.get("lm_name"),

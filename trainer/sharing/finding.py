@@ -1,4 +1,4 @@
-"""Finds the SAE in a folder, file or hub repository; otherwise, the error lists the files found there."""
+"""Finds the SAE in a folder, file or hub repository; if there is none, the error lists the files found there."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _TIMEOUT_S = 15
 
 
 class HubName(NamedTuple):
-    """A hub name for an SAE: a repository, a revision, and a folder or file in the repository."""
+    """An SAE's name on the hub: a repository, a revision, and a folder or file in the repository."""
 
     repository: str
     revision: str | None
@@ -59,7 +59,7 @@ def fetch(text: str) -> Path | None:
 
 
 def _is_mistyped_path(text: str) -> bool:
-    """Return whether a name is probably a mistyped path, like `saes/9` if there is a local folder `saes`."""
+    """Return whether a name is probably a mistyped path, such as `saes/9` if there is a local folder `saes`."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 

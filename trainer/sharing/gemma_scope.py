@@ -43,8 +43,8 @@ _SECOND_HOOKS = {
 }
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
-# Gemma Scope 1 transcoders were trained with the gain of the pre-MLP norm folded into the MLP, according to the README
-# of google/gemma-scope-2b-pt-transcoders.
+# Gemma Scope 1 transcoders were trained with the pre-MLP norm's gain folded into the MLP, according to the README of
+# google/gemma-scope-2b-pt-transcoders.
 _WITHOUT_GAIN = (
     "it reads the input of the MLP before the gain of the norm is applied; divide rows of mlp_in by 1 + the weight of "
     "pre_feedforward_layernorm in this block"

@@ -20,8 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 class Repository:
     """The target repository of an upload; `has_card` says whether it already has a model card.
 
-    The constructor only requests the user's name and the repository's files; it changes nothing on the hub. The
-    constructor raises `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
+    The constructor requests only the user's name and the repository's files, and changes nothing on the hub. It raises
+    `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
     """
 
     def __init__(self, name: str, *, public: bool) -> None:
@@ -96,7 +96,7 @@ def hub_client(missing: str) -> Any:
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
         raise UsageError(f"{missing}; {install('hf')}") from None
-    # The client's retry warnings contain signed URLs, which grant access to anyone reading the log.
+    # The client's retry warnings contain signed URLs, which grant access to anyone who reads the log.
     hub.utils.logging.set_verbosity_error()
     return hub
 

@@ -19,7 +19,7 @@ _STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
 
 
 class Neuronpedia(Format):
-    """Stores max-activating examples and decoder directions of firing latents, but not the SAE itself."""
+    """Stores firing latents' max-activating examples and decoder directions, but not the SAE itself."""
 
     files = ("batch-*.json",)
 
@@ -78,7 +78,7 @@ def _dashboard(sae: SharedSae, features: Features, feature: Feature) -> dict[str
 
 
 def _moved(sign: str, tokens: tuple[LogitChange, ...]) -> dict[str, Any]:
-    """Return the tokens promoted or suppressed most by a latent, strongest first; {} if unknown."""
+    """Return the tokens that a latent promotes or suppresses most, strongest first; {} if unknown."""
     if not tokens:
         return {}
     return {f"{sign}_str": [token.text for token in tokens], f"{sign}_values": [token.logit for token in tokens]}

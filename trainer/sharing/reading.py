@@ -104,10 +104,10 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
-    """Read a `torch.save` file containing only named tensors; raise `UserError` for any other file.
+    """Read a `torch.save` file that contains only named tensors; raise `UserError` for any other file.
 
     Code in the file is not run. Compressed files, and tensors larger than their stored data, are refused, because they
-    would allow a small file to fill the memory.
+    would allow a small file to exhaust memory.
     """
     whole = _plain(file)
     try:
@@ -134,7 +134,7 @@ def read_npz(file: Path) -> dict[str, Tensor]:
     """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
 
     Arrays of Python objects are refused, because reading them could run code. Compressed files, and arrays larger than
-    their stored data, are refused, because they would allow a small file to fill the memory.
+    their stored data, are refused, because they would allow a small file to exhaust memory.
     """
     whole = _plain(file)
     try:
@@ -248,7 +248,7 @@ def converted(sae: SharedSae, place: Path) -> SharedSae:
 
 @torch.no_grad()
 def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder for x to equivalent weights of an encoder for x − b_dec."""
+    """Convert weights for an encoder of x to equivalent weights for an encoder of x − b_dec."""
     shift = _encoded_bias(weights)
     moved: dict[str, Tensor] = {name: weights[name] + shift for name in ("b_enc", "b_gate") if name in weights}
     if "b_mag" in weights:
@@ -275,13 +275,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Fold a factor for the input rows into the weights, so that unscaled rows produce the same activations."""
+    """Fold a scale factor for the input rows into the weights, so that unscaled rows produce the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: SharedSae) -> SharedSae:
-    """Set negative thresholds to 0; this has no effect after a ReLU."""
+    """Set negative thresholds to 0; after a ReLU, this does not change the output."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
@@ -289,7 +289,7 @@ def positive_thresholds(sae: SharedSae) -> SharedSae:
 
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the weights of an encoder for x − b_dec to weights of an encoder for x; gated SAEs are not supported."""
+    """Convert weights for an encoder of x − b_dec to weights for an encoder of x; gated SAEs are not supported."""
     return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
 
 
@@ -299,7 +299,7 @@ def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:
-    """Raise `UsageError` if the value of a setting is not allowed; the first allowed value is the default."""
+    """Raise `UsageError` if a setting's value is not allowed; the first allowed value is the default."""
     for name, allowed in values.items():
         if config.get(name, allowed[0]) not in allowed:
             listed = " or ".join(repr(value) for value in allowed)

@@ -1,4 +1,4 @@
-"""SAELens' format, `cfg.json` and `sae_weights.safetensors`, used by runs unless SAELens lacks the architecture."""
+"""SAELens' format, `cfg.json` and `sae_weights.safetensors`, which runs use unless SAELens lacks the architecture."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from trainer.sharing.origins import layer_of
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
-# The SAELens version used to test exported files; SAELens decides by this version how to convert files.
+# The SAELens version that exported files are tested with; SAELens uses the version in a file to decide how to convert
+# it.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 # Models commonly used with SAEs, under their hub names in TransformerLens, which does not recognise
-# "openai-community/gpt2". Exports for other models set model_class_name to AutoModelForCausalLM, and their hook is the
-# name of the module.
+# "openai-community/gpt2". Exports for other models set model_class_name to AutoModelForCausalLM, and use the module's
+# name as the hook.
 TRANSFORMER_LENS_MODELS = frozenset(
     [
         "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "EleutherAI/gpt-neo-125M", "EleutherAI/gpt-j-6B",
@@ -41,13 +42,13 @@ TRANSFORMER_LENS_MODELS = frozenset(
         "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
     ]
 )  # fmt: skip
-# Matches the hooks available from TransformerLens in every block of these models. TransformerLens has no hook at the
-# MLP input used by circuit-tracer.
+# Matches the hooks that TransformerLens provides in every block of these models. It has no hook at the MLP input that
+# circuit-tracer uses.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
 
 
 class SaeLens(Format):
-    """Stores SAEs and transcoders in all architectures that we train, except TopK transcoders, with metadata."""
+    """Stores SAEs and transcoders of all architectures that we train, except TopK transcoders, with metadata."""
 
     files = (CONFIG, WEIGHTS)
     reads = ((CONFIG, WEIGHTS),)
@@ -84,7 +85,7 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def exported_tokens(folder: Path) -> int | None:
-    """Return the number of training tokens for the SAE written to a folder by `export_sae`, or None if unknown."""
+    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder, or None if unknown."""
     metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
     tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
     return tokens if isinstance(tokens, int) else None
@@ -126,7 +127,7 @@ def _config(sae: SharedSae) -> dict[str, Any]:
 
 
 def _loading(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata SAELens needs to load the model and find the hook."""
+    """Return the metadata that SAELens needs to load the model and find the hook."""
     if "module" in facts and not _is_in_transformer_lens(facts):
         return _by_transformers(facts)
     if "hook_layer" in facts:

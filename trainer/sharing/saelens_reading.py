@@ -29,9 +29,9 @@ from trainer.sharing.reading import (
     with_unit_rows,
 )
 
-# The metadata key for original values replaced by an export for SAELens.
+# The metadata key under which an export for SAELens keeps the original values that it replaces.
 ORIGINAL = "as_extracted"
-# The SAELens architectures we can read and write.
+# The SAELens architectures that we can read and write.
 ARCHITECTURES = (
     "standard",
     "topk",
@@ -46,7 +46,7 @@ ARCHITECTURES = (
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
 # Maps current setting names to their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# Maps each unsupported normalisation to why it cannot be folded into the weights.
+# Maps each unsupported normalisation to the reason why it cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row separately",
     "constant_norm_rescale": "it scales each row separately to a fixed norm",
@@ -72,7 +72,7 @@ _OF_TRAINING = frozenset(
 
 
 def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
-    """Return the SAE in a folder; `files` contains the names of its settings file and its weights file."""
+    """Return the SAE in a folder; `files` contains the names of its settings and weights files."""
     config_file, weights_file = (folder / name for name in files)
     config = _in_todays_names(read_config(config_file, given))
     architecture, k = _architecture(config, config_file)
@@ -96,7 +96,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a file's metadata, restoring the original values replaced by an export for SAELens."""
+    """Return a file's metadata, restoring the original values that an export for SAELens replaced."""
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
@@ -176,7 +176,7 @@ def _used_factor(
 
 
 def _computed_as_here(sae: SharedSae, config: dict[str, Any], factor: Tensor | None, file: Path) -> SharedSae:
-    """Fold operations added by the settings, such as scaling, into the weights of an SAE."""
+    """Fold operations that the settings add, such as scaling, into an SAE's weights."""
     wanted(config, file, reshape_activations=("none", None, "hook_z"))
     weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
     is_rescaled = (sae.architecture == "topk" or is_batched) and config.get("rescale_acts_by_decoder_norm", False)
@@ -221,7 +221,7 @@ def _row_scale(sae: SharedSae, config: dict[str, Any], file: Path) -> float | No
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an SAE; version 6 has a metadata table, older versions mix metadata with settings."""
+    """Return an SAE's metadata; version 6 has a metadata table, while older versions mix metadata with settings."""
     facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):

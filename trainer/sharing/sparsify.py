@@ -76,8 +76,8 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
     skips = config.get("skip_connection")
     if skips and config.get("transcode") is not True and not given.transcoder:
-        # In a sparsify SAE, the input of the skip connection is x and the input of the encoder is x − b_dec; none of
-        # our architectures computes this.
+        # In a sparsify SAE, the skip connection reads x but the encoder reads x − b_dec; none of our architectures
+        # computes this.
         raise UsageError(
             f"{file}: skip_connection is {str(skips)[:60]!r} but transcode is not, and SAEs with a skip connection are "
             f"not supported; if it is a transcoder, add --transcoder"

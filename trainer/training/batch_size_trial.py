@@ -1,4 +1,4 @@
-"""Tests whether a micro-batch fits into the available memory, for jobs with an automatic batch size."""
+"""Tests whether a micro-batch fits in the available memory, for jobs with an automatic batch size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
 LEAST_TOKENS = 64
-# The number of batches in memory in addition to the one being processed: read ahead, in transfer, and in the metrics'
-# fp64 sums.
+# The number of batches in memory besides the one being processed: read ahead, in transfer, and in the metrics' fp64
+# sums.
 BATCHES_BESIDE = 4
 # The address space of threads that start later, in bytes.
 THREAD_BYTES = 2**27
@@ -36,8 +36,8 @@ def fits_everywhere(
     """Return whether every rank has enough memory to pass its `token_slice` of rows through every SAE.
 
     The gradients from the pass are discarded. Every SAE gets rows from the same `sample`, even if the SAE trains on
-    another of the `n_hooks` hooks. An additional `kept_bytes`, for the rows kept for evaluations, must fit as well.
-    Ranks synchronise only after the pass, so that no rank is left waiting mid-pass for a failed rank.
+    another of the `n_hooks` hooks. The `kept_bytes` of rows kept for evaluations must fit as well. Ranks synchronise
+    only after the pass, so that no rank is left waiting mid-pass for a failed rank.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, token_slice, n_hooks, kept_bytes))
@@ -66,11 +66,11 @@ def _fits(
 
 
 def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
-    """Allocate the memory needed by later steps in addition to the memory used by the pass."""
+    """Allocate the memory that later steps need in addition to the memory that the pass uses."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
     n_bytes += kept_bytes
     if x.device.type == "cpu":
-        # On CPU, the memory for top-k depends on the data: in the worst case, top-k copies all pre-activations.
+        # On a CPU, the memory for top-k depends on the data: in the worst case, top-k copies all pre-activations.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)
         n_bytes += of_pass
         # Fail here if memory is short, since oneDNN does not check its allocations within a matmul.
@@ -126,7 +126,7 @@ class _Echo(Group):
 
 
 class _ExchangingPart(Protocol):
-    """The SAE attributes replaced by a dry run."""
+    """The SAE attributes that a dry run replaces."""
 
     data: Group
     peers: Group

@@ -76,12 +76,12 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Export every SAE in a checkpoint, or in a run's newest or best checkpoint; return the step and the output paths.
 
-    `path` is a checkpoint or a run folder, and `form` is the name of a format. With `only`, just the SAEs with these
-    labels are written. Otherwise, of SAEs that differ only in the seed, just one is. `k` replaces the k of SAEs that
-    are trained for several k. For a given job, `firings` returns a function that finds the tokens in the job's data on
-    which latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent, with the
-    reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError` if a flag
-    is invalid.
+    `path` is a checkpoint or a run folder, and `form` is a format's name. With `only`, just the SAEs with these labels
+    are written. Otherwise, only one of the SAEs that differ only in the seed is written. `k` replaces the k of SAEs
+    that are trained for several k. For a given job, `firings` returns a function that finds the tokens in the job's
+    data on which latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent,
+    with the reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError`
+    if a flag is invalid.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
@@ -131,7 +131,10 @@ def _refuse_k(k: int, jobs: Mapping[str, JobConfig]) -> None:
 
 
 def kept_in(output: Path, position: Position) -> Callable[[str], bool]:
-    """Return a function that returns whether a run's output has an SAE of a checkpoint, which it lacks if it failed."""
+    """Return a function that says whether the SAE with a given label was exported at `position`.
+
+    SAEs whose training failed are not exported.
+    """
     return lambda label: exported_tokens(output / label) == position.tokens
 
 
@@ -150,8 +153,8 @@ def notes_on_others(job: JobConfig, written: Sequence[str], only: Sequence[str])
 def labels_of(job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool]) -> list[str]:
     """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label.
 
-    Without `only`, return the lowest seed of the SAEs that differ only in the seed, without random twins, and without
-    SAEs whose training failed (`is_kept` is False) unless all of them are.
+    Without `only`, leave out random twins, and select one of the SAEs that differ only in the seed: the lowest seed
+    whose training did not fail (`is_kept` is true), or the lowest seed if all failed.
     """
     labels = [*members(job)]
     if only and not job.sweep:

@@ -71,7 +71,7 @@ class Exporter:
             rank_log.say(how_far.unfinished)
 
     def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that misses the requested L0; the FVU is then not comparable with other SAEs' FVU."""
+        """Report an L0 that misses the requested L0, since the FVU is then not comparable with other SAEs' FVUs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
@@ -85,7 +85,7 @@ class Exporter:
 
 
 def training_facts(learner: Learner, position: Position, recipe: Recipe | None) -> dict[str, Any]:
-    """Return facts about an SAE's training, for its export metadata."""
+    """Return facts about an SAE's training for its export metadata."""
     return {
         "training_architecture": learner.architecture,
         "training_tokens": position.tokens,

@@ -86,7 +86,7 @@ def export_set(
 
 
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, SharedSae]]:
-    """Yield the name, step and SAE of each transcoder, one at a time, since they may not all fit into memory."""
+    """Yield the name, step and SAE of each transcoder, one at a time, since they may not all fit in memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)

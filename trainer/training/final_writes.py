@@ -27,7 +27,7 @@ GIVE_UP_S = 24 * 3600.0
 
 
 class Write(NamedTuple):
-    """A folder to write at the end of a run, and the function that writes it; `to` writes an SAE to another folder."""
+    """A folder to write at the end of a run, and the function that writes it; `to` writes its SAE to another folder."""
 
     folder: Path
     write: Callable[[], object]
@@ -44,7 +44,7 @@ class FinalWrites:
         self, parallel: Parallel, report: Report, stop: threading.Event, heartbeat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._heartbeat = parallel, report, stop, heartbeat
-        # Maps an SAE's intended folder to the folder holding its copy on another disk.
+        # Maps an SAE's intended folder to the folder that holds its copy on another disk.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
         self._has_reported = False
@@ -151,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders on other disks than `folder`, the most permanent disk first."""
+    """Yield folders on disks other than the disk of `folder`, the most permanent disk first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

@@ -1,4 +1,4 @@
-"""Makes the encoder of each latent follow its decoder."""
+"""Makes each latent's encoder follow its decoder."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class LossScale:
 def total_square(gradients: list[Tensor], device: torch.device | None = None) -> Tensor:
     """Return Σ‖g‖² over all gradients, fp64, 0-dim, in one read-only pass; for an empty list, return 0 on `device`.
 
-    On CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
+    On a CPU, torch sums a whole matrix sequentially in fp32: the norm of 50 million values is off by 0.4 %, and by a
     different amount if each rank holds a part of the matrix. Summing per latent is as fast, and accurate to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
@@ -80,7 +80,7 @@ class GradientCheck(NamedTuple):
 class GradientChecks:
     """Checks the gradients for steps of `expected` tokens, and clips their norms to `largest` (0 disables clipping).
 
-    `norm` (0-dim) is the norm of the last gradient without the loss scale. `skipped` [3] contains the number of steps
+    `norm` (0-dim) is the last gradient's norm without the loss scale. `skipped` [3] contains the number of steps
     skipped in this log interval, the number of consecutive skips not caused by lost activations, and the number of
     skips in the interval caused by lost activations. Both tensors are updated in place, since a CUDA graph always
     operates on the same memory.
@@ -115,7 +115,7 @@ class GradientChecks:
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """Given a gradient's `norm`, return the unscaled norm, the divisor for gradients, and whether to skip the step.
 
-    The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). On CPU, where
+    The divisor removes the loss scale `scale` and clips the norm to `largest` (0 disables clipping). On a CPU, where
     reading the value costs nothing, the divisor is None if it would be 1. The step is skipped if the norm is not
     finite. All tensors are 0-dim and stay on the device.
     """

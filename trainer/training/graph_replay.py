@@ -27,8 +27,8 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.precision import NARROW
 from trainer.training.learner import Learner
 
-# The number of consecutive eager steps with identical host-side decisions before graph capture. By then, the optimizer
-# state and the workspaces of libraries are allocated, and k is not being annealed.
+# The number of consecutive eager steps with identical host-side decisions before a graph is captured. By then, the
+# optimizer state and library workspaces are allocated, and k is not being annealed.
 PLAIN_STEPS = 3
 # A capture may fail for a temporary reason, such as another process briefly using the memory. A retry is worthwhile: an
 # eager step may take four times as long as a replay, while a failed attempt costs only a few steps.
@@ -68,7 +68,8 @@ class CudaTape:
 def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
     """Stop allocating from the graph's memory pool after a capture has failed.
 
-    Otherwise, torch would return all memory freed later to the graph's pool, and batches would fill the GPU.
+    Otherwise, torch would return all memory freed later to the graph's pool, and batches would fill up the GPU's
+    memory.
     """
     # PyTorch versions before 2.8 use the second name.
     names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")

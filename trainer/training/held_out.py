@@ -29,7 +29,7 @@ class HeldOutData(Protocol):
 class HeldOut:
     """This rank's held-out rows for each hook, on its device; outliers are left out and counted.
 
-    On CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
+    On a CPU, the rows are read for every evaluation. A GPU keeps up to `MOST_KEPT_BYTES` of rows after the first
     evaluation, since rereading 151 MB takes a tenth of a second from the page cache, and longer from a disk.
     """
 
@@ -51,8 +51,8 @@ class HeldOut:
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         """Yield inputs and targets for a hook, up to `batch_size` rows at a time.
 
-        The rows are in fp32 on CPU, and in their stored dtype on a GPU. With `half`, yield only rows of that half of
-        the held-out rows.
+        The rows are in fp32 on a CPU, and in their stored dtype on a GPU. With `half`, yield only that half of the
+        held-out rows.
         """
         if self.keeps and (hook, half) not in self._kept:
             self._keep(hook, batch_size, half)
@@ -62,7 +62,7 @@ class HeldOut:
             yield from zip(inputs, inputs if y is x else y.split(batch_size), strict=True)
 
     def _keep(self, hook: int, batch_size: int, half: int | None) -> None:
-        """Keep a hook's rows on the device if they fit; otherwise, keep no further rows."""
+        """Keep a hook's rows on the device if they fit; otherwise, stop keeping rows."""
         rows: list[Pair] = []
         try:
             for x, y in self._read(hook, batch_size, half):

@@ -31,7 +31,7 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
     """Return the README.md for the repository `name`, with SAEs from `checkpoints` exported in the format `form`.
 
-    `labels` are the labels of the exported SAEs; None means all. The README.md includes the model card of each SAE that
+    `labels` contains the exported SAEs' labels; None means all. The README.md includes the model card of each SAE that
     was evaluated with these weights.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
@@ -51,7 +51,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:
-    """Return the absolute local paths that would be revealed by the SAEs' metadata in the checkpoints."""
+    """Return the absolute local paths that the SAEs' metadata in the checkpoints would reveal."""
     states = [read_state(path) for path in checkpoints]
     origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
     values = [str(value) for origin in origins for value in origin.values()]
@@ -80,7 +80,7 @@ def _sections(
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = _card_text(card) if is_judged else ""
-        # Omit the model card's figures: they are separate files and are not uploaded.
+        # Omit the sentence about `card.json`, because this file is not uploaded.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 

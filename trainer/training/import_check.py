@@ -16,7 +16,7 @@ from trainer.training.learner import Learner
 
 # 1,000 rows determine L0 to within a few percent, and take a second. Small batches save memory for large SAEs.
 N_ROWS, _AT_ONCE = 1000, 100
-# An L0 that differs from the expected L0 by more than this factor must be wrong.
+# If L0 differs from the expected L0 by more than this factor, it must be wrong.
 _FAR = 2.0
 # Without an expected L0, report that activations are not sparse if both the fraction of active latents and the FVU
 # exceed these values.

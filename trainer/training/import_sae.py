@@ -63,8 +63,8 @@ def import_sae(
     """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
 
     `name` is the SAE's folder, file or hub name. `data` is the path of activations that resemble the SAE's training
-    data; these activations determine the scale for further training, and are used for evaluations. `overrides` are
-    settings of the job. Raise `UserError` if the SAE or the data cannot be read.
+    data; they determine the scale for further training and are used for evaluations. `overrides` contains job settings.
+    Raise `UserError` if the SAE or the data cannot be read.
     """
     found = find(name, form)
     shared = found.read(given)
@@ -142,7 +142,7 @@ def _set_weights(learner: Learner, shared: SharedSae) -> None:
     sae, scale = learner.sae, learner.sae.acts_scale
     x_scale, y_scale = sae.x_scale.reshape(-1, 1), sae.y_scale
     encoder = shared.weights["W_enc"] * (scale / x_scale)
-    # Only the encoder of a transcoder reads x − x_mean.
+    # Only a transcoder's encoder reads x − x_mean.
     shift = sae.x_mean @ encoder if sae.is_transcoder else 0
     own = {"W_enc": encoder, "b_dec": shared.weights["b_dec"] * y_scale}
     own["W_dec"] = shared.weights["W_dec"] * (y_scale / scale)

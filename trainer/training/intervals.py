@@ -91,11 +91,11 @@ class IntervalRecorder:
         )
 
     def sum_paces(self, ended: EndedInterval) -> Totals:
-        """Start summing an interval's speeds and waiting times over ranks."""
+        """Start summing an interval's speeds and waiting times over the ranks."""
         return self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
 
     def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:
-        """Record an interval; `paces` are the speeds and waiting times of all ranks."""
+        """Record an interval; `paces` contains all ranks' speeds and waiting times."""
         totals, states = ended.totals.read(), ended.states.read()
         left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
         for name, found in left_out.items():

@@ -136,7 +136,7 @@ class RowUpdate(Update):
 class Learner:
     """An SAE with its optimizer and metrics; `state` provides access to everything stored in a checkpoint.
 
-    The SAE is trained on the rows for hook number `hook` in each batch.
+    The SAE is trained on each batch's rows for hook number `hook`.
     """
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
@@ -182,7 +182,7 @@ class Learner:
         self.whole_steps: WholeSteps | None = None
 
     def _may_exchange_narrow(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels of all replicas access the matrices only in the 16-bit type `dtype`."""
+        """Return whether all replicas' kernels access the matrices only in the 16-bit type `dtype`."""
         W_dec, replicas = self.sae.W_dec, self.stepped.others
         if not W_dec.is_cuda or replicas.size == 1:
             return False
@@ -198,7 +198,7 @@ class Learner:
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
-        """Return the object for updating the weights; with `rates`, encoders follow their decoders."""
+        """Return the object that updates the weights; with `rates`, encoders follow their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
         share = self.sae.traits.encoder_scale if asked == "auto" else asked
@@ -355,7 +355,7 @@ class Learner:
         return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Revive dead latents from rows of raw data; return a mask of revived latents, bool [d_sae], for `forget`."""
+        """Revive dead latents from raw rows; return a mask of the revived latents, bool [d_sae], for `forget`."""
         self.stepped.restore()
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
@@ -405,7 +405,7 @@ class Learner:
     def sums(self) -> dict[str, Tensor]:
         """Return a log interval's sums by name, for summing over ranks with the same latents, and reset them.
 
-        The result includes every device value the host needs, so the host does not wait for any other values.
+        The result includes every device value that the host needs, so the host does not have to wait for other values.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.since_fired_slack()}
 
@@ -423,7 +423,7 @@ class Learner:
 
         If `state` is None, the current state is used.
         """
-        # All replicas have the same slack, so divide the sum by their number.
+        # All replicas have the same slack, so divide the sum by the number of replicas.
         self.sae.take_since_fired_slack(float(totals["silence_slack"]) / self.sae.data.size)
         state = state or StepState.of(self.take_state())
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
@@ -431,7 +431,7 @@ class Learner:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of the last gradient, 0-dim."""
+        """The last gradient's norm, 0-dim."""
         return self._gradient_checks.norm
 
     @property

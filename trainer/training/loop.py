@@ -66,7 +66,7 @@ from trainer.training.step import cut_of, take_step
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Return a message saying that micro-batches were reduced to fit into memory, and whether this changes the SAE."""
+    """Return a message saying that micro-batches were reduced to fit in memory, and whether this changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
@@ -182,8 +182,8 @@ class Trainer:
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
             if self._parallel.world_size == 1:
-                # The metrics of the last steps are the most useful for explaining a failure. If there are several
-                # ranks, other ranks may not respond.
+                # The last steps' metrics are the most useful for explaining a failure. If there are several ranks,
+                # other ranks may not respond.
                 with contextlib.suppress(Exception):
                     self._pending.drain()
             raise
@@ -259,7 +259,7 @@ class Trainer:
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
-        """Halve the micro-batches until a pass fits into memory on all ranks, without changing the tokens per step."""
+        """Halve the micro-batches until a pass fits in memory on all ranks, without changing the tokens per step."""
         sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
         width = self._source.n_hooks * (self._source.d_in + (self._source.d_out or 0))
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
@@ -311,7 +311,7 @@ class Trainer:
         )
 
     def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[RowSampler, dict[str, Learner]]]:
-        """Yield each hook's sampler with the learners training on this hook; skip hooks without learners."""
+        """Yield each hook's sampler with the learners that train on this hook; skip hooks without learners."""
         for hook, sampler in enumerate(self._samplers):
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
@@ -418,7 +418,7 @@ class Trainer:
             self._reopen_batches()
 
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
-        """Record a log interval with the `paces` of all ranks, and balance the work across ranks."""
+        """Record a log interval with all ranks' `paces`, and balance the work across ranks."""
         self._recorder.record(ended, paces, self.total_steps)
         if ended.shares == self._parallel.shares:
             self._balance(paces)
@@ -486,14 +486,14 @@ class Trainer:
         return self.position.tokens / self.data.n_train if self.data.n_train else None
 
     def _lr_share(self) -> float | None:
-        """Return the current fraction of the full learning rate, equal for all SAEs, or None without a schedule."""
+        """Return the current fraction of the full learning rate, the same for all SAEs, or None without a schedule."""
         schedule = next((one.schedule for one in self.learners.values() if not one.optimizer.is_schedule_free), None)
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
         """Return the training progress for the SAE `label`.
 
-        Without a label, return the run's progress, with means over its SAEs.
+        Without a label, return the run's progress, averaged over its SAEs.
         """
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)

@@ -41,7 +41,7 @@ class Push:
     ) -> dict[str, Any]:
         """List the files, ask for confirmation, upload them and return the result; raise `UserError` if that fails.
 
-        `labels` are the labels of the exported SAEs; None means all.
+        `labels` contains the exported SAEs' labels; None means all.
         """
         files = self._written(out, form) | self._card(out, checkpoints, form, labels)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}

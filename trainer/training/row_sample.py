@@ -65,7 +65,7 @@ class RowSampler:
 
         All values are finite. Inputs and targets are the same tensor except for a transcoder.
 
-        Raise `UserError` if more than the fraction `MOST_BAD_ROWS` of the rows is not finite.
+        Raise `UserError` if more than a fraction `MOST_BAD_ROWS` of the rows is not finite.
         """
         x, y = self._data.sample(seed)
         finite = are_finite(x, y)

@@ -26,8 +26,8 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The maximum fraction of a run's time to spend on checkpoints at the best held-out FVU, in addition to the configured
-# checkpoints.
+# The maximum fraction of a run's time to spend on checkpoints saved at the best held-out FVU, in addition to the
+# configured checkpoints.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0
@@ -61,9 +61,9 @@ class Saving:
         self._failures = 0
         self._wants_best, self._save_s = False, FIRST_SAVE_S
         self._timer = Timer(train.checkpoint_every_minutes)
-        # Whether the ranks have agreed to a save requested by rank 0.
+        # Whether the ranks have agreed to a save that rank 0 requested.
         self.granted = False
-        # Values stored in checkpoints with the weights, for resumed runs.
+        # Values stored in checkpoints along with the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 
@@ -105,7 +105,7 @@ class Saving:
             self._write(whole, position)
 
     def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return the `Write` of the last checkpoint, or [] on ranks other than 0 or if the checkpoint exists."""
+        """Return the `Write` for the last checkpoint, or [] on ranks other than 0 or if the checkpoint exists."""
         whole = self._gather(learners, position)
         return [] if whole is None else [Write(self.folder(position), partial(self._write, whole, position))]
 

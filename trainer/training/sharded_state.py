@@ -1,4 +1,4 @@
-"""Gathers the training state of an SAE from all ranks into a checkpoint, and loads each rank's shard from it."""
+"""Gathers an SAE's training state from all ranks into a checkpoint, and loads each rank's shard from it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ShardedState:
         for name, parameter in self._stepped.parameters.items():
             values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             if values:
-                # The fused Adam keeps its step count on the device of the parameters.
+                # The fused Adam keeps its step count on the parameters' device.
                 placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
                 self._optimizer.state[parameter] = self._optimizer.adopted(parameter, placed)
 

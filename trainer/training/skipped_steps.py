@@ -10,10 +10,10 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner, StepState
 
-# After this number of consecutive skipped steps, training is considered to have diverged.
+# The number of consecutive skipped steps after which training is considered to have diverged.
 MOST_SKIPPED = 5
-# In fp16, some skips only lower the loss scale. The scale starts at 2^15, so more than this number of halvings would
-# not help.
+# In fp16, some skips only lower the loss scale. The scale starts at 2^15, so halving it more often than this would not
+# help.
 MOST_SKIPPED_FP16 = 25
 OVERFLOWED = "many more latents were active than in earlier steps, more than the buffers hold; training continues"
 

@@ -1,4 +1,4 @@
-"""Sets the thresholds of SAEs on held-out rows, so that L0 on these rows equals the configured k.
+"""Sets SAEs' thresholds on held-out rows, so that L0 on these rows equals the configured k.
 
 A threshold learnt in training is fitted to the training rows: on a sample of 138 texts, L0 was 31.8 on training rows
 and 36.4 on held-out rows.
@@ -22,15 +22,15 @@ from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
 # The bit patterns of positive fp32 numbers have the same order as the numbers. Without their last 13 bits, the patterns
-# are indices of bins 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result does not
-# depend on how the rows are distributed over ranks.
+# are indices of bins that are 0.1 % wide. One pass counts the values per bin, and ranks sum their counts, so the result
+# does not depend on how the rows are distributed over ranks.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
-# The maximum number of pre-activations counted at once.
+# The maximum number of pre-activations to count at once.
 _MOST_VALUES = 2**24
-# The metadata key stating on which rows an exported SAE's threshold was set.
+# The metadata key that says on which rows an exported SAE's threshold was set.
 SET_ON = "threshold_set_on"
-# The metadata key for the thresholds of the two halves of the held-out rows, in the units of the activations. Each
+# The metadata key for the thresholds for the two halves of the held-out rows, in the units of the activations. Each
 # threshold was set on the other half.
 OF_HALVES = "thresholds_of_held_out_halves"
 
@@ -54,13 +54,13 @@ def set_thresholds(
         first, second = (totals[f"{label}/{half}"] for half in HALVES)
         sae = learner.sae
         assert isinstance(sae, BatchTopK)
-        # Each half is measured with the threshold of the other half.
+        # Each half is measured with the threshold set on the other half.
         values = [threshold_for(of[:-1], int(of[-1]), sae.k) for of in (first + second, second, first)]
         sae.set_thresholds.copy_(torch.tensor(values))
 
 
 def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
-    """Return this rank's counts of positive pre-activations by bin, float64 [n_bins], and of rows, [1]."""
+    """Return this rank's count of positive pre-activations in each bin, float64 [n_bins], and its row count, [1]."""
     sae = learner.sae
     assert isinstance(sae, BatchTopK)
     counts = torch.zeros(_N_BINS, dtype=torch.float64, device=sae.W_enc.device)
@@ -68,14 +68,14 @@ def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
     for x, y in batches:
         inputs, _ = learner.normalised(x, y)
         for some in inputs.split(at_once):
-            # Compute pre-activations in fp32, the dtype of the exported SAE.
+            # Compute pre-activations in fp32, the exported SAE's dtype.
             counts += count_values(sae.pre_acts_of(some))
         n_rows += len(x)
     return counts, counts.new_full((1,), n_rows)
 
 
 def count_values(values: Tensor) -> Tensor:
-    """Return the counts of the positive fp32 values by bin, int64 [n_bins]."""
+    """Return the number of positive fp32 values in each bin, int64 [n_bins]."""
     bits = values[values > 0].view(torch.int32) >> _DROPPED_BITS
     return torch.bincount(bits, minlength=_N_BINS)
 
@@ -98,7 +98,7 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
 
 
 def threshold_facts(sae: Sae) -> dict[str, Any]:
-    """Return the facts about a BatchTopK SAE's threshold for the metadata of its export; {} for other architectures."""
+    """Return facts about a BatchTopK SAE's threshold for its export metadata; {} for other architectures."""
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()

@@ -27,10 +27,10 @@ class _Sum(NamedTuple):
 
 
 class Stepped:
-    """The weights updated by this rank; this base class does not shard them, so the rank updates all of its weights.
+    """The weights that this rank updates; this base class does not shard them, so the rank updates all of its weights.
 
-    `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents updated by this rank,
-    and `others` is the group of replicas dividing the update.
+    `parameters` maps names in the SAE to the optimizer's parameters, `rows` selects the latents that this rank updates,
+    and `others` is the group of replicas that divide the update.
     """
 
     others, rows = Group(), slice(None)
@@ -38,7 +38,7 @@ class Stepped:
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
         self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
-        # The indices of the latents updated by this rank, int64 on the device.
+        # The indices of the latents that this rank updates, int64 on the device.
         self.ids = sae.ids
 
     def whole_sums(self) -> list[Tensor]:
@@ -56,10 +56,10 @@ class Stepped:
         """Copy the updated weights to the other replicas."""
 
     def exchange_narrow(self, dtype: torch.dtype) -> None:
-        """From now on, exchange updated matrices in the 16-bit type `dtype`, the only type that passes read."""
+        """From now on, exchange updated matrices in the 16-bit type `dtype`, the only type that a pass reads."""
 
     def divide(self) -> None:
-        """Prepare for a training pass: free the fp32 weights updated only by other ranks."""
+        """Prepare for a training pass: free the fp32 weights that only other ranks update."""
 
     def restore(self, *, fill: bool = True) -> None:
         """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas must call this."""
@@ -71,7 +71,7 @@ class Stepped:
         """
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        """Return the part of a tensor, with latents along `dim`, for the latents updated by this rank."""
+        """Return the part of a tensor, with latents along `dim`, for the latents that this rank updates."""
         return latents
 
     def collect(self, own: Tensor, dim: int) -> Tensor | None:
@@ -85,9 +85,9 @@ class SteppedShare(Stepped):
     The optimizer's parameters are views of the SAE's weights. Summing gradient shards (reduce-scatter) costs half of an
     all-reduce; gathering the updated weights costs the other half.
 
-    If matmuls read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have
-    separate memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so any read
-    of these matrices fails.
+    If matmuls read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have separate
+    memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so reading them then
+    fails.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The background process that evaluates a job, started by `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST`.
 
-The process holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes the progress,
-and records the outcome as an event of the job.
+The process holds the run's evaluation lock and its GPU's lock, runs the trainer's command, publishes the progress, and
+records the outcome as an event for the job.
 """
 
 from __future__ import annotations

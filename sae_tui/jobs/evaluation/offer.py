@@ -80,7 +80,7 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []
     for name in _STAGES:
-        # Folder and model names come from other users.
+        # The model's name or folder may come from another user, so make it printable.
         of_model = printable(model.name) if model and name != ROWS else ""
         words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
         why_not = "" if model or name == ROWS else no_model

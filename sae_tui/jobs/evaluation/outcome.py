@@ -41,7 +41,7 @@ def failure(paths: RunPaths, code: int) -> str:
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Describe the requested metrics for the SAE with the lowest FVU; with several seeds, with the lowest mean."""
+    """Describe the requested metrics of the SAE with the lowest FVU or, with several seeds, the lowest mean FVU."""
     by_label = {card.label: card for card in cards}
     groups = by_seeds(without_twins(by_label)).values()
     of_best = min(groups, key=lambda labels: fmean(by_label[label].figures.fvu for label in labels))

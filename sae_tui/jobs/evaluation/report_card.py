@@ -19,7 +19,7 @@ from trainer.contract.settings.series import error_of
 
 
 class FiguresSummary(msgspec.Struct, frozen=True):
-    """SAE metrics, measured on `n_tokens` rows; `dead` is the share of latents that never fire on these rows."""
+    """SAE metrics, measured on `n_tokens` rows; `dead` is the fraction of latents that never fire on these rows."""
 
     n_tokens: int
     fvu: float
@@ -139,7 +139,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 class OtherCard(msgspec.Struct, frozen=True):
-    """A report card to compare another one with; `name` says which it is, like `card 2` or `job 7, k=16`."""
+    """A report card that another one can be compared with; `name` identifies it, like `card 2` or `job 7, k=16`."""
 
     name: str
     card: Card
@@ -154,9 +154,9 @@ class OtherCard(msgspec.Struct, frozen=True):
 
 
 def other_cards(data: DataDir, job_id: int, label: str, others: Iterable[int]) -> list[OtherCard]:
-    """Return the report cards to compare a job's current one with: earlier ones, then those of other SAEs and jobs.
+    """Return the report cards to compare a job's current one with: its earlier ones, other SAEs', then other jobs'.
 
-    `label` is the SAE of the current report card.
+    `label` identifies the SAE that the current report card belongs to.
     """
     folder = data.sae(job_id)
     own = [

@@ -37,7 +37,7 @@ POLL_S = 0.1
 
 
 class ReservedGpu(msgspec.Struct, frozen=True):
-    """An idle GPU for an evaluation; `locks` is the folder of the GPU's lock file."""
+    """An idle GPU for an evaluation; `locks` is the folder that contains the GPU's lock file."""
 
     index: int
     uuid: str
@@ -48,9 +48,10 @@ class ReservedGpu(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """A requested evaluation.
 
-    If `model` names a job file, the SAE is also evaluated in the language model, and with probes if `is_probed`.
-    Without a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are
-    not requested remain unchanged in the report card. `python` is the job's interpreter, or "" for the app's own.
+    If `model` names a job file or is `AUTO`, the SAE is also evaluated in the language model if `is_spliced`, and with
+    probes if `is_probed`. Without a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU from
+    `gpu_source`. Parts that are not requested remain unchanged in the report card. `python` is the job's interpreter,
+    or "" for the app's own.
     """
 
     job_id: int

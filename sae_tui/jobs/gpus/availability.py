@@ -49,12 +49,12 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """The jobs in our own store holding this machine's GPUs, and the pids of their ranks, by GPU UUID.
+    """The jobs in our own store that hold this machine's GPUs, and the pids of their ranks, by GPU UUID.
 
     If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
-    contains the pids of all our ranks, programs and supervisors, and `owners` maps each to its job. `other_users`
-    describes jobs from other data folders holding a GPU, and `idle` describes how long a held GPU has been unused.
-    `freed` contains the time at which one of our jobs last ended on a GPU.
+    contains the pids of all our ranks, programs and supervisors, and `owners` maps each pid to its job. `other_users`
+    describes the jobs from other data folders that hold a GPU, and `idle` describes how long a held GPU has been
+    unused. `freed` contains, for each GPU, the time at which one of our jobs last ended on it.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -73,9 +73,9 @@ class Holders(msgspec.Struct, frozen=True):
         return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
 
     def job_of(self, pids: Iterable[int]) -> Job | None:
-        """Return the job that one of these processes belongs to; `pids` are a process and its ancestors.
+        """Return the job that one of these processes belongs to; `pids` lists a process and its ancestors.
 
-        A process whose parent has exited is a child of its job's supervisor.
+        A process whose parent has exited becomes a child of its job's supervisor, so its job is still found.
         """
         return next((self.owners[pid] for pid in pids if pid in self.owners), None)
 
@@ -137,9 +137,9 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
 
 
 def describe_use(choice: GpuChoice) -> tuple[str, str]:
-    """Return a short description of a GPU's use, and the name of the style to show it in.
+    """Return a short description of a GPU's use, and the name of the style in which to show it.
 
-    Only a failing GPU, and a GPU that its job does not use, are warnings.
+    Only a failing GPU and a GPU that its job does not use are shown as warnings.
     """
     if choice.state == "available":
         return choice.brief or "idle", "dim"
@@ -211,9 +211,9 @@ def takes_one_process(sample: GpuSample) -> bool:
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Describe the process using a GPU in exclusive compute mode, or return "".
+    """Describe the process that uses a GPU in exclusive compute mode, or return "".
 
-    In exclusive compute mode, even a process using little memory occupies the GPU.
+    In exclusive compute mode, even a process that uses little memory occupies the GPU.
     """
     alone = [one for one in _others(sample, held) if not held.owns(one) and not _has_ended(one)]
     return f"{_used_by(alone[0])}; the GPU allows one process at a time" if takes_one_process(sample) and alone else ""
@@ -257,7 +257,7 @@ def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], held: Holders) -> GpuProcess | None:
-    """Return the process outside our jobs using the most memory, or None if all such processes use little memory.
+    """Return the process outside our jobs that uses the most memory, or None if all such processes use little memory.
 
     A process with unknown memory use is never assumed to use little memory.
     """

@@ -1,4 +1,4 @@
-"""Finds GPUs held but not used by a job, and jobs that use none of theirs, based on the stored utilisation history."""
+"""Finds GPUs that a job holds but does not use, and jobs that use none of their GPUs, from the utilisation history."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _words(data: DataDir, index: int, uuid: str, since: float) -> str:
 
 
 class IdleWatch:
-    """Follows for how long a job has used none of its GPUs; a clock that jumps never makes a job idle."""
+    """Tracks how long a job has used none of its GPUs; a clock that jumps never makes a job appear idle."""
 
     def __init__(self, data: DataDir, job: Job, steady: Callable[[], float] = time.monotonic) -> None:
         """Start now; `steady` is a clock that never jumps."""
@@ -53,20 +53,18 @@ class IdleWatch:
         self._due, self._busy_at = steady() + CHECK_EVERY_S, steady()
 
     def turn(self) -> float | None:
-        """Return how many seconds ago the job last used a GPU; None if this is unknown or was checked less than a
-        minute ago.
-        """
+        """Return how many seconds ago the job last used a GPU, or None if unknown or checked less than a minute ago."""
         now = self._steady()
         if now < self._due or not self._gpus:
             return None
         self._due = now + CHECK_EVERY_S
         idle_s = self._stored_idle_s()
-        # The stored times may jump. The job cannot have been idle since before it was last seen busy.
+        # The stored times may jump, but the job cannot have been idle since before it was last seen busy.
         self._busy_at = now if idle_s is None else max(self._busy_at, now - max(0.0, idle_s))
         return None if idle_s is None else now - self._busy_at
 
     def _stored_idle_s(self) -> float | None:
-        """Return the time since the job last used a GPU according to the history; None if a GPU's use is unknown."""
+        """Return the time since the job last used a GPU according to the history, or None if a GPU's use is unknown."""
         host, now = socket.gethostname(), time.time()
         idle_s = None
         for index, uuid in self._gpus:

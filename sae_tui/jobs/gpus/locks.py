@@ -1,4 +1,4 @@
-"""File locks marking a GPU as in use for exactly as long as any process of its job is alive.
+"""File locks that mark a GPU as in use for exactly as long as any process of its job is alive.
 
 The ranks inherit the lock descriptors. Therefore, a GPU stays locked while its rank is running, even if the
 supervisor is killed, and no locks have to be cleaned up after a crash. All locks for a machine's real GPUs are in one
@@ -94,7 +94,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source == "none":
         return data.locks, ""
     if gpu_source.partition(":")[0] == "simulated":
-        # Simulated GPUs have the same UUIDs on all hosts sharing the folder.
+        # Simulated GPUs have the same UUIDs on all hosts that share the folder.
         return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
@@ -114,7 +114,7 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid holding a file's lock, or None if no process in this PID namespace holds it."""
+    """Return the pid of the process that holds a file's lock, or None if no process in this PID namespace holds it."""
     return _holders({"": path}).get("")
 
 

@@ -45,7 +45,7 @@ def adopt(
     tags: Iterable[str] = (),
     start: Start = detach.start,
 ) -> int:
-    """Record a running process of this user as a job with the GPUs that it uses, and return the job's id.
+    """Record one of this user's running processes as a job with the GPUs that it uses, and return the job's id.
 
     The process is not affected. Raise `UserError` if there is no such process, or if it belongs to another user or to
     a job.
@@ -129,7 +129,7 @@ def _prepare(data: DataDir, row: Job, job: CommandJob, pid: int) -> Job:
 
 
 def _lease(control: Control, job: Job, process: ProcessRef) -> None:
-    """Record the process and lease its GPUs; without a lease if another job has leased one of them."""
+    """Record the process and lease its GPUs; if another job has leased one of them, record it without a lease."""
     fields: dict[str, Any] = {"attempt": 1, "started": time.time() - process.age_s, "held": False}
     rank = Rank(
         job_id=job.id, attempt=1, rank=0, pid=process.pid, start_ticks=process.start_ticks, boot_id=process.boot_id

@@ -1,4 +1,4 @@
-"""Chooses a job's GPUs: the fewest that suffice, or more if they pay by the cost model."""
+"""Chooses a job's GPUs: the fewest that suffice, or more if they pay off according to the cost model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.contract.planning.check_job import Machine, MachineGpu, UsedBefore,
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.wording import duration, plural
 
-# The settings that can rule out a number of GPUs, such as `parallel.latent_ranks = 3` for two.
+# The settings that can rule out a number of GPUs, such as `parallel.latent_ranks = 3`, which rules out two.
 _OF_COUNT = ("launch.gpus", "parallel.", "data.model_gpus", "train.batch_size", "train.global_batch_size")
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The best GPUs for a job now, and why. `gpus` is empty if the job has to wait for any `count` GPUs."""
+    """The best GPUs for a job now, and the reason. `gpus` is empty if the job has to wait for any `count` GPUs."""
 
     gpus: tuple[int, ...]
     count: int
@@ -64,7 +64,7 @@ def _offered(job: AnyJob, machine: Machine) -> Sequence[MachineGpu]:
 
 
 def _counts(gpus: Sequence[MachineGpu], *, several: bool) -> list[int]:
-    """Return the numbers of GPUs to compare: powers of two, the free GPUs, and the free GPUs of the largest size."""
+    """Return the GPU counts to compare: powers of two, all free GPUs, and the free GPUs of the largest size."""
     free = [gpu.memory_total_bytes or 0 for gpu in gpus if not gpu.busy]
     large = [size for size in free if size >= SAME_SIZE * max(free)]
     powers = [2**power for power in range(len(gpus).bit_length())]
@@ -73,7 +73,7 @@ def _counts(gpus: Sequence[MachineGpu], *, several: bool) -> list[int]:
 
 def refusal(job: AnyJob, machine: Machine, used_before: UsedBefore | None = None) -> Problem | None:
     """Return why the job's own settings rule out its number of GPUs, or None."""
-    # A PyTorch that cannot use the GPUs rules out all numbers.
+    # A PyTorch that cannot use the GPUs would rule out every number, so ignore this problem here.
     able = msgspec.structs.replace(machine, cuda_problem="")
     problems = errors(propose(job, able, used_before).problems())
     return next((problem for problem in problems if problem.path.startswith(_OF_COUNT)), None)

@@ -62,8 +62,8 @@ def launch_line(config: str, name: str) -> str:
     """Return the shell command that launches a job with the same settings, like `sae-tui launch /dev/null --set …`.
 
     `name` is the job's current name. The empty job file makes the command independent of this machine's files, except
-    the data. Raise `UserError` if this version cannot read the settings, or if they contain control characters: pasted
-    into a shell, these could end the paste and run a command.
+    the data. Raise `UserError` if this version cannot read the settings, or if they contain control characters, which
+    could end a paste into a shell and run a command.
     """
     job, _ = parse_any(table_of(config))
     if job is None:
@@ -82,14 +82,14 @@ def launch_line(config: str, name: str) -> str:
 
 
 def has_secrets(config: str) -> bool:
-    """Return whether the command line or the variables of a job may contain secrets."""
+    """Return whether a job's command line or variables may contain secrets."""
     command = table_of(config).get("command")
     settings = {f"command.{name}": value for name, value in command.items()} if isinstance(command, dict) else {}
     return bool(masked_settings(settings) != settings)
 
 
 def _changed(table: dict[str, Any], kind: str) -> Iterator[str]:
-    """Yield each setting that is not at its default, like `sae.k=32`; the values of a sweep are a list."""
+    """Yield each setting that is not at its default, like `sae.k=32`; a sweep's values are written as a list."""
     for section in job_class(kind).sections:
         for setting in section_settings(section, words_of(section, table[section])):
             value = table[section].get(setting.name)
@@ -98,7 +98,7 @@ def _changed(table: dict[str, Any], kind: str) -> Iterator[str]:
 
 
 def _as_override(value: object) -> str:
-    """Return a value as an override is written; a string is quoted only if it would be read as another value."""
+    """Format a value for an override; a string is quoted only if it would otherwise be read as another value."""
     is_plain = isinstance(value, str) and parse_value(value) == value
     return str(value) if is_plain else json.dumps(value, ensure_ascii=False)
 
@@ -111,7 +111,7 @@ def _present_name(data: DataDir, job_id: int) -> str:
 
 
 def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> AnyJob:
-    """Return the settings in a job's row in the store; used if the job file is missing.
+    """Return the settings stored in a job's row, for a job without a job file.
 
     The job's folder may have been deleted, or its launch may have been interrupted.
     """
@@ -141,11 +141,11 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
 
 
 def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
-    """Append the job's value on each axis of the grid to its name, as in `name k=16 lr=0.001`."""
+    """Append the job's value for each grid axis to its name, as in `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = "".join(f" {path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name")
-    # Truncate a long name before the values, because the jobs differ only in the values.
+    # If the name is too long, truncate it rather than the values, because the jobs differ only in the values.
     return msgspec.structs.replace(job, name=f"{job.name[: max(1, LONGEST_NAME - len(values))]}{values}"[:LONGEST_NAME])
 
 

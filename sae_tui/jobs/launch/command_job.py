@@ -1,4 +1,4 @@
-"""Makes a command job from the arguments of `sae-tui run` or of `sae_tui.run`."""
+"""Creates a command job from the arguments of `sae-tui run` or `sae_tui.run`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job_file import any_job_of
 from trainer.contract.settings.typed import TIMES, as_time_limit, parse_seconds
 
-# A longer time limit is a typing mistake.
+# A longer time limit is assumed to be a typing mistake.
 _LONGEST_S = 10_000 * 86_400
-# The argument that gives each setting. An error names the argument.
+# Maps each setting to the argument that sets it, so that errors can name the argument.
 _ARGUMENTS = {
     "name": "name",
     "launch.gpus": "gpus",
@@ -61,10 +61,10 @@ def command_job(
     metrics: str | Sequence[str] = (),
     settings: str | Sequence[str] = (),
 ) -> CommandJob:
-    """Return the job that runs a program; raise `JobFileError` with all wrong settings.
+    """Return the job that runs a program; raise a `JobFileError` that lists all invalid settings.
 
     `memory` is a size like `20GiB`, or bytes. `time` and `grace` are times like `4h`, or seconds. `settings` are
-    overrides like `launch.partition=gpu`. A setting that is None has its default.
+    overrides like `launch.partition=gpu`. A setting that is None keeps its default.
     """
     command = {
         "argv": list(argv),
@@ -94,7 +94,7 @@ def command_job(
 
 @contextmanager
 def named_as_arguments(prefix: str = "", *, overrides: Sequence[str] = (), is_usage: bool = True) -> Iterator[None]:
-    """Name the arguments instead of the settings in a `JobFileError`: `--time`, not `launch.time_limit`.
+    """Within the context, make a `JobFileError` name arguments instead of settings: `--time`, not `launch.time_limit`.
 
     A setting given by one of the `overrides` keeps its name.
     """
@@ -113,7 +113,7 @@ def _argument(path: str, prefix: str, overrides: Sequence[str]) -> str:
 
 
 def gpus_setting(gpus: object) -> object:
-    """Return `launch.gpus`: 2 and `"2"` are two GPUs, 0 is the CPU, `[0, 1]` and `"0,1"` are these GPUs."""
+    """Return the value of `launch.gpus`: 2 or `"2"` is two GPUs, 0 the CPU, and `[0, 1]` or `"0,1"` GPUs 0 and 1."""
     if isinstance(gpus, str):
         words = gpus.strip().strip("[]").split(",")
         if gpus.isdecimal():
@@ -125,7 +125,7 @@ def gpus_setting(gpus: object) -> object:
 
 
 def listed(values: Any) -> list[Any]:
-    """Return values as a list; a single number or string is a list of one value."""
+    """Return values as a list; a single number or string becomes a list of one value."""
     return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [values]
 
 

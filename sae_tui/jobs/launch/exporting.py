@@ -1,4 +1,4 @@
-"""Exports a job's SAE for other tools, in a trainer process because it needs torch; writes how Python loads it."""
+"""Exports a job's SAE for other tools, in a trainer process because this needs torch; generates code to load it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.contract.paths import DataDir, working_folder
 
 
 class Snippet(NamedTuple):
-    """Python that loads an SAE, and the library that it uses."""
+    """Python code that loads an SAE, and the library that it uses."""
 
     library: str
     code: str
 
 
 def loading_snippets(folder: Path) -> list[Snippet]:
-    """Return the ways to load the SAE in a job's output folder, the most convenient first; [] if it has none."""
+    """Return the ways to load the SAE in a job's output folder, the most convenient first, or [] if there is no SAE."""
     snippets = []
     if (folder / "sae_weights.safetensors").is_file():
         code = f"from sae_lens import SAE\n\nsae = SAE.load_from_disk({str(folder)!r})\n"
@@ -42,8 +42,8 @@ def _plain(file: Path) -> Snippet:
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trainer's report on an export: the checkpoint, and the folder for the SAE or for each SAE in a sweep.
 
-    If the format does not support some SAEs in a sweep, `left_out` maps their labels to the reasons.
-    `pushed` has the `url` of an upload.
+    If the format does not support some SAEs in a sweep, `left_out` maps their labels to the reasons. If the SAE was
+    uploaded, `pushed` contains the `url`.
     """
 
     checkpoint: str

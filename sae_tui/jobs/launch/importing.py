@@ -34,7 +34,7 @@ class ImportAnswer(msgspec.Struct, frozen=True):
     """The trainer's report on an import.
 
     `form` is the format of the imported files, and `architecture` is our name for the SAE's architecture. `check`
-    contains metrics on rows of the data, and `warnings` describes implausible metrics.
+    contains metrics measured on rows of the data, and `warnings` describes implausible metrics.
     """
 
     form: str

@@ -1,4 +1,4 @@
-"""Inspects stored activations by running `sae-train inspect` in a separate process, as it needs torch."""
+"""Inspects stored activations by running `sae-train inspect` in a separate process, because this needs torch."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ from trainer.contract.wording import duration, plural
 
 # The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
-# This line of a recorded job file avoids parsing the files of other kinds, which takes 0.5 ms each.
+# This line identifies the recorded job file of a command. Files of other kinds need not be parsed, at 0.5 ms each.
 _RUNS_COMMAND = f'kind = "{CommandJob.kind}"'
 _MOST_EARLIER = 200
-# Settings of jobs whose processes belong to the trainer.
+# Settings that apply only to jobs whose processes belong to the trainer.
 _OF_RANKS = frozenset(("launch.python", "launch.stalled_after_s", "launch.end_stalled_after_s"))
 
 
@@ -79,7 +79,7 @@ class Review(msgspec.Struct, frozen=True):
     # True until the job's interpreter has reported its packages.
     is_asking: bool = False
     best: Best | None = None
-    # A sentence saying that fewer GPUs would do, or "".
+    # A sentence saying that fewer GPUs would suffice, or "".
     surplus: str = ""
 
     @property
@@ -112,7 +112,7 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def sentences(self) -> list[str]:
-        """The summary and the advice about its GPUs, followed by all errors and then all warnings."""
+        """The summary and the advice about the GPUs, followed by the refusal, all errors and then all warnings."""
         refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
         return [*filter(None, (self.summary, self.surplus)), *refusal, *lines]
@@ -228,7 +228,7 @@ def _review_files(
 
 
 def _surplus(proposal: Proposal[Any], best: Best | None, *, device: str, past: Sequence[Job]) -> str:
-    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s: press F2, then r`, or "" if all GPUs pay."""
+    """Return a sentence like `48 GPUs, about 1 s; 1 GPU would take 2 s: press F2, then r`, or "" if none is surplus."""
     job, n_gpus = proposal.job, proposal.devices
     if best is None or not best.gpus or not proposal.outlook.on_gpus or n_gpus <= best.count:
         return ""
@@ -258,7 +258,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """Return the indices of a job's GPUs; if the job may use any GPUs, return those it would use now."""
+    """Return the indices of a job's GPUs; if the job may use any GPUs, return the GPUs it would use now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]
@@ -419,7 +419,7 @@ def default_preset(kind: str = TRAINING) -> Path | None:
 
 
 def empty_command() -> dict[str, Any]:
-    """Return the table of a command whose command line is still empty."""
+    """Return the table of a command job whose command line is still empty."""
     return job_file.to_table(CommandJob(command=Command(argv=[])))
 
 

@@ -67,5 +67,5 @@ def kept(data: DataDir, kind: str) -> Path | None:
 
 
 def file_of(data: DataDir, kind: str) -> Path:
-    """Return the path of the draft file for a kind of job; users sharing a data folder have separate files."""
+    """Return the path of the draft file for a kind of job; users who share a data folder have separate files."""
     return data.root / f"draft-{kind}-{os.getuid()}.toml"

@@ -43,7 +43,7 @@ from trainer.contract.wording import join_words, ranges
 
 Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
-# An error names this many launched jobs or more by ranges of their ids.
+# With this many launched jobs or more, an error message gives ranges of ids instead of naming each job.
 MANY = 6
 
 
@@ -66,14 +66,15 @@ def launch_all(
     at_once: int | None = None,
     start: Start | None = None,
 ) -> list[int]:
-    """Record jobs, make sure that a queue process runs, and return the jobs' ids without waiting for the jobs.
+    """Record jobs, make sure that a queue process is running, and return the jobs' ids without waiting for the jobs.
 
     The jobs start after the jobs in `after` have finished and, if `hold`, after they are released. With `as_array`,
-    they form an array; at most `at_once` jobs of the array run at once.
+    they form an array, of which at most `at_once` jobs run at a time.
 
     If any job cannot run, raise `JobFileError` and write nothing. If a job cannot be recorded, for example because the
-    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If the
-    queue process does not start, raise `NotStarted`; the jobs are queued. In tests, `start` starts each job instead.
+    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If the queue
+    process does not start, raise `NotStarted`; the jobs are queued. In tests, `start` starts each job instead of the
+    queue process.
     """
     after, tags = tuple(after), as_tags(tags)
     policy, promises = read_policy(data), promised_by(data, after)
@@ -96,11 +97,11 @@ def launch_all(
 def _record_and_start(
     recording: _Recording, jobs: Sequence[tuple[AnyJob, Placement]], start: Start | None
 ) -> list[int]:
-    """Record the jobs in a few transactions, start the jobs after each of them, and return their ids."""
+    """Record the jobs in a few transactions, start each transaction's jobs once it is complete, and return all ids."""
     launched: list[int] = []
     left = jobs
     problem = ""
-    # A job that is recorded but not started is half done.
+    # In the progress display, a job that is recorded but not started counts as half done.
     progress.stage("jobs", len(jobs))
     while left:
         try:
@@ -116,7 +117,7 @@ def _record_and_start(
 
 
 def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -> str:
-    """Start recorded jobs, by default with the queue process; return the reason if that does not start, or ""."""
+    """Start recorded jobs, by default with the queue process; return why that does not start, or ""."""
     for job_id in job_ids:
         if start:
             start_or_fail(recording.data, recording.control, job_id, start)
@@ -125,7 +126,7 @@ def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -
 
 
 def _with_launched(error: UserError, launched: Sequence[int]) -> UserError:
-    """Return the error with the jobs launched before it, if any."""
+    """Return the error, extended by a list of the jobs launched before it, if any."""
     return UserError(f"{error}; already launched: {_named(launched)}" if launched else str(error))
 
 
@@ -136,7 +137,7 @@ def _named(job_ids: Sequence[int]) -> str:
 
 
 class NotStarted(UserError):
-    """An error for jobs that are queued although no queue process could be started; `job_ids` contains the jobs."""
+    """Raised if jobs are queued but no queue process could be started; `job_ids` contains their ids."""
 
     def __init__(self, job_ids: Sequence[int], reason: str) -> None:
         self.job_ids = list(job_ids)
@@ -155,15 +156,15 @@ class _Recording:
         self._past = control.jobs()
 
     def record(self, jobs: Iterable[tuple[AnyJob, Placement]]) -> list[int]:
-        """Record the first jobs in one transaction, until its time is over, and return their ids.
+        """Record jobs, in order, in one transaction until its time limit is reached; return the recorded jobs' ids.
 
-        If one of them cannot be recorded, raise `UserError` and leave neither rows nor files of any of them.
+        If one of them cannot be recorded, raise `UserError` and leave no rows or files of any of them.
         """
         ids: list[int] = []
         until = time.monotonic() + LONGEST_TRANSACTION_S
         with contextlib.ExitStack() as undo:
             with self.control.together(), self._explained(), synced_together():
-                # Another launch that was killed may have left folders.
+                # A launch that was killed may have left folders, so choose ids above theirs.
                 above = self.data.last_id()
                 for job, placement in jobs:
                     ids.append(self._record(job, placement, above, undo))
@@ -207,7 +208,7 @@ class _Recording:
 
 
 def enqueue(data: DataDir) -> str:
-    """Make sure that a queue process waits for the queued jobs; return the reason if it does not start, or ""."""
+    """Make sure that a queue process is running to start the queued jobs; return why it cannot be started, or ""."""
     try:
         detach.start_queue(data)
     except (UserError, OSError) as error:
@@ -224,7 +225,7 @@ def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
 
 
 def write_files(data: DataDir, control: Control, job_id: int, job: AnyJob) -> None:
-    """Write the files needed by a queued job's supervisor; if that fails, the job fails, and raise `UserError`."""
+    """Write the files needed by a queued job's supervisor; if this fails, mark the job failed and raise `UserError`."""
 
     def write(data: DataDir, job_id: int) -> None:
         data.refuse_links(job_id)
@@ -285,7 +286,7 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
-    """Return the value of the environment variable limiting the visible GPUs, such as `CUDA_VISIBLE_DEVICES`.
+    """Return the value of the environment variable that limits the visible GPUs, such as `CUDA_VISIBLE_DEVICES`.
 
     Return None if the variable is not set, or if the job does not use GPUs.
     """

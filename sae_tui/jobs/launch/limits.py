@@ -1,6 +1,6 @@
 """Checks a new job against the machine's policy.
 
-A job that the policy never allows is an error. A job that has to wait is a warning that gives the reason.
+A job that the policy never allows causes an error. A job that has to wait causes a warning with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIME, _GPUS = "launch.time_limit", "launch.gpus"
 
 
 def with_policy_limit(job: J, policy: Policy) -> J:
-    """Give a job without a time limit the policy's; SLURM has its own limits."""
+    """Give a job without a time limit the policy's limit, unless it runs on SLURM, which has its own limits."""
     most_s = policy.usual.max_time_s
     if most_s is None or job.launch.time_limit is not None or job.cluster:
         return job
@@ -33,7 +33,7 @@ def with_policy_limit(job: J, policy: Policy) -> J:
 def problems_with_policy(
     job: AnyJob, n_gpus: int, policy: Policy, past: Iterable[Job], now: float | None = None
 ) -> list[Problem]:
-    """Return an error for each limit that a job can never meet, and a warning for each limit it has to wait for."""
+    """Return an error for each limit that a job can never meet, and a warning for each limit that makes it wait."""
     if policy.path is None or job.cluster:
         return []
     limits = policy.limits(time.time() if now is None else now)
@@ -52,7 +52,7 @@ def _problems_with_time(job: AnyJob, n_gpus: int, policy: Policy, limits: Limits
     try:
         limit_s = parse_time_limit(job.launch.time_limit)
     except ValueError:
-        return []  # reported by the checks of the job file
+        return []  # the job file's checks report this
     if limit_s > longest_s:
         at_most = f"the policy of this machine allows at most {duration(longest_s)}; lower it"
         return [Problem(_TIME, f"is {duration(limit_s)}, but {at_most}")]

@@ -100,7 +100,7 @@ def capacity_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> FreeM
 
 
 def capacity_on_cpu() -> FreeMemory:
-    """Return the memory on this machine available to new processes without swapping."""
+    """Return how much of this machine's memory is available to new processes without swapping."""
     return FreeMemory(machine_memory().available_bytes, "this machine")
 
 
@@ -142,7 +142,7 @@ def of_same_shape(
 
 
 def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
-    """Return a key that is equal for jobs with equal memory use: the estimate, and settings that it may misjudge."""
+    """Return a key that is equal for jobs with equal memory use: the estimate, and settings it may misjudge."""
     asked = job.parallel, job.model_gpus
     work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [

@@ -38,7 +38,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A job's devices; `world_size` is how many there are.
+    """A job's devices; `world_size` is the number of devices.
 
     If `any_gpus`, the job uses the first `world_size` GPUs that become free. For a job on a cluster, `gpus` is empty.
     A job on simulated GPUs leases these GPUs, but runs on the CPU.
@@ -61,7 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` available GPUs of one vendor with enough free memory, those with most free first."""
+    """Recommend up to `count` available GPUs of one vendor with enough free memory, the ones with the most first."""
     reasons, usable = {}, []
     for choice in choices:
         alone = "a MIG slice, which cannot be combined with other GPUs" if count > 1 and is_slice(choice.uuid) else ""
@@ -207,7 +207,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], proposal: Proposal[Any]) -> None:
-    """Raise `JobFileError` if too few GPUs are usable, even if the job waits for busy GPUs."""
+    """Raise `JobFileError` if too few GPUs are usable, even counting busy GPUs, for which the job could wait."""
     count = proposal.devices
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')

@@ -50,7 +50,7 @@ from trainer.contract.trust import distrust_of_file
 from trainer.contract.wording import join_words
 
 Place = Callable[[AnyJob], Placement]
-# The settings determining where a job runs and on how many ranks.
+# The settings that determine where a job runs and on how many ranks.
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
@@ -65,7 +65,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
     counts: str = "step"
     # True if there is a checkpoint. Its step may be 0, as in the checkpoint of an imported SAE.
     has_checkpoint: bool = True
-    # The total number of steps, or None unless the job is a training job with a checkpoint.
+    # The total number of steps for a training job with a checkpoint, or None for any other job.
     total_steps: int | None = None
     # Why a job that has never run cannot start yet, like `is held until it is released`.
     waits: str = ""
@@ -127,7 +127,7 @@ def resume(
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # Only the supervisor's host can check whether it is alive, so the supervisor runs on this host.
+        # Only its own host can check whether a supervisor is alive, so the supervisor runs on this host.
         fields |= this_machine()
         # While this process holds the lock, the queue process cannot start the job with its former files.
         with RunLock(data.run(job_id).root):

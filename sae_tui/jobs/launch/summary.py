@@ -105,7 +105,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _word(value: Any) -> str:
-    """Format a value as in a job file, but without quotes around strings, and with commas in integers from 10,000."""
+    """Format a value as in a job file, but omit quotes around strings, and use commas in integers of 10,000 or more."""
     if isinstance(value, str):
         return value
     is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW

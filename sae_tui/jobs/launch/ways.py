@@ -1,4 +1,4 @@
-"""Forecasts a job on different numbers of GPUs, or on the CPU, and chooses the number that pays."""
+"""Forecasts a job on different numbers of GPUs, or on the CPU, and chooses the number that pays off."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, plural
 
-# The minimum efficiency (speed-up per device) for using several devices; 1 is ideal.
+# The minimum efficiency (speed-up per device) at which several devices are used; 1 is ideal.
 LEAST_EFFICIENCY = 0.7
-# More devices must save at least this much time, because several ranks take some seconds longer to start than one.
+# More devices must save at least this much time, because several ranks take a few seconds longer to start than one.
 LEAST_SAVED_S = 30.0
-# GPUs of the same model differ by less than this in memory, because the driver and ECC reserve some of it.
+# The memory sizes of GPUs of the same model differ by less than this factor, because the driver and ECC reserve some
+# memory.
 SAME_SIZE = 0.9
 
 
 class ForecastGpu(Protocol):
-    """A GPU with its free and total memory in bytes, None if not reported."""
+    """A GPU with its free and total memory in bytes, or None if not reported."""
 
     @property
     def index(self) -> int: ...
@@ -112,8 +113,8 @@ def job_rows(
 ) -> tuple[JobRow, ...]:
     """Forecast the job on the usable GPUs (only the GPUs named in its file, if any), or on the CPU if there are none.
 
-    `busy` contains the indices of GPUs in use, which are chosen last. Without `cuda` the GPUs are simulated: they have
-    memory, but are only as fast as the CPU processes replacing them. In the chosen mode, the language model gets
+    `busy` contains the indices of GPUs in use, which are chosen last. Without `cuda`, the GPUs are simulated: they have
+    memory, but are only as fast as the CPU processes that replace them. In the chosen mode, the language model gets
     separate GPUs if `data.model_gpus = "auto"` would assign them, even if the job sets a number. In the other modes,
     the language model shares the training GPUs.
     """
@@ -143,7 +144,7 @@ def chosen_rows(
 
 
 def row_of(look: AnyOutlook, gpus: Sequence[MachineGpu], seconds: float, *, fits: bool = True) -> JobRow:
-    """Return the row of a job that is no training job, on all of these GPUs."""
+    """Return the row for a job other than a training job, run on all of these GPUs."""
     is_free = not look.lack and not any(gpu.busy for gpu in gpus)
     return JobRow(
         n_gpus=len(gpus),
@@ -181,7 +182,7 @@ def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
 
 
 def larger(than: JobRow, rows: Iterable[JobRow]) -> list[JobRow]:
-    """Return the rows in the job's own mode with more devices than this row, if they fit now."""
+    """Return the rows in the job's own mode that fit now and have more devices than this row."""
     return [row for row in rows if row.chosen and row.fits_now and row.ranks > than.ranks]
 
 
@@ -200,7 +201,7 @@ def why_not_more(than: JobRow, rows: Iterable[JobRow]) -> str:
 
 
 def paying_more(than: JobRow, rows: Iterable[JobRow]) -> JobRow | None:
-    """Return the row with the most devices that pays in comparison with this row, or None if no row does."""
+    """Return the row with the most devices that pays off compared with this row, or None if no row does."""
     paying = [row for row in larger(than, rows) if row.pays and than.seconds - row.seconds >= LEAST_SAVED_S]
     return max(paying, key=lambda row: row.ranks, default=None)
 
@@ -240,7 +241,7 @@ def _gpus(samples: Sequence[ForecastGpu], count: int, cuda: bool, busy: Collecti
 
 
 def _gpu_counts(job: JobConfig) -> list[int]:
-    """Return the numbers of GPUs to forecast: the usual ones, the number requested by the job, and one hybrid group."""
+    """Return the GPU counts to forecast: the usual counts, the job's own count, and the size of a hybrid group."""
     group = job.parallel.latent_ranks if job.parallel.mode == "hybrid" else 1
     return sorted({*COUNTS, wanted_devices(job), group})
 
@@ -260,7 +261,7 @@ def _processes(count: int) -> Devices:
 def _rows(
     job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
 ) -> Iterator[JobRow]:
-    """Yield the chosen mode, then every other mode with the same number of tokens per step."""
+    """Yield a row for the chosen mode, then one for every other mode, with the same number of tokens per step."""
     colocated = with_model_gpus(job, devices.count, 0)
     chosen = _forecast(colocated, data, devices, speeds, price)
     placed = _placed(job, data, devices, speeds)

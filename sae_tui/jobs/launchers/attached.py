@@ -1,4 +1,4 @@
-"""A program that is not a child of its supervisor: its supervisor was replaced, or it was adopted while running."""
+"""A program that is not its supervisor's child, because the supervisor was replaced or the program was adopted."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ADOPTED = "adopted"
 # The ioctl PIDFD_GET_INFO of Linux 6.13 with the first version of its struct (64 bytes), and the flag for the exit
 # status, which Linux 6.15 added. See include/uapi/linux/pidfd.h.
 _GET_INFO, _WITH_EXIT, _SIZE, _EXIT_AT = 0xC040FF0B, 1 << 3, 64, 60
-# How long to wait for the parent of a program to reap it, after which the kernel reports its exit status.
+# How long to wait for a program's parent to reap the program, after which the kernel reports the exit status.
 _REAPED_S = 1.0
-# How much earlier output of an adopted process is copied, and how much is copied at once.
+# How many bytes of an adopted process's earlier output are copied, and how many bytes are copied at once.
 COPIED_BEFORE, _MOST_COPIED = 2**20, 2**22
 
 
@@ -51,7 +51,7 @@ class AttachedProgram(OneRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal, None while it runs, and 0 if the kernel does not report it."""
+        """The exit code: negative for a signal, None while the program runs, and 0 if the kernel does not report it."""
         if self.ended is None:
             return None
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else 0
@@ -61,7 +61,7 @@ class AttachedProgram(OneRank):
         return self.code not in (None, 0)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for the program to end; return whether it has ended now."""
+        """Wait up to `timeout_s` for the program to end; return whether it has ended."""
         poller = select.poll()
         if self._pidfd >= 0:
             poller.register(self._pidfd, select.POLLIN)
@@ -73,7 +73,7 @@ class AttachedProgram(OneRank):
         return True
 
     def _read_status(self) -> int | None:
-        """Return the status for `waitpid`: from the zombie, or from the kernel once it was reaped; None if unknown."""
+        """Return the wait status, read from the zombie or, once it is reaped, from the kernel; None if unknown."""
         deadline = time.monotonic() + _REAPED_S
         while time.monotonic() < deadline:
             if (status := _status_of_reaped(self._pidfd)) is not None:
@@ -101,7 +101,7 @@ class AttachedProgram(OneRank):
 
 
 class OutputCopy:
-    """Copies what a process writes to a file into the job's log; a process with another kind of output has no copy."""
+    """Copies a process's output from its file into the job's log; if the output goes elsewhere, nothing is copied."""
 
     def __init__(self, pid: int, log: Path, offset_file: Path) -> None:
         self._source = _output_file(pid)
@@ -109,7 +109,7 @@ class OutputCopy:
         self._offset = self._first_offset()
 
     def _first_offset(self) -> int:
-        """Return where an earlier supervisor stopped, or a position near the end."""
+        """Return where an earlier supervisor stopped copying or, if there was none, a position near the end."""
         if (offset := read_json(self._offset_file, int)) is not None:
             return max(0, offset)
         size = self._source.stat().st_size if self._source else 0
@@ -134,7 +134,7 @@ class OutputCopy:
 
 
 def _output_file(pid: int) -> Path | None:
-    """Return the regular file with the standard output of a process or, if none, with its standard error."""
+    """Return the regular file that receives a process's standard output or, if there is none, its standard error."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             link = Path(f"/proc/{pid}/fd/{number}")
@@ -158,13 +158,14 @@ def _status_of_reaped(pidfd: int) -> int | None:
 def _status_of_zombie(pid: int) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        # The kernel shows 0 to a process that may not trace this one; that user cannot run its supervisor either.
+        # The kernel reports 0 to a process that may not trace this one, but the user of such a process cannot run its
+        # supervisor either.
         return int(fields[-1]) if state == b"Z" else None
     return None
 
 
 def find_program(run_dir: Path, attempt: int) -> ProcessRef | None:
-    """Return the program of an attempt from the marks in its environment, or None if it is not running.
+    """Find an attempt's program by the marks in its environment; return None if it is not running.
 
     This finds a program whose supervisor was killed before it could record the program.
     """

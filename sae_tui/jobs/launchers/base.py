@@ -31,8 +31,8 @@ class AttemptSetup(msgspec.Struct, frozen=True):
     spec: RankSpec
     locks: tuple[int, ...] = ()
     command: RankCommand = rank_command
-    # For a command: the job's GPUs, including simulated ones, and its program if that is running already. A program is
-    # adopted if it was not started as a job: it has another log, and what it leaves behind is kept.
+    # For a command: the job's GPUs, including simulated ones, and its program if it is already running. An adopted
+    # program was not started as a job: it has another log, and processes that it leaves behind are not ended.
     gpu_uuids: tuple[str, ...] = ()
     running: ProcessRef | None = None
     is_adopted: bool = False
@@ -48,7 +48,7 @@ class Attempt(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """True while the attempt is pending in an external scheduler, where it takes no steps."""
+        """True while the attempt is pending in an external scheduler, and therefore takes no steps."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class Attempt(Protocol):
 
     @property
     def codes(self) -> set[int | None]:
-        """The exit codes for all ranks: negative for a signal, None for a rank still running."""
+        """The exit codes of all ranks: negative for a signal, None for a rank that is still running."""
         ...
 
     def start(self) -> None:

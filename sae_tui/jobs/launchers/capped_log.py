@@ -1,4 +1,4 @@
-"""Keeps a program's log small: removes the middle of a log that exceeds its limit."""
+"""Keeps a program's log small by removing its middle when it exceeds its limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sae_tui.jobs.supervisor_log import tolerate_disk
 from trainer.contract.files import open_plain
 from trainer.contract.wording import gibibytes
 
-# How much of the start and of the end of the log is kept.
+# How many bytes are kept at the start and at the end of the log.
 KEPT_BYTES = 2**20
 CHECK_EVERY_S = 1.0
 
@@ -45,8 +45,8 @@ class CappedLog:
     def _shorten(self) -> int:
         """Truncate the log after its start, then append a message and the former end.
 
-        The program may append lines in the meantime: those written in the microseconds between the last read and the
-        truncation are lost, and those written before the message come before older lines.
+        The program may append lines in the meantime. Lines written in the microseconds between the last read and the
+        truncation are lost, and lines written between the truncation and the message appear before older lines.
         """
         with open_plain(self._file) as stream:
             head = stream.read(KEPT_BYTES)
@@ -64,7 +64,7 @@ class CappedLog:
                 message = (
                     f"[sae-tui removed {gibibytes(removed)} here: the log reached command.log_limit_mib, {limit}]\n"
                 )
-                # The program may have written half a line in the meantime.
+                # The program may have written half a line in the meantime, so start a new line.
                 os.write(descriptor, b"\n" + message.encode() + tail[first:])
             finally:
                 os.close(descriptor)

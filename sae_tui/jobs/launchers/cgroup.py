@@ -1,4 +1,4 @@
-"""A cgroup for a command's processes, where the user may create one, so that none of them can escape."""
+"""A cgroup for a command's processes, used where the user may create one, so that no process can escape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cgroup:
 
     @classmethod
     def create(cls, name: str, mount: Path = MOUNT) -> Cgroup | None:
-        """Create a cgroup with this name, or return None: without cgroup v2, or if systemd has not delegated it."""
+        """Create a cgroup with this name; return None without cgroup v2, or if systemd has not delegated its parent."""
         with contextlib.suppress(OSError, StopIteration):
             own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
             folder = mount / own.removeprefix("0::").strip().lstrip("/") / name
@@ -29,7 +29,7 @@ class Cgroup:
 
     @classmethod
     def of(cls, pid: int, name: str, mount: Path = MOUNT) -> Cgroup | None:
-        """Return the cgroup of a process if it has this name."""
+        """Return a process's cgroup if it has this name, otherwise None."""
         with contextlib.suppress(OSError, StopIteration):
             lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
             own = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
@@ -38,7 +38,7 @@ class Cgroup:
         return None
 
     def enter(self) -> None:
-        """Move this process into the cgroup; do nothing if that is refused. Safe between fork and exec."""
+        """Move this process into the cgroup, or do nothing if that is refused. This is safe between fork and exec."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self.folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -52,7 +52,7 @@ class Cgroup:
         return []
 
     def kill(self) -> None:
-        """Kill every process in the cgroup; before Linux 5.14, the kernel does not offer this."""
+        """Kill every process in the cgroup; this has no effect before Linux 5.14."""
         with contextlib.suppress(OSError):
             (self.folder / "cgroup.kill").write_text("1")
 

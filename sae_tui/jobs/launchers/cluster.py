@@ -56,7 +56,7 @@ class SlurmJob:
     def submit(cls, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> SlurmJob:
         """Submit a job with an sbatch command; raise `SlurmError` if SLURM refuses it.
 
-        SLURM stores `environment`, or this process's environment, and starts the job with it.
+        SLURM stores `environment` (by default, this process's environment) and starts the job with it.
         """
         answer, failure = _run(argv, environment)
         if failure:

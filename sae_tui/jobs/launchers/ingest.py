@@ -73,7 +73,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """Store the lines in as few writes as possible; write earlier lines before a rewind of the history."""
+        """Store the lines in as few writes as possible; before the history is rewound, write the earlier lines."""
         writer = self._open()
         rows: list[MetricRow] = []
         events: list[Event] = []

@@ -34,7 +34,7 @@ class RankProcess(ChildRank, OneRank):
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
         super().__init__(rank, process, exit_file, log)
-        # `of` returns None only if the rank has already died, but its pid is not reused until we reap it.
+        # `of` returns None only if the rank has already died, and even then its pid is not reused until we reap it.
         self._ref = ProcessRef.of(process.pid) or ProcessRef(process.pid, 0, boot_id())
 
     @property

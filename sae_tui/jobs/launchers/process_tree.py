@@ -1,6 +1,6 @@
-"""Finds and signals all processes of a command, even if they have left its process group, session or parent.
+"""Finds and signals all of a command's processes, even if they have left its process group, session or process tree.
 
-A supervisor or a queue that a command started with `sae-tui` does not belong to the command, and outlives it.
+A supervisor or queue process that a command starts through `sae-tui` does not belong to the command, and outlives it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 from sae_tui.jobs.launchers.cgroup import Cgroup
 from trainer.contract.process import ProcessRef
 
-# The environment variable that marks the processes of a command; its value is the run folder.
+# The environment variable that marks a command's processes; its value is the run folder.
 MARK = "SAE_TUI_RUN_DIR"
-# The command line of a background process of `sae-tui`, from the argument after Python's path.
+# Part of the command line of a `sae-tui` background process, starting after Python's path.
 _DETACHED = b"\0-P\0-m\0sae_tui.jobs."
-# The least time between complete searches for measurements, as a number of seconds and as a multiple of their length.
-# A search among 80 processes takes 2 ms, and one among 5,000 takes 0.1 s.
+# The minimum time between complete searches for measurements, as a number of seconds and as a multiple of a search's
+# duration. A search among 80 processes takes 2 ms, and one among 5,000 takes 0.1 s.
 _ALL_EVERY_S, _PAUSE = 30.0, 500
 
 
@@ -46,20 +46,21 @@ class ProcessTree:
     def __init__(self, leader: int, run_dir: Path, cgroup: Cgroup | None = None, *, reaper: int | None = None) -> None:
         self._leader, self._cgroup, self._reaper = leader, cgroup, reaper or os.getpid()
         self._mark = os.fsencode(f"{MARK}={run_dir}")
-        # For `recent`: the pids that did not belong to the command at the last complete search, and the next one.
+        # For `recent`: the pids that did not belong to the command at the last complete search, and the time of the
+        # next one.
         self._memory = _Memory(self._mark)
         self._others: set[int] = set()
         self._search_at = 0.0
 
     def living(self) -> list[ProcessRef]:
-        """Return the live processes, without zombies; this reads all processes again."""
+        """Return the live processes, without zombies; this rereads all processes."""
         return self._refs(self._find(_read(own_pids()), _Memory(self._mark)))
 
     def recent(self) -> list[ProcessRef]:
-        """Return the live processes for a measurement, at a small cost; only one thread may call this.
+        """Return the live processes for a measurement, at little cost; only one thread may call this.
 
-        Between complete searches, only the command's own processes and new pids are read. A process that got the pid of
-        another one in the meantime is missing until the next complete search, so use `living` to end a command.
+        Between complete searches, only the command's own processes and new pids are read. A process that has reused
+        another one's pid in the meantime is missing until the next complete search, so use `living` to end a command.
         """
         began = time.monotonic()
         if began < self._search_at:
@@ -92,7 +93,7 @@ class ProcessTree:
                     yield pid
 
     def _is_below(self, process: Process, line: tuple[int, ...], processes: Processes) -> bool:
-        """Return whether a process with these ancestors belongs to the command, no matter what its environment is."""
+        """Return whether a process with these ancestors belongs to the command, regardless of its environment."""
         if process.session == self._leader or self._leader in line:
             return True
         # The supervisor is a subreaper, so the kernel makes it the parent of orphans.
@@ -100,7 +101,7 @@ class ProcessTree:
         return self._reaper in line[1:] and process.session != (reaper.session if reaper else 0)
 
     def _above(self, processes: Processes) -> set[int]:
-        """Return the supervisor and all ancestors; they may be supervisors of a command that launched this one."""
+        """Return the supervisor and all ancestors, such as the supervisor of a command that launched this one."""
         return {self._reaper, *_ancestors(self._reaper, processes), *_ancestors(self._leader, processes)}
 
 
@@ -168,7 +169,7 @@ def _read(pids: Iterable[int]) -> dict[int, Process]:
 def _process(pid: int) -> Process | None:
     with contextlib.suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        # The start time, and the addresses of the arguments and the environment, which are random.
+        # `image` contains the start time, and the addresses of the arguments and the environment, which are random.
         return Process(int(fields[1]), int(fields[3]), (fields[19], *fields[45:49]))
     return None
 

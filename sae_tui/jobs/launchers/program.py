@@ -31,13 +31,14 @@ from trainer.contract.settings.command import PLACEHOLDERS, Command, CommandJob
 from trainer.contract.store.rows import Rank
 from trainer.contract.wording import gibibytes, plural
 
-# After its program has ended, or after a request to kill it, the other processes of a command have this long to exit.
+# After a command's program has ended, or after a request to kill it, the command's other processes have this long to
+# exit.
 LEFT_BEHIND_S = 5.0
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
 
 class Program(RankProcess):
-    """A command's program; unlike in a rank, every exit code but 0 is a failure."""
+    """A command's program; unlike for a rank, every exit code except 0 is a failure."""
 
     name = "its program"
 
@@ -49,7 +50,7 @@ class Program(RankProcess):
 class ProgramAttempt(RankStates["Program | AttachedProgram"]):
     """An attempt of a command: one program and its descendants.
 
-    The program does not end if the supervisor dies: it writes its log itself, and holds the locks of the run and of its
+    The program keeps running if the supervisor dies: it writes its own log, and holds the locks on the run and its
     GPUs. The next supervisor attaches to it.
     """
 
@@ -67,7 +68,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._metrics = ProgramMetrics(setup.spec, setup.config, self._paths.log(0), self._measured, setup.gpu_uuids)
         self._cgroup: Cgroup | None = None
         self._tree: ProcessTree | None = None
-        # Monotonic times: when the stop sequence began, when the remaining processes were asked to exit.
+        # Monotonic times: when the stop sequence began, and when the remaining processes were asked to exit.
         self._stopping_since: float | None = None
         self._ending_since: float | None = None
         self._left_behind = 0
@@ -82,7 +83,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         environment = _environment(self._spec, stored, self._settings, values)
         argv = [fill(word, values) for word in self._settings.argv]
         self._cgroup = Cgroup.create(self._cgroup_name)
-        # If this process is killed now, it is unknown whether the program has run.
+        # If this process is killed after this point, it is unknown whether the program has run.
         write_whole(self._paths.begun_file(self._spec.attempt), b"", durable=False)
         process = self._popen(argv, environment, stored)
         self._tree = ProcessTree(process.pid, self._paths.root, self._cgroup)
@@ -91,7 +92,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         self._read_metrics()
 
     def _read_metrics(self) -> None:
-        """Start to read the program's metrics; not on a node, which may share the files but not the SQLite database."""
+        """Start reading the program's metrics, except on a node, which may share files but not the SQLite database."""
         if not self._spec.by_files:
             self._metrics.start()
 
@@ -141,7 +142,8 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         finally:
             os.close(log)
 
-    # Ending a program. `ask_to_stop` and `end` are called about four times per second until the attempt has ended.
+    # The methods below end a program. `ask_to_stop` and `end` are called about four times per second until the attempt
+    # has ended.
 
     def ask_to_stop(self) -> None:
         """Send the stop signal to the program's process group; kill all its processes after the grace time."""
@@ -197,7 +199,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
 
     @property
     def _has_given_up(self) -> bool:
-        """Whether a process has survived SIGKILL for a minute, as one that hangs in the kernel does."""
+        """Whether a process has survived SIGKILL for a minute, as a process hung in the kernel does."""
         since = self._ending_since
         return since is not None and time.monotonic() - since > LEFT_BEHIND_S + GIVEN_UP_AFTER_S
 

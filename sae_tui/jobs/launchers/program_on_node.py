@@ -1,8 +1,8 @@
 """Runs a command's program on a cluster's node, as the first process of its batch job.
 
 `python -P -m sae_tui.jobs.launchers.program_on_node SPEC` runs the program as the local backend does: in its own
-session, with its log limited, and ended with all its descendants. The supervisor may be on another host: it reads how
-the program ended from files in the run folder.
+session, with a limited log, and ended together with all its descendants. The supervisor may be on another host: it
+reads how the program ended from files in the run folder.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SHARE = "put the data folder (--data-dir) on a file system that all nodes share"
 
 
 class ProgramOnNode(ProgramAttempt):
-    """An attempt whose environment also contains what SLURM and this node have set."""
+    """An attempt whose environment also contains the variables set by SLURM and this node."""
 
     def _stored(self) -> ProgramEnvironment:
         return with_variables_of_node(super()._stored(), os.environb)
 
 
 class StopRequest:
-    """A request to stop the program: the stop file, or a signal to this process only.
+    """A request to stop the program: the stop file, or a signal sent to this process only.
 
     `scancel` without options sends SIGTERM to the program too, so SIGTERM alone is no reason to signal it again.
     """
@@ -65,7 +65,7 @@ class StopRequest:
         self._must_look, self._is_signalled = True, self._is_signalled or number != signal.SIGTERM
 
     def is_made(self) -> bool:
-        """Return whether the program must stop; leave the stop file for the supervisor if only a signal says so."""
+        """Return whether the program must stop; if only a signal says so, write the stop file for the supervisor."""
         if self._must_look:
             self._must_look = False
             # A network file system looks for new files when their folder is opened.
@@ -115,7 +115,7 @@ def run(spec: RankSpec) -> int:
 
 
 def _setup(spec: RankSpec, paths: RunPaths) -> AttemptSetup:
-    """Return the attempt with the GPUs that SLURM gave this job."""
+    """Return the attempt's setup, with the GPUs that SLURM gave this job."""
     vendor, gpus = gpus_given(os.environ)
     if spec.device == "cuda" and not gpus:
         raise UserError(f"SLURM gave the job no GPUs on {socket.gethostname()}; see `scontrol show job`")
@@ -131,7 +131,7 @@ def _setup(spec: RankSpec, paths: RunPaths) -> AttemptSetup:
 def gpus_given(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the vendor and the names of the GPUs that SLURM made visible, or "" and () if there are none.
 
-    SLURM sets the variables of all vendors, so the node's driver decides.
+    SLURM sets the variables of all vendors, so choose the vendor whose driver the node has.
     """
     named = [(vendor, environ[entry.variable]) for vendor, entry in VENDORS.items() if environ.get(entry.variable)]
     vendor, gpus = next((pair for pair in named if VENDORS[pair[0]].is_here), named[0] if named else ("", ""))
@@ -150,7 +150,7 @@ def with_variables_of_node(stored: ProgramEnvironment, here: Mapping[bytes, byte
 
 
 def _record(file: Path, mark: RankMark) -> None:
-    """Write the mark; a full disk must not end the program."""
+    """Write the mark; ignore disk errors, because a full disk must not end the program."""
     with tolerate_disk(f"writing {file}"):
         write_mark(file, mark)
 
@@ -166,7 +166,7 @@ def _record_ending(attempt: ProgramAttempt, folder: Path, *, is_stopped: bool) -
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program of the attempt with this spec file; record why it could not be started."""
+    """Run the program of the attempt with this spec file; if it cannot be started, record why."""
     file = Path(arguments[0])
     try:
         spec = read_own_spec(file)

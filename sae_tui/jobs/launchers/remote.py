@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """A rank whose state is read from its mark file; `launch_log` contains output preceding the rank's own log."""
+    """A rank whose state is read from its mark file; `launch_log` contains output from before the rank's own log."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))

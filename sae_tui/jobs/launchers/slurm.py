@@ -1,7 +1,7 @@
 """Runs an attempt's ranks on nodes chosen by SLURM.
 
-The supervisor stays on the host that submitted the job. The supervisor reads the ranks' state and progress from files
-in the run folder, which is accessible from all nodes.
+The supervisor stays on the host that submitted the job, and reads the ranks' state and progress from files in the run
+folder, which is accessible from all nodes.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the SLURM job's number to a file; if this fails, cancel the job, as it could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job, which could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -218,7 +218,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel the job if it was asked to stop before it started; there is nothing to save.
+        """Cancel the job if it was asked to stop before it started, when there is nothing to save.
 
         SLURM cancels it only if it has not started in the meantime.
         """

@@ -1,8 +1,8 @@
 """Runs a command's program on a node chosen by SLURM.
 
-The batch job's first process is `program_on_node`, which runs the program as the local backend does. It shares the run
-folder with the supervisor: it reads the stored environment from there, so that no secret is in the batch script, on a
-command line or in SLURM's own records.
+The batch job's first process is `program_on_node`, which runs the program as the local backend does. It reads the
+stored environment from the run folder, which it shares with the supervisor, so that no secret is in the batch script,
+on a command line or in SLURM's own records.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from trainer.contract.files import write_own, write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.command import CommandJob
 
-# The program is asked to stop this much earlier before the time limit than its grace time, as SLURM checks limits only
+# The program is asked to stop before its time limit by its grace time plus this time, because SLURM checks limits only
 # every 30 s.
 SPARE_S = 60.0
-# The node kills the program after its grace time. If the node does not do so within this time, the job is cancelled.
+# The node kills the program after its grace time. If the node is late by more than this time, the job is cancelled.
 NODE_LATE_S = 30.0
-# The node kills the program 5 s after it was asked to end it. If it has not done so by then, the job is cancelled.
+# The node kills the program 5 s after being asked to end it. If the program has not ended within this time, the job is
+# cancelled.
 ENDED_WITHIN_S = 10.0
 # The content of the stop file if the program must be ended without its stop signal and grace time.
 AT_ONCE = b"at once"
 # A shell's exit code for a program that could not be started.
 NOT_STARTED = 127
-# The initial variables of the batch job, which its Python needs. All others are in the run folder.
+# The batch job's initial variables, which its Python interpreter needs. All others are in the run folder.
 SUBMITTED = ("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONHOME", "PYTHONPATH", "SHELL", "TZ", "USER")
 OF_SLURM = ("SLURM_", "SBATCH_", "SLURMD_")
 
 
 class RemoteProgram(RemoteRank):
-    """A command's program; unlike in a rank, every exit code but 0 is a failure."""
+    """A command's program; unlike for a rank, every exit code except 0 is a failure."""
 
     @property
     def name(self) -> str:
@@ -55,7 +56,7 @@ class RemoteProgram(RemoteRank):
 
     @property
     def code(self) -> int | None:
-        """The exit code, negative for a signal; a program whose end is not recorded was killed with its SLURM job."""
+        """The exit code, negative for a signal; if no end is recorded, the program was killed with its SLURM job."""
         if self.ended is None or self.never_ran:
             return super().code
         if self.mark is None:
@@ -68,7 +69,7 @@ class SlurmProgram(SlurmAttempt):
 
     _processes, _what = "its program", "its program is"
     _near_limit = "its program is asked to stop"
-    # The batch job may receive the stop signal before its Python handles it, which ends it.
+    # If the batch job receives the stop signal before its Python process handles signals, the signal ends the job.
     _stopped_states = ("CANCELLED", "FAILED")
 
     def __init__(self, setup: AttemptSetup) -> None:
@@ -91,8 +92,8 @@ class SlurmProgram(SlurmAttempt):
     def ask_to_stop(self) -> None:
         """Have the node send the program its stop signal, and kill it after its grace time.
 
-        The stop file is the request; the signal only makes the node read it at once. Later calls cancel the job if it
-        is late.
+        The stop file is the request; the signal only makes the node read it at once. Later calls cancel the job if the
+        node is late.
         """
         super().ask_to_stop()
         if not self._asked_to_stop or self._slurm is None:
@@ -140,7 +141,7 @@ class SlurmProgram(SlurmAttempt):
 
 
 def submitted(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the initial variables of the batch job."""
+    """Return the batch job's initial variables."""
     return {name: value for name, value in environ.items() if name in SUBMITTED or name.startswith(OF_SLURM)}
 
 

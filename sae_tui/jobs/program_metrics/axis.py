@@ -6,25 +6,25 @@ import msgspec
 
 from sae_tui.jobs.program_metrics.lines import Reading, Source
 
-# A smaller step begins another pass, such as the next epoch, only after this many different steps. The steps of
-# several processes that print to one log rarely differ this much.
+# A smaller step begins another pass, such as the next epoch, only after this many different steps. When several
+# processes print to one log, their steps rarely differ by this many.
 FEWEST_IN_PASS = 5
-# A bar is short if its total is this many times smaller than the leading bar's.
+# A progress bar is short if its total is more than this many times smaller than the leading bar's.
 SHORT = 10
 
 
 class StepAxis(msgspec.Struct):
-    """The steps of a program. It is stored with the read positions, so that a restart continues in the same way.
+    """Tracks a program's steps. It is stored with the read positions so that a restart continues in the same way.
 
-    A step stated in a line is preferred to the step of a progress bar, an epoch or the line number. A line without the
-    best kind of step belongs to the latest step.
+    A step stated in a line is preferred to a progress bar's position, an epoch or the line number. A line without the
+    best kind of step seen so far is assigned to the latest step.
     """
 
     source: Source = Source.LINE
     step: int = 0
     highest: int = 0
     total: int | None = None
-    # The steps of earlier passes, and of this pass: its first step, its latest step, and how many there were.
+    # The steps in earlier passes, then this pass's first step, latest step and number of steps.
     before: int = 0
     first: int | None = None
     latest: int = 0
@@ -35,11 +35,11 @@ class StepAxis(msgspec.Struct):
     bar_step: int = 0
     # Whether the program has been started again and has not reported a step since.
     is_restarted: bool = False
-    # All values after this step are from an earlier attempt that got further; None if there are none.
+    # All values after this step are from an earlier attempt that got further; None if there are no such values.
     rewind_to: int | None = None
 
     def restart(self) -> None:
-        """Begin with a program that was started again, perhaps from its first step."""
+        """Prepare for a program that was started again, perhaps from its first step."""
         self.is_restarted = True
         self.before, self.first, self.n_steps, self.bar_step = 0, None, 0, 0
 
@@ -60,25 +60,27 @@ class StepAxis(msgspec.Struct):
         return step
 
     def place_file(self, step: int) -> int:
-        """Return the step of a value from a file; files state their steps."""
+        """Return the step of a value from a file; the file states it as `step`."""
         self.source = Source.STEP
         return self._reach(step) if step >= self.step or self.is_restarted else step
 
     @property
     def progress(self) -> tuple[int, int | None]:
-        """The position that is shown: the step and the number of steps, or None if it is unknown."""
+        """The position to display: the step, and the total number of steps or None if that is unknown."""
         total = self.total
         if self.source is Source.STEP and total is None and (self.bar_total or 0) > self.step:
-            # The bar counts the same steps, but it may be ahead of values that are reported from time to time.
+            # The bar counts the same steps, but it may be ahead of the values, which are reported only from time to
+            # time.
             return max(self.step, self.bar_step), self.bar_total
         return self.step, total if total and total >= self.step else None
 
     def _follows_bar(self, reading: Reading) -> bool:
-        """Return whether a bar leads: the bar with the largest total that has not finished."""
+        """Return whether a reading belongs to the leading bar: the unfinished bar with the largest total."""
         total, led = reading.total or 0, self.bar_total or 0
         has_finished = not led or self.bar_step >= led
         if reading.bar != self.bar:
-            # After a restart, a much shorter bar belongs to preparation; another bar may count only the steps left.
+            # After a restart, a much shorter bar belongs to preparation; any other bar may count only the remaining
+            # steps.
             if self.is_restarted and self.source is Source.BAR and SHORT * total >= led:
                 self.is_restarted, self.before = False, self.highest
             elif not (has_finished or total > led):
@@ -87,7 +89,7 @@ class StepAxis(msgspec.Struct):
         return True
 
     def _in_pass(self, reading: Reading) -> int:
-        """Return a step after all earlier passes; a pass begins when the steps start again."""
+        """Return a reading's step, counting the steps of earlier passes; a pass begins when the steps start again."""
         step = reading.step
         first = self.first if self.first is not None else step
         is_whole = reading.total is not None and self.latest >= reading.total

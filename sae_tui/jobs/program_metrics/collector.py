@@ -1,4 +1,4 @@
-"""Copies the metrics of a running program, and the use of its CPU, memory and GPUs, to the run's `metrics.db`."""
+"""Copies a running program's metrics, and its use of CPU, memory and GPUs, to the run's `metrics.db`."""
 
 from __future__ import annotations
 
@@ -36,32 +36,33 @@ from trainer.contract.store.rows import Event
 # Waking up, reading a line of output, and storing its values takes 2 to 4 ms.
 EVERY_S = 2.0
 USAGE_EVERY_S = 5.0
-# How often the read positions are stored. After a kill, what was read since is read and stored again at the same steps.
+# How often the read positions are stored. If this process is killed, everything read since then is reread and stored
+# again at the same steps.
 STATE_EVERY_S = 10.0
-# A program that prints a new name in every line must not fill the store.
+# The limit on series; a program that prints a new name in every line must not fill the store.
 MOST_SERIES = 200
 LONGEST_NAME = 80
 RUNNING = "running"
 # The speed is the mean over this time.
 _SPEED_OVER_S = 30.0
-# When the attempt ends, the last values are waited for this long; a disk may not respond.
+# How long to wait for the last values when the attempt ends; a disk may not respond.
 _LAST_S = 20.0
-# Series that this program writes itself; the program's own series with these names get a prefix.
+# Series that sae-tui itself writes; a program's own series with these names get a prefix.
 _OWN = frozenset({*USAGE, PEAK_MEMORY, SPEED})
 _PREFIX = "program/"
 
 
 class Progress(msgspec.Struct):
-    """What is stored next to the metrics so that another supervisor or attempt continues where this one ended."""
+    """The state stored next to the metrics so that another supervisor or attempt continues where this one ended."""
 
     attempt: int = -1
-    # The start of the attempt, and the time that the measurements of use are counted from.
+    # The start of the attempt, and the zero point of the time axis of usage measurements.
     began: float = 0.0
     origin: float = 0.0
     log: LogPosition = msgspec.field(default_factory=LogPosition)
     axis: StepAxis = msgspec.field(default_factory=StepAxis)
     files: dict[str, FilePosition] = {}
-    # Maps a folder and a name in its files to the name of the series, so that two folders do not share a series.
+    # Maps the name of a series to the folder whose files first used it, so that two folders do not share a series.
     owners: dict[str, str] = {}
     names: list[str] = []
     told: list[str] = []
@@ -69,10 +70,10 @@ class Progress(msgspec.Struct):
 
 
 class ProgramMetrics:
-    """A thread that reads what a program reports, every two seconds.
+    """A thread that reads, every two seconds, what a program reports.
 
-    It is not the supervisor's main thread because the program may write its files to a disk that does not respond. No
-    error in it reaches the job.
+    It is separate from the supervisor's main thread because the program may write its files to a disk that does not
+    respond. Its errors never affect the job.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ProgramMetrics:
         self._thread.start()
 
     def close(self) -> None:
-        """Store what the program wrote last; do nothing if it was not started."""
+        """Store what the program wrote last; do nothing if the thread was not started."""
         if self._thread.ident is not None and not self._stop.is_set():
             self._stop.set()
             self._thread.join(_LAST_S)
@@ -132,7 +133,7 @@ class ProgramMetrics:
             self._writer.close()
 
     def _turn(self, *, is_last: bool) -> None:
-        """Read and store what is new; read nothing more while it cannot be stored."""
+        """Read and store new data; while earlier data cannot be stored, read nothing more."""
         if not os.path.isdir(self._db.parent):
             return
         self._store()
@@ -163,7 +164,7 @@ class ProgramMetrics:
         return placed
 
     def _rewind(self) -> None:
-        """Remove the values of an earlier attempt after the step that this one continues from."""
+        """Remove an earlier attempt's values after the step where this attempt continues."""
         axis = self._state.axis
         if axis.rewind_to is not None:
             self._batch.rewind_to, axis.rewind_to = axis.rewind_to, None
@@ -177,9 +178,9 @@ class ProgramMetrics:
                 self._batch.rows[name, step] = value
 
     def _series_name(self, raw: str, place: str) -> str:
-        """Return the name of a series, or "" if there are too many; another folder's series of this name gets another.
+        """Return a name for a series, or "" if there are too many; avoid a name that another folder already uses.
 
-        Keras, for example, writes the same names to a folder for training and to one for validation.
+        For example, Keras writes the same names to one folder for training and to another for validation.
         """
         name = clean_name(raw)
         if place and self._state.owners.setdefault(name, place) != place:
@@ -200,7 +201,7 @@ class ProgramMetrics:
         used = self._usage.measure(processes)
         used |= gpu_usage(self._data, socket.gethostname(), self._gpu_uuids, self._measured)
         self._measured = time.time()
-        # A shared GPU's memory is also used by other jobs.
+        # A shared GPU's memory is also used by other jobs, so it does not count towards this job's peak.
         memory = 0.0 if self._shares else used.get(GPU_MEMORY if self._gpu_uuids else HOST_MEMORY, 0.0)
         if memory > state.peak_bytes:
             state.peak_bytes = used[PEAK_MEMORY] = memory
@@ -222,7 +223,7 @@ class ProgramMetrics:
             self._batch.events.append(Event(timestamp=time.time(), level="warning", kind="metrics", message=message))
 
     def _finish_batch(self, *, is_last: bool) -> None:
-        """Add the position and the speed to what will be stored."""
+        """Add the position and the speed to the batch."""
         step, total = self._state.axis.progress
         has_moved = step > 0 and (not self._speeds or self._speeds[-1][1] != step)
         if has_moved:
@@ -231,7 +232,7 @@ class ProgramMetrics:
             self._batch.heartbeat = Heartbeat("" if is_last else RUNNING, step, total or 0, step, time.time())
 
     def _add_speed(self, step: int) -> None:
-        """Add the speed at a step: as the program states it, or the mean over the last steps."""
+        """Add the speed at a step: the speed stated by the program or, if none, the mean over the last steps."""
         now = time.monotonic()
         if self._speeds and step < self._speeds[-1][1]:
             self._speeds.clear()
@@ -245,7 +246,7 @@ class ProgramMetrics:
         self._speed = None
 
     def _store(self, *, is_last: bool = False) -> None:
-        """Store the batch, and then how far everything was read; raise `StoreError` if this is impossible now."""
+        """Store the batch and then, if due, the read positions; raise `StoreError` if this is impossible now."""
         batch = self._batch
         if batch.is_empty:
             return
@@ -278,7 +279,7 @@ class ProgramMetrics:
 
 
 class Batch:
-    """What will be stored next: everything since the last turn, or since the store could last be written to."""
+    """The data to be stored next: everything since the last turn, or since the store could last be written to."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, int], float] = {}
@@ -296,7 +297,7 @@ def _heartbeat_at(step: int) -> Heartbeat:
 
 
 def clean_name(name: str) -> str:
-    """Return a name for a series that differs from sae-tui's own series and from a sweep's series."""
+    """Return a series name that differs from the names of sae-tui's own series and of a sweep's series."""
     cleaned = CONTROL.sub("", name).strip().replace("@", "_at_")[:LONGEST_NAME]
     if cleaned.lower() == "loss":
         return "loss"

@@ -13,10 +13,10 @@ from trainer.contract.files import open_plain
 
 # A record: the length (8 bytes), its checksum (4 bytes), the content, and the checksum of the content (4 bytes).
 _HEADER, _FOOTER = 12, 4
-# Numbers of fields in `Event`, `Summary`, `Summary.Value` and `TensorProto`.
+# Field numbers in `Event`, `Summary`, `Summary.Value` and `TensorProto`.
 _STEP, _SUMMARY, _VALUE, _TAG, _SIMPLE, _TENSOR = 2, 5, 1, 1, 2, 8
 _DTYPE, _SHAPE, _CONTENT, _FLOATS, _DOUBLES = 1, 2, 4, 5, 6
-# The formats of single values, by `DataType`.
+# The format of a single value, by `DataType`.
 _FORMATS = {1: "<f", 2: "<d", 3: "<i", 9: "<q"}
 _POLYNOMIAL = 0x82F63B78
 
@@ -56,7 +56,7 @@ def _scalars(event: bytes) -> Iterator[FileValues]:
 
 
 def _value(message: bytes) -> dict[str, float]:
-    """Return the tag and the number in a `Summary.Value`; {} if it is not a scalar."""
+    """Return the tag and the number in a `Summary.Value`, or {} if it is not a scalar."""
     tag, number = "", None
     for field, kind, content in fields(message):
         if (field, kind) == (_TAG, 2):
@@ -69,7 +69,7 @@ def _value(message: bytes) -> dict[str, float]:
 
 
 def _tensor(message: bytes) -> float | None:
-    """Return the number in a tensor without dimensions."""
+    """Return the number in a tensor without dimensions, or None for any other tensor."""
     found = {(field, kind): content for field, kind, content in fields(message)}
     dtype = found.get((_DTYPE, 0), b"\0")[0]
     if found.get((_SHAPE, 2)) or dtype not in _FORMATS:

@@ -1,4 +1,4 @@
-"""Finds the files with metrics that a program writes, and reads new data in them."""
+"""Finds the metrics files that a program writes, and reads new data from them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sae_tui.jobs.program_metrics.trackio_files import read_trackio
 from sae_tui.jobs.program_metrics.wandb_files import read_wandb
 from trainer.contract.store.database import file_identity
 
-# A search may take this long. A program creates its files soon after its start, so the first searches, and those after
-# new files were found, may take 1 % of a core. After some that found nothing new, they may take 0.2 %.
+# The time limit for a search. A program creates its files soon after it starts, so the first searches, and searches
+# after new files were found, may take 1 % of a core. After a few searches that found nothing new, they may take 0.2 %.
 SEARCH_S = 0.2
 OFTEN_S, PAUSE = 2.0, 100
 SELDOM_S, LONG_PAUSE = 30.0, 500
@@ -26,7 +26,7 @@ DEEPEST = 8
 MOST_FILES = 100
 MOST_BYTES_PER_TURN = 2 * MOST_BYTES
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
-# The clock of a file system is a few milliseconds behind.
+# A file system's clock may be a few milliseconds behind.
 _CLOCK_S = 0.05
 
 
@@ -40,15 +40,15 @@ def reader_of(name: str) -> MetricsFile | None:
 
 
 class MetricsFolders:
-    """Follows the files with metrics below some folders that were written since a time."""
+    """Follows the metrics files below some folders that were written since a given time."""
 
     def __init__(
         self, roots: Iterable[Path], left_out: Path, since: float, positions: dict[str, FilePosition],
         own_pids: Callable[[], Iterable[int]],
     ) -> None:  # fmt: skip
-        """Follow files below `roots`, but not below `left_out`, unless a process other than `own_pids` writes them.
+        """Follow files below `roots`, but not below `left_out`; ignore files that processes outside `own_pids` write.
 
-        `positions` is updated; it maps paths to how far the files were read.
+        `positions` maps each path to how far the file was read, and is updated in place.
         """
         self._roots, self._left_out, self._since = tuple(roots), left_out, since
         self.positions, self._own_pids = positions, own_pids
@@ -84,7 +84,7 @@ class MetricsFolders:
             self.damaged.append(path)
 
     def _has_news(self, name: str, position: FilePosition) -> bool:
-        """Return whether a file, or the write-ahead log of a database, may have more than was read."""
+        """Return whether a file, or a database's write-ahead log, may contain more than was read."""
         size = newest = 0
         for suffix in ("", "-wal"):
             with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ class MetricsFolders:
         return size > 0
 
     def _search(self) -> bool:
-        """Add the new files; return whether there are any."""
+        """Start following new files; return whether there are any."""
         new = [path for path in self._found() if str(path) not in self.positions and str(path) not in self._of_others]
         new = new[: max(0, MOST_FILES - len(self.positions))]
         if not new:
@@ -113,7 +113,7 @@ class MetricsFolders:
         return True
 
     def _found(self) -> Iterator[Path]:
-        """Yield the files written since the start, the nearest first, without following links."""
+        """Yield the files written since the start, nearest to the roots first, without following links."""
         deadline = time.monotonic() + SEARCH_S
         folders = deque((root, 0) for root in dict.fromkeys(self._roots))
         while folders and time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class MetricsFolders:
 
 
 def _written_by_others(files: set[tuple[int, int] | None], own: set[int]) -> set[tuple[int, int]]:
-    """Return which of these files, given by device and inode, another process of this user has open for writing."""
+    """Return which of these files, given by device and inode, another of this user's processes has open for writing."""
     written = set()
     for pid in os.listdir("/proc"):
         if pid.isdecimal() and int(pid) not in own:

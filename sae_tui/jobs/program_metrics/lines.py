@@ -18,7 +18,7 @@ import msgspec
 
 from trainer.contract.settings.metrics_pattern import NUMBER, MetricsPattern
 
-# Only this much of a line is searched for pairs and bars; JSON and patterns may extend to `LONGEST_LINE`.
+# Only this many characters of a line are searched for pairs and bars; JSON and patterns may extend to `LONGEST_LINE`.
 LONGEST_TEXT = 4096
 LONGEST_LINE = 16384
 _DEEPEST = 4
@@ -26,7 +26,7 @@ _LARGEST_STEP = 2**53
 
 _STEPS = ("global_step", "trainer/global_step", "train/global_step", "_step", "step", "iteration", "iter")
 _TOTALS = ("total_steps", "max_steps", "num_steps", "n_steps", "total")
-# Numbers that are not metrics.
+# The names of numbers that are not metrics.
 _IGNORED = frozenset(
     {"timestamp", "_timestamp", "_runtime", "time", "ts", "date", "pid", "port", "rank", "local_rank", "world_size"}
     | {"line", "lineno", "version", "epoch", "epochs", "train_epoch", *_STEPS, *_TOTALS}
@@ -37,7 +37,7 @@ _BEFORE = (
 )
 _KEY = rf"(?<![\w./-])((?:(?:{_BEFORE})[ \t]+)?[A-Za-z_][\w./@-]{{0,63}}+)"
 _END = r"(?![\w:/]|[.-]\w|%\|)"
-# After a colon without a space or quotes, only a decimal number counts: `localhost:8080` is no metric.
+# After a colon without a space or quotes, only a number with a decimal point counts: `localhost:8080` is not a metric.
 _SEPARATOR = r"""(?:["']?[ \t]?=[ \t]{0,8}+|["'][ \t]?:[ \t]{0,8}+|:[ \t]{1,8}+|:(?=[-+]?\d{0,20}\.\d))"""
 _PAIR = re.compile(rf"{_KEY}{_SEPARATOR}({NUMBER}){_END}", re.IGNORECASE)
 _KNOWN = (
@@ -66,7 +66,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 class Source(IntEnum):
-    """Where a step comes from; a higher one is preferred."""
+    """Where a step comes from; a higher value is preferred."""
 
     LINE = 0  # the number of the line
     EPOCH = 1
@@ -82,12 +82,12 @@ class Reading(msgspec.Struct, frozen=True):
     step: int = 0
     total: int | None = None
     rate: float | None = None
-    # Identifies a progress bar; "" if the position is not from one.
+    # Identifies a progress bar, or "" if the position does not come from one.
     bar: str = ""
 
 
 def read_line(line: str, patterns: Sequence[MetricsPattern] = ()) -> Reading | None:
-    """Return what a line reports, or None; with patterns, only they and progress bars are searched for."""
+    """Return what a line reports, or None; if there are patterns, search only for them and for progress bars."""
     if len(line) > LONGEST_LINE or not _DIGITS.search(line):
         return None
     for pattern in patterns:
@@ -128,7 +128,7 @@ def _rate(text: str) -> float | None:
 
 
 def _from_json(line: str) -> Reading | None:
-    """Return the numbers of a JSON object; nested names are joined with slashes."""
+    """Return the numbers in a JSON object; nested names are joined with slashes."""
     with contextlib.suppress(ValueError, RecursionError):
         decoded = json.loads(line)
         if isinstance(decoded, dict):
@@ -168,7 +168,7 @@ def _joined(name: str) -> str:
 def _position(text: str, pairs: Mapping[str, float]) -> Reading | None:
     """Return the position in a line of text: a step, a batch, or an epoch."""
     lower = text.lower()
-    # Looking for a word first is five times as fast as a regular expression that finds nothing.
+    # Looking for a word first is five times as fast as running a regular expression that finds nothing.
     if ("step" in lower or "iter" in lower) and (match := _STEP.search(text)):
         total = int(match[2]) if match[2] else _total(pairs)
         return Reading({}, Source.STEP, int(match[1]), total)
@@ -181,7 +181,7 @@ def _position(text: str, pairs: Mapping[str, float]) -> Reading | None:
 
 
 def _from_numbers(numbers: Mapping[str, float]) -> Reading | None:
-    """Return what named numbers report; a step is one of them."""
+    """Return what named numbers report; one of them may be a step."""
     lower = {name.lower(): value for name, value in numbers.items()}
     values = _metrics(numbers)
     for name in _STEPS:

@@ -1,4 +1,4 @@
-"""Reads what a program has newly written to its log, at a bounded cost, also while the log is shortened."""
+"""Reads new output from a program's log at a bounded cost, even while the log is being shortened."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from trainer.contract.files import open_plain
 from trainer.contract.store.rows import Count
 
-# At most this much is read per turn, every two seconds, which takes up to 3 % of a core. If much more is unread because
-# the program writes faster than that, only the newest output is read: of 10 MB/s, less than 1 %.
+# At most this many bytes are read per turn, every two seconds, which takes up to 3 % of a core. If much more is unread
+# because the program writes faster, only the newest output is read: at 10 MB/s, less than 1 % of it.
 MOST_BYTES = 512 * 1024
 MOST_UNREAD_BYTES = 4 * 2**20
 NEWEST_BYTES = 64 * 1024
-# At the end of the program, this much is read.
+# When the program has ended, this many bytes are read.
 LAST_BYTES = 2**20
 _MARK_BYTES = 256
 _LONGEST = 16 * 1024
@@ -44,9 +44,9 @@ class OutputReader:
         self.has_skipped = False
 
     def read(self, *, is_last: bool = False) -> list[tuple[int, str]]:
-        """Return the next lines with their numbers; `is_last` also returns a last line without an end."""
+        """Return the next lines with their numbers; if `is_last`, also return an unfinished last line."""
         try:
-            # Without news, one call is enough: opening the file without following links takes ten.
+            # If nothing is new, one system call is enough; opening the file without following links takes ten.
             if not (is_last or self._has_more) and _seen(os.stat(self._file, follow_symlinks=False)) == self._seen:
                 return []
             with open_plain(self._file) as stream:
@@ -59,7 +59,7 @@ class OutputReader:
             return []
 
     def _next(self, stream: BinaryIO, size: int, is_last: bool) -> bytes:
-        """Return the next bytes; skip to the newest ones if far too many are unread."""
+        """Return the next bytes; if far too many are unread, skip to the newest ones."""
         place = self.position
         if not self._is_at_mark(stream, size):
             place.offset = self._find_mark(stream, size)
@@ -84,9 +84,9 @@ class OutputReader:
         return stream.read(len(mark)) == mark
 
     def _find_mark(self, stream: BinaryIO, size: int) -> int:
-        """Return the position in a log that was shortened; without a trace of what was read, its end.
+        """Return the read position in a log that was shortened, or the log's end if the text read last is not found.
 
-        A short log without a trace is a new one, which is read from its start.
+        A short log without this text is a new one, so it is read from its start.
         """
         start = max(0, size - MOST_UNREAD_BYTES)
         stream.seek(start)

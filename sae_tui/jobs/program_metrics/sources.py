@@ -1,4 +1,4 @@
-"""The kinds of files that programs store metrics in, and the code that their readers share."""
+"""The interface for readers of files in which programs store metrics, and code that the readers share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 
 from trainer.contract.store.rows import Count
 
-# At most this much of a file is read per turn.
+# At most this many bytes of a file are read per turn.
 MOST_BYTES = 2 * 2**20
 # Larger records are skipped; they contain images or histograms.
 LARGEST_RECORD = 2**20
 
 
 class FilePosition(msgspec.Struct):
-    """How far a file was read; `place` is an offset or, in a database, a row. `is_damaged` ends the reading.
+    """How far a file was read; `place` is an offset or, in a database, a row. If `is_damaged`, no more is read.
 
     Rows of a database that are older than `since` are from another program.
     """
@@ -27,14 +27,14 @@ class FilePosition(msgspec.Struct):
     since: float = 0.0
     place: Count = 0
     is_damaged: bool = False
-    # The size and time of change when it was last read, and whether that reading found nothing more.
+    # The file's size and modification time when it was last read, and whether that read found nothing new.
     size: int = 0
     mtime_ns: int = 0
     is_read: bool = False
 
 
 class FileValues(NamedTuple):
-    """Values of one step; `group` separates the runs in a file that has several."""
+    """The values at one step; `group` identifies the run in a file that contains several."""
 
     step: int
     values: Mapping[str, float]
@@ -42,13 +42,13 @@ class FileValues(NamedTuple):
 
 
 class MetricsFile(Protocol):
-    """Reads new values from a file; a reader changes the position only past complete records."""
+    """Reads new values from a file; a reader advances the position only past complete records."""
 
     def __call__(self, path: Path, position: FilePosition) -> Iterator[FileValues]: ...
 
 
 class Window:
-    """The next bytes of a file, at most `MOST_BYTES` of them, by their offset in the file."""
+    """A file's next bytes, at most `MOST_BYTES` of them, accessed by their offset in the file."""
 
     def __init__(self, stream: io.BufferedReader, offset: int) -> None:
         self._stream, self._begin = stream, offset

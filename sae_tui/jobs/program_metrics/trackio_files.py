@@ -14,7 +14,7 @@ from sae_tui.jobs.program_metrics.sources import FilePosition, FileValues
 
 _COLUMNS = {"id", "timestamp", "run_name", "step", "metrics"}
 _MOST_ROWS = 2000
-# A query is interrupted after this many SQLite instructions; Trackio's own table never needs as many.
+# A query is interrupted after this many SQLite instructions; reading Trackio's own table never needs that many.
 _MOST_INSTRUCTIONS = 5_000_000
 _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'metrics'"
 _NEW_ROWS = (
@@ -24,7 +24,7 @@ _NEW_ROWS = (
 
 
 def read_trackio(path: Path, position: FilePosition) -> Iterator[FileValues]:
-    """Yield the rows after the position that were written since its time; another database counts as damaged."""
+    """Yield the rows after the position that are not older than `since`; any other database counts as damaged."""
     try:
         with contextlib.closing(_open(path)) as db:
             if not _is_trackio(db):
@@ -51,7 +51,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _is_trackio(db: sqlite3.Connection) -> bool:
-    # A view could run for ever.
+    # Accept only a table, because a view's query could run forever.
     if db.execute(_IS_TABLE).fetchone() is None:
         return False
     return {row[1] for row in db.execute("PRAGMA table_info(metrics)")} >= _COLUMNS
@@ -62,6 +62,6 @@ def _has_tables(db: sqlite3.Connection) -> bool:
 
 
 def _seconds(timestamp: str) -> float:
-    """Return a time in ISO 8601 in seconds since the epoch; Trackio writes UTC, with or without an offset."""
+    """Convert an ISO 8601 time to seconds since the epoch; Trackio writes UTC, with or without an offset."""
     when = datetime.datetime.fromisoformat(timestamp)
     return (when if when.tzinfo else when.replace(tzinfo=datetime.UTC)).timestamp()

@@ -20,20 +20,20 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessUsage:
-    """The CPU use since the last measurement, and the memory in use, summed over processes."""
+    """Measures the CPU use since the last measurement, and the memory in use, summed over processes."""
 
     def __init__(self) -> None:
         self._ticks: dict[ProcessRef, int] = {}
         self._at = time.monotonic()
 
     def measure(self, processes: Iterable[ProcessRef]) -> dict[str, float]:
-        """Return the values by series name; {} if no process could be read."""
+        """Return the values by series name, or {} if no process could be read."""
         now, ticks, memory_bytes = time.monotonic(), dict[ProcessRef, int](), 0
         for process in processes:
             with contextlib.suppress(OSError, IndexError, ValueError):
                 ticks[process], used = _ticks_and_memory(process.pid)
                 memory_bytes += used
-        # The whole time of a new process counts, because it has started since.
+        # All CPU time of a new process counts, because the process has started since the last measurement.
         spent = sum(max(0, count - self._ticks.get(process, 0)) for process, count in ticks.items())
         passed_s, self._at, self._ticks = now - self._at, now, ticks
         if not ticks or passed_s <= 0:

@@ -1,6 +1,6 @@
-"""Reads the history of W&B runs from their `.wandb` files, in which W&B stores a run before it uploads it.
+"""Reads the history of W&B runs from their `.wandb` files, in which W&B stores a run before uploading it.
 
-Such a file consists of blocks like a LevelDB log, and contains `Record` messages.
+Such a file consists of blocks, as in a LevelDB log, which contain `Record` messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.contract.files import open_plain
 
 _IDENT, _BLOCK, _HEADER = b":W&B", 32768, 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-# Numbers of fields in `Record`, `HistoryRecord`, `HistoryItem` and `HistoryStep`.
+# Field numbers in `Record`, `HistoryRecord`, `HistoryItem` and `HistoryStep`.
 _HISTORY, _ITEM, _STEP, _NUM = 2, 1, 2, 1
 _KEY, _NESTED_KEY, _INTEGER, _NUMBER, _JSON = 1, 2, 5, 6, 16
 

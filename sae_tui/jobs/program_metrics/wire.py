@@ -1,7 +1,7 @@
-"""Reads the fields of a message in the wire format of Protocol Buffers.
+"""Reads the fields of a message in the Protocol Buffers wire format.
 
-TensorBoard and W&B store their values in this format. The library `protobuf` would need their generated classes, which
-only the large packages `tensorboard` and `wandb` contain.
+TensorBoard and W&B store their values in this format. The `protobuf` library would need their generated classes, which
+only the large `tensorboard` and `wandb` packages contain.
 """
 
 from __future__ import annotations

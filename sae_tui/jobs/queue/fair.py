@@ -1,8 +1,8 @@
 """The order of the queue among users, and the limits on how much of the machine a user or an array may use at once.
 
-Within a priority, the users with less GPU time in the last day go first. A user's own jobs are ordered by age. No user
-starves: a job that has been its user's oldest waiting job for `AGED_S` goes before the jobs of users with less GPU
-time. Only jobs that have been in this position for longer, at most one for each other user, go before it.
+Among jobs with the same priority, users with less GPU time in the last day go first. A user's own jobs are ordered by
+age. No user starves: a job that has been its user's oldest waiting job for `AGED_S` goes before the jobs of users with
+less GPU time. Only jobs that have been in this position for longer, at most one per other user, still go before it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from trainer.contract.store.rows import GpuUse, Job, Lease
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, plural
 
-# GPU time before this many seconds is forgotten.
+# GPU time used longer ago than this is ignored.
 WINDOW_S = 86_400.0
 # After a job has been its user's oldest waiting job for this long, users with less GPU time no longer go before it.
 AGED_S = WINDOW_S
 # Until a job ends, it counts as having run for at least this long. Otherwise, one user's jobs would get all GPUs that
-# are free at the same time.
+# become free at the same time.
 LEAST_S = 600.0
-# GPU time is compared in whole minutes up to the last full minute, so that all processes come to the same result.
+# GPU time is compared in whole minutes up to the last full minute, so that all processes reach the same result.
 MINUTE_S = 60
 # After a job has waited this long, other jobs can no longer pass it.
 BACKFILL_S = 3600.0
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What users have used and hold, and the limits that apply now.
+    """What each user has used and now holds, and the limits that apply now.
 
     `past` contains the GPU use of the last day, including that of active jobs, and `leases` the GPUs held by jobs.
     `active` is the number of active jobs in each array. `elsewhere` contains, for each user, the UUIDs of GPUs held by
@@ -74,7 +74,7 @@ def read_standing(
     """Return the standing of all users on a host.
 
     `active` contains the unfinished jobs in this data folder, `unleased` the UUIDs of the GPUs that none of them holds,
-    and `locks` is the folder with the locks of GPUs.
+    and `locks` is the folder with the GPU locks.
     """
     started = [job for job in active if job.state != JobState.QUEUED]
     policy = read_policy(data)
@@ -103,8 +103,8 @@ def gpu_seconds(past: Iterable[GpuUse], now: float) -> dict[str, float]:
 def _seconds(use: GpuUse, begin: float, until: float) -> float:
     """Return the GPU-seconds that a job has used between two times."""
     if use.state == JobState.QUEUED:
-        # The row of a paused or resumed job does not say when the job had ended, but its energy meter has measured how
-        # long it held its GPUs.
+        # The row of a paused or resumed job does not say when the job ended, but its energy meter has measured how long
+        # it held its GPUs.
         at_most = _overlap(use.started, use.queued or use.started, begin, until) * use.n_gpus
         return min(at_most, use.energy_s or 0.0)
     if use.state.is_final:
@@ -121,7 +121,7 @@ def age_key(job: Job) -> tuple[float, int]:
     return job.queued or job.created, job.id
 
 
-# A user's jobs with the same priority.
+# Identifies a user's jobs with the same priority.
 Lane = tuple[int, str]
 Rank = tuple[float, ...]
 
@@ -177,7 +177,7 @@ def _lane(job: Job | GpuUse) -> Lane:
 
 
 class _Starts:
-    """Knows since when a job has been its user's oldest waiting job: since the last start of an older one."""
+    """Determines since when a job has been its user's oldest waiting job: since the last start of an older job."""
 
     def __init__(self, past: Iterable[GpuUse]) -> None:
         in_lane = defaultdict(list)
@@ -198,7 +198,7 @@ class _Starts:
 
 
 class Claims:
-    """Counts, during a plan, the GPUs of each user and the active jobs of each array, including planned ones."""
+    """Counts each user's GPUs and each array's active jobs while planning, including planned ones."""
 
     def __init__(self, standing: Standing, leases: Iterable[Lease], now: float) -> None:
         self._limits, self._largest, self._now = standing.limits, standing.largest, now
@@ -208,8 +208,8 @@ class Claims:
         for lease in (*standing.leases, *leases):
             self._held[lease.user].add(lease.gpu_uuid)
         self._active = defaultdict(int, standing.active)
-        # The GPUs reserved for each user's waiting jobs, the jobs of each array that wait for GPUs, and the job of each
-        # user that has waited for the limit for so long that it can no longer be passed.
+        # The number of GPUs reserved for each user's waiting jobs, each array's jobs that wait for GPUs, and for each
+        # user the job that has waited at the user's limit for so long that it can no longer be passed.
         self._reserved: dict[str, int] = defaultdict(int)
         self._waiting: dict[int, list[int]] = defaultdict(list)
         self._not_passed: dict[str, int] = {}
@@ -252,7 +252,7 @@ class Claims:
         return limit_of_user(job.user, held, most, job.gpus_wanted)
 
     def may_reserve(self, job: Job) -> bool:
-        """Return whether a job that waits for GPUs could use them together with those reserved for its user."""
+        """Return whether a waiting job could use its GPUs together with the GPUs held by and reserved for its user."""
         most = self._limits.gpus_per_user
         return most is None or len(self._held[job.user]) + self._reserved[job.user] + job.gpus_wanted <= most
 

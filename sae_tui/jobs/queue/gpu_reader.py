@@ -43,11 +43,11 @@ STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
 class GpuReader:
-    """Reads the GPUs of a source in a separate process; all jobs waiting for these GPUs share the readings."""
+    """Reads a source's GPUs in a separate process; all jobs that wait for these GPUs share the readings."""
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        # Hosts sharing the data folder have different GPUs, so each host has its own file.
+        # Hosts that share the data folder have different GPUs, so each host has its own file.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
         # Contains the list of processes hung in the driver.

@@ -1,13 +1,13 @@
 """Decides which queued job starts next; given the same queue and GPUs, all processes reach the same decision.
 
-Jobs are ordered by priority, then as `fair` says: by the GPU time of their users, then by age. A job that cannot start
-yet reserves the first suitable GPUs to become free. Other jobs may use reserved GPUs if they are expected to end in
-time (backfill), until the waiting job has waited for `BACKFILL_S`.
+Jobs are ordered by priority, then, as described in `fair`, by their users' GPU time, then by age. A job that cannot
+start yet reserves the first suitable GPUs to become free. Other jobs may use reserved GPUs if they are expected to end
+in time (backfill), until the waiting job has waited for `BACKFILL_S`.
 
 Let D be the duration of the longest job. A job that stays first in the order starts within `BACKFILL_S` + D: once it
 has waited for `BACKFILL_S`, every suitable GPU that becomes free is kept for it. With one user, this is the oldest job.
-With U users, a user's oldest job starts within `AGED_S` + U * D: after `AGED_S`, at most one job of each other user is
-before it. These bounds apply within a priority, to jobs that no limit holds back.
+With U users, a user's oldest job starts within `AGED_S` + U * D: after `AGED_S`, at most one job of each other user
+comes before it. These bounds apply among jobs of the same priority, to jobs that no limit holds back.
 """
 
 from __future__ import annotations
@@ -128,14 +128,15 @@ def turns(
 
 
 class _Plan:
-    """The GPUs during a plan, with the jobs that it starts and the reservations for the jobs that wait."""
+    """The state of the GPUs while planning: the jobs to start, and the reservations for waiting jobs."""
 
     def __init__(self, gpus: Iterable[QueueGpu], now: float) -> None:
         self._board = {gpu.uuid: gpu for gpu in sorted(gpus, key=lambda gpu: gpu.index)}
         self._now = now
         self._reservations: dict[str, _Reservation] = {}
         self._visible_to = functools.cache(functools.partial(_visible, tuple(self._board.values())))
-        # The turns of jobs that can neither start nor reserve GPUs, for all jobs that only differ in other columns.
+        # The turns of jobs that can neither start nor reserve GPUs, by the result of `_alike`, which several jobs may
+        # share.
         self._waiting: dict[tuple[object, ...], Turn] = {}
         self._until_s: list[float] = []
 
@@ -161,7 +162,7 @@ class _Plan:
         return turn, len(kept)
 
     def _alike(self, job: Job) -> tuple[object, ...]:
-        """Return everything on which a waiting job's turn depends, but not its exact duration."""
+        """Return everything on which a waiting job's turn depends; its exact duration does not matter."""
         n_too_short = (
             len(self._until_s) if job.expected_s is None else bisect.bisect_left(self._until_s, job.expected_s)
         )
@@ -176,7 +177,7 @@ def _sight(job: Job) -> tuple[str | None, str]:
 
 
 def _visible(gpus: Sequence[QueueGpu], visible_devices: str | None, gpu_source: str) -> list[str]:
-    """Return the UUIDs of the GPUs that a job may use; with `visible_devices`, those visible to it at its launch."""
+    """Return the UUIDs of the GPUs that a job may use; with `visible_devices`, only the GPUs visible at its launch."""
     if visible_devices is None:
         return [gpu.uuid for gpu in gpus]
     source = resolve(gpu_source)

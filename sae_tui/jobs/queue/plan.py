@@ -1,4 +1,4 @@
-"""Decides which queued jobs on this host may start now, from the store, the locks and a reading of the GPUs."""
+"""Decides which queued jobs on this host may start now, based on the store, the locks and a reading of the GPUs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _HALTED = ("T", "t", "D")
 
 
 class QueuePlan:
-    """Plans the queue of this host for jobs with the same source of GPUs.
+    """Plans this host's queue for jobs with the same GPU source.
 
-    It remembers for how long other jobs could have started, so use one plan for several rounds.
+    It remembers since when other jobs could have started, so use one plan for several rounds.
     """
 
     def __init__(self, data: DataDir, control: Control, host: str, source: str) -> None:
@@ -54,7 +54,7 @@ class QueuePlan:
         self._standing: Standing = NOTHING_USED
 
     def turns(self, jobs: Collection[Job], all_active: Sequence[Job] | None = None) -> dict[int, Turn]:
-        """Return the turn of each of these jobs, which must wait for nothing but their GPUs.
+        """Return the turn of each of these jobs, which must be waiting only for their GPUs.
 
         `all_active` contains the active jobs if the caller has just read them. The GPUs are read again only if that may
         let a job start.
@@ -74,7 +74,7 @@ class QueuePlan:
         return planned
 
     def has_changed(self) -> bool:
-        """Return whether a new reading of the GPUs differs from the last one in what the queue depends on."""
+        """Return whether a new reading of the GPUs differs from the last one in anything that the queue depends on."""
         if self._reader is None or not self._is_reading_useful:
             return False
         before, self._compared = (
@@ -109,7 +109,7 @@ class QueuePlan:
         return is_alive and not describe_unfinished(self._data, self._control, job)
 
     def _may_start(self, jobs: Collection[Job], others: Sequence[Job], active: Mapping[int, Job]) -> bool:
-        """Return whether one of the jobs could start if our other users and the driver caused no obstacle."""
+        """Return whether one of the jobs could start if neither other users nor the driver were in the way."""
         known = self._gpus(jobs, active, math.inf)
         if not known:
             return True
@@ -167,7 +167,7 @@ class QueuePlan:
         self._silent[job.id] = self._control.job(job.id)
 
     def report_halted(self) -> None:
-        """Record which skipped jobs' supervisors are halted or hung, as another job starts before the skipped jobs.
+        """Record which skipped jobs' supervisors are halted or hung, when another job starts before the skipped jobs.
 
         A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports supervisors that
         no longer send heartbeats.

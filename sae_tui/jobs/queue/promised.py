@@ -1,4 +1,4 @@
-"""Finds the activation folders that other jobs will write, for training jobs waiting for these jobs."""
+"""Finds the activation folders that other jobs will write, for training jobs that wait for those jobs."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class QueueEntry:
 
 
 def obstacle_of(data: DataDir, control: Control, job: Job) -> str:
-    """Return why a job must not even be considered for GPUs: it is held or comes after other jobs; or ""."""
+    """Return why a job must not be considered for GPUs yet (it is held or comes after unfinished jobs), or ""."""
     held = describe_state(job).word if job.held else ""
     return "; ".join(filter(None, (held, describe_unfinished(data, control, job))))
 

@@ -51,12 +51,12 @@ from trainer.contract.wording import duration
 if TYPE_CHECKING:
     from sae_tui.jobs.supervisor.gpu_recording import Recording
 
-# The time between two looks at the job: while nothing happens, and while it is being ended. A look takes about 1 ms of
-# CPU time, because the processor's caches are cold.
+# The time between two checks of the job: while nothing is happening, and while the job is being ended. A check takes
+# about 1 ms of CPU time, because the processor's caches are cold.
 CALM_TICK_S, TICK_S = 0.5, 0.25
 # How long to wait for the driver's error report after a GPU has failed. GPU conditions are read every 2 s.
 FAULT_KNOWN_S = 3.0
-# The share of the time limit after which a user is warned.
+# The share of the time limit after which the user is warned.
 LATE = 0.9
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free disk space and clone the job"
@@ -77,9 +77,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class AttemptRunner:
     """Runs the ranks in one attempt from their start until all ranks have exited."""
 
-    # What an attempt runs.
+    # What an attempt runs, as named in messages.
     processes = "its ranks"
-    # Whether an attempt that takes no steps has stalled.
+    # Whether an attempt that takes no steps is considered stalled.
     counts_steps = True
     # Whether a failure whose cause is known to recur prevents a restart.
     knows_failures = True
@@ -98,7 +98,7 @@ class AttemptRunner:
         self._began = time.monotonic()
         self._idle = IdleWatch(data, job)
         self._is_late = self._is_idle = False
-        # Why this program asked the job to stop, or "".
+        # Why the supervisor itself asked the job to stop, or "".
         self._stop_reason = ""
 
     def run(self) -> Outcome:
@@ -240,7 +240,7 @@ class AttemptRunner:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """Dump the stacks for an attempt making no progress, and give up on the attempt after the time limit."""
+        """Dump the stacks of an attempt that makes no progress, and give up on the attempt after the time limit."""
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
         if (watch.is_stalled or is_over) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
@@ -253,7 +253,7 @@ class AttemptRunner:
             self._tell("given-up", self._given_up, "error")
 
     def _check_time_limit(self, watch: Watch) -> None:
-        """Warn when 90 % of the time limit have passed, and then ask the job to stop; SLURM has its own limit."""
+        """Warn when 90 % of the time limit has passed, and ask the job to stop at the limit; SLURM has its own."""
         limit_s, passed_s = self._limit_s, time.monotonic() - self._began
         if limit_s is None:
             return
@@ -265,7 +265,7 @@ class AttemptRunner:
             self._tell("late", f"has {duration(limit_s - passed_s)} left until its time limit", "warning")
 
     def _time_limit_s(self) -> float | None:
-        """Return the job's time limit in seconds, which the policy of the machine may shorten, or None."""
+        """Return the job's time limit in seconds, which the machine's policy may shorten, or None."""
         if LAUNCH_BACKENDS[self._launch.backend].cluster:
             return None
         limit, policy = self._launch.time_limit, read_policy(self._data)
@@ -274,7 +274,7 @@ class AttemptRunner:
         return policy.time_limit_s(None if limit is None else parse_time_limit(limit))
 
     def _check_idle(self, watch: Watch) -> None:
-        """Point out a job that does not use its GPUs; ask it to stop after the time in the policy of the machine."""
+        """Warn about a job not using its GPUs, and ask it to stop after the time set in the machine's policy."""
         if (idle_s := self._idle.turn()) is None:
             return
         was_idle, self._is_idle = self._is_idle, idle_s >= IDLE_S

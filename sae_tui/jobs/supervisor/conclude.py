@@ -1,4 +1,4 @@
-"""Records how a job ended: in the run's files, then in the store, so that it may then be resumed or deleted."""
+"""Records how a job ended: in the run's files, then in the store, after which the job may be resumed or deleted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def conclude(
 ) -> Job | None:
     """Record how a job ended, and return its final row; return None if the store already has an ending.
 
-    `release` is called just before the store is changed, to release the lock of the run. Raise `UserError` if the
-    store cannot be changed; the files are then written, and the call can be repeated.
+    `release` is called just before the store is changed, to release the run's lock. Raise `UserError` if the store
+    cannot be changed; in this case, the files have been written, and the call can be repeated.
     """
     paths = data.run(job.id)
     with tolerate_disk(f"writing {paths.exit_file}"):
@@ -40,7 +40,7 @@ def conclude(
 
 
 def _row_at(control: Control, job: Job, ending: JobEnding) -> Job:
-    """Return the row of the ended job, based on the caller's own copy if the row in the store is unreadable."""
+    """Return the ended job's row, based on the caller's own copy if the row in the store is unreadable."""
     try:
         job = control.job(job.id)
     except StoreError:

@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 def run_hook(data: DataDir, job: Job) -> None:
-    """Run the command in `on_job_end`, with environment variables describing the job; errors are only logged."""
+    """Run the command in `on_job_end`, with environment variables that describe the job; errors are only logged."""
     settings, _ = load_settings(data.settings_file)
     if not settings.on_job_end:
         return

@@ -1,4 +1,4 @@
-"""Measures the energy used by GPUs while held by a job, and writes it to the job's row."""
+"""Measures the energy used by GPUs while a job holds them, and writes it to the job's row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# The interval between updates. Frequent updates would cost time; rare updates would lose energy readings after a kill.
+# The interval between updates. More frequent updates would cost time; rarer updates would lose more energy readings
+# after a kill.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
 # Smaller forward clock steps are regarded as ordinary adjustments.
@@ -22,7 +23,7 @@ JUMP_S = 60.0
 
 
 class EnergyMeter:
-    """Adds one attempt's energy to that used by earlier attempts; does nothing for a job without GPUs.
+    """Adds one attempt's energy to the energy used by earlier attempts; does nothing for a job without GPUs.
 
     The energy is computed from stored GPU samples, no matter which process stored them. A shared GPU's energy includes
     energy used by other jobs on that GPU.

@@ -27,7 +27,8 @@ PUBLISH_EVERY_S = 1.0
 # The time limit for starting an attempt. Importing torch and joining the process group take 10 to 30 s on a busy
 # machine.
 SLOW_START_S = 120.0
-# Each request to end, the most urgent first, with its event; `{}` is what the job does before it ends.
+# Maps each request to end the job, the most urgent first, to an event message; `{}` is what the job does before it
+# ends.
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end immediately",
     "stop": "was asked to stop; {}",
@@ -76,7 +77,7 @@ class Watch:
     def __init__(
         self, control: Control, job: Job, paths: RunPaths, launch: Launch, *, counts_steps: bool = True
     ) -> None:
-        """Follow an attempt; without `counts_steps`, it runs as soon as it has started, and never stalls."""
+        """Follow an attempt; without `counts_steps`, it counts as running once it has started, and never stalls."""
         self._control = control
         self._counts_steps = counts_steps
         self._job = job

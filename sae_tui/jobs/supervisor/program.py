@@ -1,4 +1,4 @@
-"""Runs one attempt of a command: its program, its time limit, and what its exit code means."""
+"""Runs one attempt of a command: starts its program or attaches to it, and interprets its exit code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProgramRunner(AttemptRunner):
         running = running_program(self._data, self._control, self._job)
         is_local = not config.cluster
         if is_local and not running and self._was_started():
-            # Another supervisor has started the program, and it ended just before this one could attach to it.
+            # Another supervisor started the program, which ended just before this supervisor could attach to it.
             raise UserError("its program ended while it had no supervisor, so its exit code is unknown")
         if running:
             self._began -= running.age_s

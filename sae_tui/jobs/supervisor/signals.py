@@ -37,7 +37,7 @@ class Orders:
 def end_descendants(timeout_s: float = 5.0) -> None:
     """Kill and reap all processes left behind by the ranks, such as data loader workers and compilers.
 
-    Keep the supervisors of jobs that a command has launched.
+    Leave the supervisors of jobs launched by a command running.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -56,7 +56,7 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """Return a process's live children. When a child dies, the subreaper becomes the parent of its children."""
+    """Return a process's live children. When a child dies, its own children become children of the subreaper."""
     children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):

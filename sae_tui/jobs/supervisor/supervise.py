@@ -1,7 +1,7 @@
 """A job's supervisor: acquires the GPUs, runs and restarts the ranks, and records how the job ends.
 
-`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. The queue
-process starts it when it is the job's turn.
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks a supervisor into the background. The queue process
+starts it when the job's turn comes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ TICKS_PER_TRY = 4
 # The delay before the second restart. The first restart is immediate, and the delay doubles with each later restart.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
-# The delay before a command that asks to be queued again is queued, so that one that always asks costs little.
+# The delay before a command is queued again at its own request, so that a command that always asks costs little.
 REQUEUED_AFTER_S = 5.0
-# A supervisor waits for this long in the queue, which is enough to skip another one that does not respond.
+# How long a supervisor waits in the queue, which is enough to skip another supervisor that does not respond.
 LEAVES_AFTER_S = 60.0
 
 
@@ -76,13 +76,13 @@ class Supervisor:
         self._installed = Installed()
         self._line = QueueEntry(data, self._control, self._job, self._installed.restart_if_replaced)
         self._is_waiting, self._has_ended = True, False
-        # Whether the job was queued again, so that the queue process waits for it.
+        # Whether the job was queued again and left to the queue process.
         self._is_left = False
         self._orders = Orders()
         self._sign = Sign(self._control, job_id, self._paths, lambda: self._line.report_silent())
         self._lock: RunLock | None = None
         self._alone = FileLock(self._paths.supervisor_lock)
-        # Whether the program of the current attempt is running already.
+        # Whether the current attempt's program is already running.
         self._attaches = False
 
     def register(self) -> None:
@@ -120,7 +120,7 @@ class Supervisor:
     def run(self) -> None:
         """Run the job from the queue to its end; return once all the job's processes have exited.
 
-        If this program itself fails, record the error as the reason for the job's failure, then re-raise it.
+        If the supervisor itself fails, record the error as the reason for the job's failure, then re-raise it.
         """
         try:
             self._run()
@@ -145,7 +145,7 @@ class Supervisor:
     def _wait_for_gpus(self) -> bool:
         """Wait in the queue; return True once the locks and leases are acquired, or False if the job ends first.
 
-        If that takes long, return False too, so that the queue process waits for the job.
+        If this takes long, also return False, so that the queue process manages the job instead.
         """
         self._is_waiting, began = True, time.monotonic()
         for tick in itertools.count():
@@ -168,7 +168,7 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _fail(self, error: Exception) -> None:
-        """Stop all ranks, record that this program has failed, and run the user's command, unless the job has ended."""
+        """Stop all ranks, record that the supervisor failed, and run the user's command, unless the job has ended."""
         if self._has_ended:
             return
         # If the package was replaced, mixing modules from two versions may have caused the error. A restart avoids
@@ -273,7 +273,7 @@ class Supervisor:
         return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
-        """Wait `delay_s` seconds before a restart; if the job is asked to stop in the meantime, return False."""
+        """Wait `delay_s` seconds before the next attempt; if the job is asked to stop in the meantime, return False."""
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
@@ -337,7 +337,7 @@ class Supervisor:
                 self._run_hook()
 
     def _is_without_data(self) -> bool:
-        """Return whether the data folder is gone, so that there is nowhere to record how the job ended; log that once.
+        """Return whether the data folder is gone, so that there is nowhere to record how the job ended; log this once.
 
         If the folder was moved, the next command that uses it starts a new supervisor.
         """
@@ -370,7 +370,7 @@ class Supervisor:
 
 
 def _is_alone(lock: FileLock) -> bool:
-    """Acquire the lock of a job's supervisor; return False if another supervisor has it."""
+    """Acquire a job's supervisor lock; return False if another supervisor holds it."""
     try:
         return lock.acquire()
     except UserError as error:

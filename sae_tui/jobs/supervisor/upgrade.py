@@ -1,6 +1,6 @@
 """Restarts a queue process or a supervisor if its package has been replaced, for example by `pip install -U`.
 
-Both load some modules only when they need them. Modules from a new version would not match those already
+Both load some modules only when they need them. Modules from a new version would not match the modules that are already
 loaded.
 """
 

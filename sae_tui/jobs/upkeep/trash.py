@@ -31,7 +31,7 @@ _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
 class Thrown(msgspec.Struct, frozen=True):
-    """A job in the trash, and the process able to restore it."""
+    """A job in the trash, and the process that can restore it."""
 
     job: Job
     owner: ProcessRef
@@ -113,7 +113,7 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Permanently delete the files of these jobs; return the number of freed bytes.
+    """Permanently delete the files of these jobs; return the number of bytes freed.
 
     If `job_ids` is None, delete the files of all jobs that can no longer be restored. Undo interrupted deletions. If
     this fails for some files, delete all other jobs, then raise `FilesLeft`. Raise `UserError` if the trash is a

@@ -13,7 +13,8 @@ from sae_tui.jobs.view.reader import JobView
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
-# The order of states in an array's summary. The bar shows how many have finished, so that state may be cut off.
+# The order of states in an array's summary. The bar shows how many jobs have finished, so the state `finished` comes
+# last and may be cut off.
 _ORDER = (
     "starting", "running", "cooling", "stalled", "stopping", "queued", HELD.word, PAUSED.word, "failed", "lost",
     "stopped", "finished",
@@ -24,7 +25,7 @@ _LEAST_FAMILY = 3
 class ArrayView(msgspec.Struct, frozen=True):
     """An array in a list of jobs: its id, which is the id of its first job, and its listed jobs.
 
-    A "family", which is a job with its clones, is shown in the same way; its id is the lowest id of its listed jobs.
+    A "family" (a job and its clones) is shown in the same way; its id is the lowest id of its listed jobs.
     """
 
     id: int
@@ -33,7 +34,7 @@ class ArrayView(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """What the user calls it, like `array 12`."""
+        """The displayed title, like `array 12`."""
         return f"{self.kind} {self.id}"
 
     @property
@@ -50,7 +51,7 @@ class ArrayView(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The words that the names of all jobs begin with, or the first job's name."""
+        """The leading words shared by the names of all jobs, or the first job's name."""
         words = [job.name.split() for job in self.jobs]
         same = []
         for column in zip(*words, strict=False):
@@ -61,13 +62,13 @@ class ArrayView(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> JobView:
-        """The job shown for the whole array: one that runs or, if none does, the newest."""
+        """The job shown for the whole array: a running one or, if none is running, the newest."""
         active = [job for job in self.jobs if not job.state.is_final and job.state != JobState.QUEUED]
         return (active or self.jobs)[0]
 
 
 def fold(jobs: Sequence[JobView], *, families: bool = False) -> list[JobView | ArrayView]:
-    """Return the jobs in their order, with an array in place of its first listed job; a single job is not folded.
+    """Return the jobs in order, with each array in place of its first listed job; do not fold a single job.
 
     With `families`, also fold a job and its clones, if at least three of them are listed.
     """

@@ -59,7 +59,7 @@ def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
 class Order(msgspec.Struct, frozen=True):
     """A sort order: the value to sort by, or None if a job has no value, and its usual direction.
 
-    The direction only applies within a group: jobs in the group False come first, those without a value last.
+    The direction applies only within a group: jobs whose group is False come first, and jobs without a value come last.
     """
 
     key: Callable[[Any], Any]
@@ -94,7 +94,7 @@ def architectures(job: Job) -> str:
 
 
 def waits(job: Job) -> str:
-    """Return a short reason why a job is waiting, shown after the job's state; "" if it is not waiting.
+    """Return a short reason why a job is waiting, shown after the job's state, or "" if it is not waiting.
 
     If the job's priority is not 0, the text starts with the priority. If the job's host is silent, the text says so.
     """
@@ -160,7 +160,7 @@ def _by_number(name: str) -> list[str | int]:
 
 
 def _by_value(name: str, series: Series) -> Order:
-    """Return the order of a metric, best first; unfinished jobs come after all finished jobs."""
+    """Return the sort order for a metric, best first; unfinished jobs come after all finished jobs."""
 
     def key(job: Job) -> float | None:
         value, is_of_batch = judged_value(job, name)
@@ -178,7 +178,7 @@ def _queue_first(newest: Sequence[J], *, reverse: bool) -> list[J]:
 
 
 def run_seconds(job: Job) -> float | None:
-    """Return how long a job has run or, once it has ended, how long it ran; None before its start."""
+    """Return how many seconds a job has been running or, once it has ended, ran in total; None before its start."""
     end = job.ended if job.state.is_final else time.time()
     return None if job.started is None or end is None else max(0.0, end - job.started)
 

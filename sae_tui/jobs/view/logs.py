@@ -22,7 +22,7 @@ EVALUATION = "evaluation"
 class LogLine(msgspec.Struct, frozen=True):
     """A log line and its source: "0" for rank 0, "supervisor" or "evaluation".
 
-    An unfinished line, such as a progress bar, is replaced by the next line of its source; "" removes it.
+    An unfinished line, such as a progress bar, is replaced by the next line from its source; "" removes it.
     """
 
     source: str

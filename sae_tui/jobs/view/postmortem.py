@@ -72,7 +72,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def remedy_of(job: Job) -> Remedy | None:
-    """Return the remedy for a job's failure, or None if it is unknown; remedies name settings that no program has."""
+    """Return the remedy for a job's failure, or None if it is unknown; remedies name settings that programs lack."""
     return None if kind_of(job.config).is_program else remedy(job.error)
 
 

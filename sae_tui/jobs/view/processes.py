@@ -77,7 +77,7 @@ def arrange(
 
 
 def _in_order(groups: Iterable[list[ProcessRow]], order: str, is_reversed: bool) -> list[list[ProcessRow]]:
-    """Sort groups of rows by their first rows; unknown values come last, also if the order is reversed."""
+    """Sort groups of rows by their first rows; unknown values come last, even if the order is reversed."""
     chosen, by_key = ORDERS[order], sorted(groups, key=lambda group: group[0].key)
     known = [group for group in by_key if chosen.value(group[0].process) is not None]
     unknown = [group for group in by_key if chosen.value(group[0].process) is None]
@@ -97,7 +97,7 @@ def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bo
         "job": [str(job.id), job.name] if job else [],
     }
     named = [text for texts in fields.values() for text in texts]
-    # Without a colon, a letter is no type: it would match nearly every command.
+    # Without a colon, a letter is not treated as a type, because it would match nearly every command.
     fields["type"] = process.kind.split("+") if process.kind else []
     text = " ".join([str(process.pid), process.command or "", process.container, *named]).casefold()
 
@@ -216,7 +216,7 @@ def _job_of(process: ProcessDetails, held: Holders) -> Job | None:
 
 
 def _rank_of(pid: int, held: Holders) -> int | None:
-    """Return a recorded process's rank; a command has only one, its program, which is no rank."""
+    """Return a recorded process's rank; a command's only recorded process is its program, not a rank."""
     job, rank = held.rank_of(pid) or (None, None)
     return None if job is None or kind_of(job.config).is_program else rank
 

@@ -20,18 +20,18 @@ from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.rows import Job, Rank
 
-# The number of time steps of a history; a panel draws as many columns as fit.
+# The number of time steps in a history; a panel draws as many columns as fit.
 N_STEPS = 120
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProgramUse(msgspec.Struct, frozen=True):
-    """The use of this machine by a command.
+    """A command's use of this machine.
 
     `n_processes` is 0 if none of its processes is alive here; `cpu_percent` is relative to one core, and None until the
-    second reading. `gpus` pairs the index of each of its GPUs with the history while it ran. `environment` is the
-    virtual environment that was active when it was launched, or "".
+    second reading. `gpus` pairs the index of each of its GPUs with that GPU's history while the command ran.
+    `environment` is the virtual environment that was active when it was launched, or "".
     """
 
     n_processes: int = 0
@@ -42,9 +42,9 @@ class ProgramUse(msgspec.Struct, frozen=True):
 
 
 class ProgramReader:
-    """Reads the use of one command; CPU time is compared with the reading before.
+    """Reads one command's use of this machine; CPU time is compared with the previous reading.
 
-    Call it in a separate thread: a read from `/proc` or from a disk may hang.
+    Call it from a separate thread, because reading from `/proc` or a disk may hang.
     """
 
     def __init__(self, data: DataDir, job_id: int) -> None:
@@ -69,7 +69,7 @@ class ProgramReader:
         before, since, now = self._cpu_s, self._read_at, time.monotonic()
         used = {ref: use for ref in tree.living() if (use := _use(ref.pid))}
         self._cpu_s, self._read_at = {ref: cpu_s for ref, (cpu_s, _) in used.items()}, now
-        # A process that started since the last reading has used all its time since then.
+        # A process that started since the last reading has used all its CPU time since then.
         spent_s = sum(cpu_s - before.get(ref, 0.0) for ref, cpu_s in self._cpu_s.items())
         cpu = 100 * spent_s / (now - since) if before and now > since else None
         return ProgramUse(len(used), cpu, sum(memory for _, memory in used.values()))

@@ -48,11 +48,12 @@ class JobView(Job, frozen=True, kw_only=True):
 
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
     the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE in a sweep that the
-    loss and metrics belong to, or "" for a single SAE. `seeds` are the SAEs that differ from it only in the seed, or
-    None: then the values are means over them. `others` maps the names of metrics without a column to their
-    latest values; for a program, it contains all that the program reports, if this was read. `k` and `d_sae` are text;
-    for a sweep, they contain the lowest and the highest value. `evaluation` is the running evaluation of the SAEs.
-    `silent` describes how long the job's host has been silent; if it is not empty, the job's state is unknown.
+    loss and metrics belong to, or "" for a single SAE. `seeds` contains the SAEs that differ from it only in the seed,
+    or is None; if it is given, the values are means over these SAEs. `others` maps the names of metrics without a
+    column to their latest values; for a program, it contains all that the program reports, if this was read. `k` and
+    `d_sae` are text; for a sweep, they contain the lowest and the highest value. `evaluation` is the running evaluation
+    of the SAEs. `silent` describes how long the job's host has been silent; if it is not empty, the job's state is
+    unknown.
     """
 
     phase: str = ""
@@ -99,7 +100,7 @@ def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
 
 
 def spread_of(job: JobView, name: str) -> Spread | None:
-    """Return the spread over seeds of the value for judging a job, or None without several seeds."""
+    """Return the spread over seeds of the value used to judge a job, or None if there are not several seeds."""
     if job.seeds is None:
         return None
     _, is_of_batch = judged_value(job, name)
@@ -112,7 +113,7 @@ def _without_column() -> list[str]:
 
 
 def _others(job: Job, live: LiveRun) -> dict[str, float]:
-    """Return the latest values of the metrics without a column or, for a program, of all that it reports."""
+    """Return the latest values of the metrics without a column or, for a program, of everything it reports."""
     if not kind_of(job.config).is_program:
         return live.values(_without_column())
     return {name: live.latest[name] for name in [*own_series(live.latest), *USAGE] if name in live.latest}
@@ -127,7 +128,7 @@ class JobsReader:
     """Reads all jobs, newest first. If the store cannot be read, `poll` does not raise, and `problem` explains why."""
 
     def __init__(self, data: DataDir, *, reads_series: bool = False) -> None:
-        """Prepare to read; if `reads_series`, also read what ended jobs reported, which takes about 1 ms for each."""
+        """Prepare to read; if `reads_series`, also read what ended jobs reported, which takes about 1 ms per job."""
         self._reads_series = reads_series
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
@@ -169,7 +170,7 @@ class JobsReader:
             live.close()
 
     def _view(self, job: Job) -> JobView:
-        """Return the view of a job; reuse the last view if the job cannot have changed, which is the usual case."""
+        """Return a job's view; reuse the last view if the job cannot have changed, which is the usual case."""
         live = self._live.get(job.id)
         if live or job.id in self._asked:
             self._still.pop(job.id, None)

@@ -22,12 +22,12 @@ def k_words(config: str) -> str:
 
 
 def largest_k(config: str) -> float | None:
-    """Return the k of a job's SAE, or the largest k of a sweep, or None if the SAE has no k."""
+    """Return the k of a job's SAE, or the largest k in a sweep, or None if the SAE has no k."""
     return max(_numbers(_settings(config).get("k")), default=None)
 
 
 def largest_d_sae(config: str, d_in: int | None) -> float | None:
-    """Return the width of a job's SAE, or the largest width of a sweep, or None if it is unknown."""
+    """Return the width of a job's SAE, or the largest width in a sweep, or None if it is unknown."""
     return max(_widths(config, d_in), default=None)
 
 

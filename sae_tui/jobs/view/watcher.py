@@ -42,7 +42,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     energy: str = ""  # A description of the energy used by the job's GPUs.
     member: str = ""  # The label of the displayed SAE in a sweep, or "" for a single SAE.
     ranks: tuple[Rank, ...] = ()  # The processes of all attempts.
-    use: ProgramUse | None = None  # What a command uses; None until it is read.
+    use: ProgramUse | None = None  # A command's use of this machine, or None until it is read.
 
 
 class Watcher:
@@ -158,7 +158,7 @@ class Watcher:
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """Add descriptions of GPUs held but idle, updated once per minute."""
+        """Add descriptions of GPUs that are held but idle, updated once per minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}

@@ -1,4 +1,4 @@
-"""Builds JSON Schemas (draft 2020-12) from types; each field is described with its unit and the meaning of null."""
+"""Builds JSON Schemas (draft 2020-12) from types; each field's description gives its unit and the meaning of null."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def typed(
 ) -> Schema:
     """Return the schema for a Struct, dataclass or NamedTuple with all fields required.
 
-    `words` contains the field descriptions, and `inner` the schemas for fields that are objects. With
-    `no_number_is_null`, a float field may be null because NaN is written as null.
+    `words` maps each field to its description, and `inner` maps each field that is an object to its schema. With
+    `no_number_is_null`, a float field may also be null, because NaN is written as null.
     """
     hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
     assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())

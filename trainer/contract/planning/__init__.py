@@ -1,1 +1,1 @@
-"""Estimates whether a job fits into memory, how long it takes, and how its ranks share the work, without torch."""
+"""Estimates, without torch, whether a job fits into memory, how long it takes, and how its ranks share the work."""

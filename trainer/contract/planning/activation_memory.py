@@ -1,4 +1,4 @@
-"""Estimates the peak memory used by one rank's tensors in a pass: the largest sum of live tensors over its phases."""
+"""Estimates the peak memory that one rank's tensors use in a pass: the largest sum of live tensors over its phases."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 # columns took 0.21 ms with groups of 8 and 0.14 ms with groups of 32. With 65,536 columns, groups of 64 were slower
 # than groups of 32.
 GROUP = 32
-# Bytes per pre-activation for the two masks used by an evaluation to count pre-activations above a threshold.
+# Bytes per pre-activation for the two masks that an evaluation uses to count pre-activations above a threshold.
 COUNTED_BYTES = 2
-# Number of candidates sent per token by a CPU rank, as a multiple of the average number of values selected from that
-# rank. A GPU sends all possible candidates. Two ranks sharing a CPU and pre-selecting with a bf16 matmul send a quarter
-# more; this is not included here.
+# Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
+# rank. A GPU sends all possible candidates. Two ranks that share a CPU and pre-select with a bf16 matmul send a quarter
+# more; this number ignores that.
 MARGIN_PER_TOKEN = 4
 
 # For architectures with a sparsity penalty: the number of rows used to find the initial threshold, and the maximum
@@ -69,7 +69,7 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 
 
 def kept_copies(work: Workload, job: JobConfig) -> int:
-    """Return the size in bytes of the 16-bit weight copies written by an SAE's optimizer steps for later passes.
+    """Return the size in bytes of the 16-bit weight copies that an SAE's optimizer steps write for later passes.
 
     Replicas that each update only a shard of the latents keep these copies only if they exchange them.
     """
@@ -84,7 +84,7 @@ def kept_copies(work: Workload, job: JobConfig) -> int:
 def exchanges_copies(work: Workload, job: JobConfig) -> bool:
     """Return whether replicas exchange 16-bit copies of updated weights and keep only their own latents in fp32.
 
-    Replicas exchange copies if their passes read only the copies.
+    Replicas do this if their passes read nothing but these copies.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     return shares_steps and _writes_copies(work, job) and not ARCHITECTURES[job.sae.architecture].dense_matrices
@@ -95,7 +95,7 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that a rank exchanges in a pass: the larger of its candidates and summed reconstructions."""
+    """Return the bytes that a rank exchanges in a pass: for candidates or summed reconstructions, whichever is more."""
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
@@ -156,7 +156,7 @@ class _StepSizes:
 
 
 class _Dense(_StepSizes):
-    """The memory used by a pass for architectures that keep all pre-activations."""
+    """The memory used by a pass of an architecture that keeps all pre-activations."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
@@ -175,7 +175,7 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """The memory used by a pass for architectures that select active latents.
+    """The memory used by a pass of an architecture that selects active latents.
 
     Memory use peaks in one of four phases: the encoder matmul, summing the reconstructions, the AuxK passes, or adding
     the AuxK gradients to the other gradients.
@@ -185,11 +185,11 @@ class _SparseArchitecture(_StepSizes):
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # The number of weights for the AuxK candidates, and the size of their gradients in bytes; several ranks sum
-        # them in fp32.
+        # The number of weights for the AuxK candidates, and the size of their gradients in bytes; if ranks share the
+        # latents, the gradients are summed in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
-        # Bytes kept by AuxK until its backward pass: the candidates' weights, and the values and reconstruction for
+        # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and reconstruction for
         # each token.
         self.of_auxk = self.product * self.of_candidates
         self.of_explained = self.product * self.own_tokens * (self.n_candidates + self.width) * (self.n_aux > 0)
@@ -232,9 +232,9 @@ class _SparseArchitecture(_StepSizes):
         """Return the memory used while the outputs of the Matryoshka levels are summed.
 
         Each level has an output and an error or, if ranks share the latents, a sum and the rank's shard of the sum. In
-        the backward pass, each level has an error and a gradient, in addition to x_hat; if latents are shared, the
-        backward pass takes less memory. A single GPU that trains without a skip connection stores no outputs, only
-        errors and gradients in the matmul dtype.
+        the backward pass, each level has an error and a gradient, in addition to x_hat; if ranks share the latents, the
+        backward pass needs less memory than the forward pass. A single GPU that trains without a skip connection stores
+        no outputs, only errors, and gradients in the matmul dtype.
         """
         by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
         n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing

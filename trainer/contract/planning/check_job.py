@@ -1,4 +1,4 @@
-"""Plans a job for a machine: its devices, its resource needs, and all reasons why it could not run there."""
+"""Plans a job for a machine: the job's devices and resource needs, and all reasons why it could not run there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import plural
 
-# Returns the GPU memory used by a finished job of the same shape.
+# Returns the GPU memory that a finished job of the same shape used.
 UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
@@ -60,7 +60,7 @@ class Machine(msgspec.Struct, frozen=True):
 class Proposal(Generic[J]):
     """The plan for a job on a machine; its values are computed once and shared by the checks, outlook and placement.
 
-    Each kind of job has a subclass. `used_before` is used only for the outlook of a training job.
+    Each kind of job has a subclass. Only the outlook of a training job uses `used_before`.
     """
 
     def __init__(self, job: J, machine: Machine, used_before: UsedBefore | None = None) -> None:
@@ -100,7 +100,10 @@ class Proposal(Generic[J]):
         job: J, devices: int, device_name: str, box: MeasuredHardware, capacity: DeviceMemory,
         memory_of: str | None, ranks_before: int | None,
     ) -> ModelPlacement | None:  # fmt: skip
-        """Choose how many devices only run the language model, like `place_model`; None if there is no model."""
+        """Choose how many devices only run the language model, as the function `place_model` does.
+
+        Return None if there is no language model.
+        """
         return None
 
     @staticmethod
@@ -118,7 +121,7 @@ class Proposal(Generic[J]):
         return sorted(usable, key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
 
     def device_problems(self) -> list[Problem]:
-        """Return the problems with the devices requested by the job."""
+        """Return the problems with the devices that the job requests."""
         job, machine = self.job, self.machine
         problems = []
         by_index = {gpu.index: gpu for gpu in machine.gpus}

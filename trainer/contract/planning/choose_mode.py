@@ -1,6 +1,6 @@
 """Resolves `auto` once the ranks and devices are known: chooses a parallel mode and a micro-batch size that fits.
 
-How a step is split never changes its result: the number of tokens per step is always as requested in the job file.
+How a step is split never changes its result: each step always has the number of tokens requested in the job file.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 # Number of tokens in the smallest micro-batch to try.
 LEAST_BATCH = 64
 # A mode must be faster than ddp by this factor to be chosen, because predicted times are accurate only to within this
-# factor. For two idle CPU processes, the time predicted for the faster mode was within 2 %, but with only 60 ms of
-# measurement on a busy machine, the prediction was off by 6 %.
+# factor. With two CPU processes on an idle machine, the time predicted for the faster mode was accurate to within 2 %,
+# but after only 60 ms of measurement on a busy machine, the prediction was off by 6 %.
 LEAST_GAIN = 1.1
 
 
@@ -111,8 +111,11 @@ def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Se
 
 
 def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
-    """Yield the micro-batch sizes to try, in tokens: the requested size or, for "auto", a rank's entire step and then
-    successive halves of it.
+    """Yield the micro-batch sizes to try, in tokens, the largest first.
+
+    A requested size is the only one if the job sets this mode, or if every rank gets different tokens. Otherwise, the
+    first size is a rank's tokens for an entire step or, if a size is requested, that size times the number of ranks
+    with the same tokens. Successive halves follow, down to the requested size or, for "auto", to `LEAST_BATCH`.
     """
     asked, ranks = work.job.train.batch_size, work.ranks
     with_tokens = 1 if mode == "sweep" else ranks // sharing
@@ -130,7 +133,7 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
 
 
 def _reason(best: Settled, ways: list[Settled], place: PlannedResources) -> str:
-    """Return the reason, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
+    """Return the reason, such as `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:
         needs, may_take = distinct_sizes(best.needs_bytes, place.free_bytes or 0)

@@ -14,15 +14,15 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.wording import gibibytes
 
-# The variables kept by `command.clean_env`: who runs the program and where, but no settings.
+# The environment variables kept by `command.clean_env`; they say who runs the program and where, but hold no settings.
 KEPT = ("HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "XDG_RUNTIME_DIR")
-# Words that connect commands and files in a shell; without a shell, they are arguments.
+# Words that connect commands and files in a shell; without a shell, they are passed as arguments.
 _OF_SHELL = frozenset(("|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"))
 USUAL_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class CommandOutlook(msgspec.Struct, frozen=True):
-    """The resources needed by a command; `needs_bytes` is None if the job does not state its memory."""
+    """The resources that a command needs; `needs_bytes` is None if the job does not state its memory."""
 
     on_gpus: bool
     ranks: int
@@ -32,7 +32,7 @@ class CommandOutlook(msgspec.Struct, frozen=True):
 
 
 class CommandProposal(Proposal[CommandJob]):
-    """The plan for a command, which may use any program."""
+    """The plan for a command job, which may run any program."""
 
     @cached_property
     def outlook(self) -> CommandOutlook:
@@ -70,7 +70,7 @@ class CommandProposal(Proposal[CommandJob]):
         return [problem for problem in super().device_problems() if problem.message != self.machine.cuda_problem]
 
     def _program_problems(self) -> list[Problem]:
-        """Report a missing working directory or program; on a cluster, the nodes may have other files."""
+        """Report a missing working folder or program, except on a cluster, whose nodes may have other files."""
         command, backend = self.job.command, self.job.launch.backend
         if not LAUNCH_BACKENDS[backend].program:
             return [Problem("launch.backend", f'"{backend}" cannot run commands; use "local"')]

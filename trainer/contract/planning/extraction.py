@@ -125,7 +125,8 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # CPU processes share the cores, and the GPUs of a spread model take turns.
+        # Additional devices save no time on a CPU, where the processes share the cores, or with a spread model, whose
+        # GPUs take turns.
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),

@@ -23,8 +23,9 @@ EXACT = 0.7
 class Costs(NamedTuple):
     """The costs of a bf16 pre-selection on a CPU, relative to the exact matmul's cost per value.
 
-    `rounded` is the cost of the bf16 matmul. `alone` is the cost of computing and selecting a single value. `of_tokens`
-    (for a top k per token) and `of_batch` (for a top k per batch) are the costs of selection without pre-selection.
+    `rounded` is the cost of the bf16 matmul. `alone` is the cost of computing and selecting one value individually.
+    `of_tokens` (for a top k per token) and `of_batch` (for a top k per batch) are the costs of selection without
+    pre-selection.
     """
 
     rounded: float

@@ -86,7 +86,7 @@ def settle_on(
 
 
 def can_share(work: Workload) -> bool:
-    """Return whether this number of ranks can share the work in the requested mode."""
+    """Return whether the workload's ranks can share the work in the requested mode."""
     if work.mode == "sweep":
         return work.ranks <= len(work.members)
     return work.ranks % work.latent_ranks == 0 and work.latent_ranks <= work.narrowest

@@ -3,8 +3,8 @@
 A rank is pinned by a vendor-specific environment variable, such as CUDA_VISIBLE_DEVICES. If the user sets that variable
 to restrict the GPUs, the app, the commands and the trainer all respect it. GPU indices in the variable are the same as
 in the vendor's own tool, which numbers GPUs by PCI bus. CUDA uses the same numbers only with
-CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise the fastest GPU may be first. Ranks are started with that setting and with
-UUIDs.
+CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise the fastest GPU may come first. Ranks are therefore started with that setting,
+and their GPUs are named by UUID.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Cards = Sequence[tuple[int, str]]
 
 
 class Vendor(msgspec.Struct, frozen=True):
-    """Facts about a vendor's GPUs needed before any vendor code is loaded.
+    """The facts about a vendor's GPUs that are needed before any vendor-specific code is loaded.
 
     `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
     exists if the vendor's driver is loaded. `variable` is the environment variable listing the GPUs that a process may
@@ -69,12 +69,13 @@ class Vendor(msgspec.Struct, frozen=True):
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
         """Return the environment variables needed to make exactly these GPUs visible to a process, in this order."""
         gpus = list(uuids)
-        # An inherited variable would select among these GPUs and could hide all of them.
+        # Set an inner variable too, because an inherited value would select among these GPUs and could hide all of
+        # them.
         inner = {name: ",".join(map(str, range(len(gpus)))) for name in self.inner_variables[:1]}
         return {self.variable: ",".join(gpus), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
-        """Return the UUID prefix for a GPU with this name; a slice's name ends with its profile."""
+        """Return the UUID prefix for a GPU with this name; a slice's name ends with a profile, as in `MIG 1g.10gb`."""
         return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
 
     def limits(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -94,11 +95,11 @@ class Vendor(msgspec.Struct, frozen=True):
         return ",".join(entries[index] for index in self.visible_indices(inner, gpus))
 
     def visible_indices(self, text: str | None, gpus: Iterable[tuple[int, str]]) -> list[int]:
-        """Return the indices of the GPUs visible if `text` is the value of `variable`.
+        """Return the indices of the GPUs that are visible if `text` is the value of `variable`.
 
         `gpus` contains pairs (index, UUID). The indices are returned in the same order as in `text`. Like CUDA, this
-        accepts indices, and UUIDs that may be shortened. An entry that matches no GPU ends the list, and a list that
-        names a GPU twice makes no GPU visible. An index never refers to a slice.
+        method accepts indices and UUIDs, and the UUIDs may be abbreviated. An entry that matches no GPU ends the list,
+        and a list that names a GPU twice makes no GPU visible. An index never refers to a slice.
         """
         all_gpus = list(gpus)
         if text is None:

@@ -11,9 +11,9 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.model_source import ModelSettings
 
-# The maximum GPU time for a captured step, and the assumed FLOP/s and bytes per second. A fast host launches a step in
-# 2 ms; a virtual machine with an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster GPU gains
-# more from capture, and a slower GPU loses nothing.
+# The maximum GPU time in seconds for a captured step, and the assumed FLOP/s and bytes per second. A fast host launches
+# a step in 2 ms; a virtual machine with an H200 took 7 to 12 ms. The assumed speeds roughly match an A100. A faster GPU
+# gains more from capture, and a slower GPU loses nothing.
 LONGEST_S, PRODUCTS, BANDWIDTH = 20e-3, 400e12, 2e12
 # Bytes moved per weight, for the weight itself, its moments, its gradient and its 16-bit copy.
 BYTES_PER_WEIGHT = 36

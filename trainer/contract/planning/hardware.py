@@ -79,7 +79,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """The speeds of a rank and the link between ranks.
+    """The speeds of a rank and of the link between ranks.
 
     The speeds are the FLOP/s of matmuls, the bytes/s of memory, and the bytes/s and latency (in seconds) of an
     all-reduce.
@@ -189,9 +189,9 @@ def slowest(names: Iterable[str]) -> str:
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds, or no speeds if the file is missing or corrupt; they can be remeasured.
+    """Return the measured speeds, or none if the file is missing or corrupt; they can be measured again.
 
-    A host without its own file reads `box.json`, written by earlier versions for all hosts.
+    A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """
     if file is None:
         return MeasuredHardware()

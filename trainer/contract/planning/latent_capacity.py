@@ -1,4 +1,4 @@
-"""Chooses the size of the buffer allocated by a GPU for active latents before their number is known.
+"""Chooses the size of the buffer that a GPU allocates for active latents before it knows how many there are.
 
 The buffer is described in `trainer.saes.kernels.buffer_sizer`.
 """
@@ -9,7 +9,7 @@ import math
 
 # The factor by which the buffer exceeds the number of active latents in previous steps.
 MARGIN = 1.25
-# If more than one in this many pre-activations is active, dense matmuls are just as fast on a GPU. The cost model puts
+# If more than one in `DENSE` pre-activations is active, dense matmuls are just as fast on a GPU. The cost model puts
 # this point at one in 70 to 110 for 65,536 latents with a d_in of 2,304, and one in 45 to 75 for 24,576 latents with a
 # d_in of 768.
 DENSE = 96

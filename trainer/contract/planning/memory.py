@@ -1,4 +1,4 @@
-"""Estimates the memory per GPU and the disk space that a job needs, from its settings alone and without torch.
+"""Estimates the memory per GPU and the disk space that a job needs, from its settings alone, without importing torch.
 
 The formulas for the memory used by a pass, without weights and optimizer state, were derived from torch's memory
 statistics for real steps. Tests compare estimates with these statistics.
@@ -19,30 +19,30 @@ from trainer.contract.settings.job import JobConfig, SaeSettings, Train
 
 # The size of a CUDA context with the loaded kernels, in bytes.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# The memory used by a CPU process with Python, PyTorch and other libraries before any tensor is allocated, in bytes
+# The memory in bytes that a CPU process with Python, PyTorch and other libraries uses before it allocates a tensor
 # (PyTorch 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
-# Memory reserved by PyTorch's allocator beyond a step's tensors, with expandable segments: holes between long-lived
+# Memory that PyTorch's allocator reserves beyond a step's tensors, with expandable segments: holes between long-lived
 # tensors, and the unused ends of the last 20 MiB pages. On an H200, holes added 1 to 24 % to the size of the tensors.
 # In 324 simulated steps, the median was 11.4 % (the value used here), and the 95th percentile was 27 %. The size of the
-# holes cannot be predicted from tensor sizes. It depends on where the first update places its state, and on
+# holes cannot be predicted from tensor sizes, because it depends on where the first update places its state, and on
 # whether the largest tensors in later steps fit in between.
 ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The
-# forward and the backward pass each have a thread. CUDA-graph capture has its own stream.
+# forward and the backward pass each run in their own thread, and CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
 # The size in bytes of NCCL's buffers on each GPU; they are not part of PyTorch's memory. Over NVLink, each of 8 H100
 # GPUs used 1.06 GB for all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685).
 # Each of 4 A100 GPUs used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
-# Groups of at least this many GPUs are connected by a switch; smaller groups have fewer channels.
+# GPUs in groups of this size or larger are connected by a switch; NCCL opens fewer channels in smaller groups.
 _SWITCHED_FROM = 4
 # The size of one value of optimizer state in bytes; int8 also stores a scale for each block of values.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The memory in bytes used by one rank at the peak of a step, by purpose.
+    """The memory in bytes that one rank uses at the peak of a step, by purpose.
 
     Most activations are freed before gradients are allocated, so the two use the same memory. Therefore,
     `activations` is the part of the peak that exceeds the gradients and the exchange buffers. `communication` includes
@@ -64,7 +64,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def estimate(work: Workload) -> Memory:
-    """Return the memory needed by the most demanding rank.
+    """Return the memory that the most demanding rank needs.
 
     All SAEs in a sweep keep their weights, gradients and optimizer state. Only the largest SAE's activations are
     included because the SAEs are processed sequentially.
@@ -73,7 +73,7 @@ def estimate(work: Workload) -> Memory:
 
 
 def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
-    """Return the bytes reserved by a GPU for training steps, excluding CUDA graphs, evaluations and reading rows.
+    """Return the bytes that a GPU reserves for training steps, excluding CUDA graphs, evaluations and reading rows.
 
     A compiled update needs no temporary memory, unless it multiplies matrices.
     """
@@ -135,12 +135,12 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
 
 
 def _of_allocator(taken: int) -> int:
-    """Return the bytes reserved by a GPU's allocator beyond the requested tensors."""
+    """Return the bytes that a GPU's allocator reserves beyond the requested tensors."""
     return round(ALLOCATOR_SLACK * taken) + PAGES_BYTES + WORKSPACE_BYTES
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes needed by evaluations beyond the `of_step` bytes for a step; those are freed first.
+    """Return the bytes that evaluations need beyond the `of_step` bytes of a step, which are freed first.
 
     A step captured as a CUDA graph keeps its memory for replays. The memory used by eager steps is freed before the
     capture.
@@ -158,7 +158,7 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
 
 
 def of_reader(work: Workload) -> Memory | None:
-    """Return the memory needed by a GPU that only runs a language model, or None if there is no such GPU."""
+    """Return the memory that a GPU needs if it only runs a language model, or None if there is no such GPU."""
     if not work.model_gpus:
         return None
     on_cuda = work.device == "cuda"
@@ -175,17 +175,17 @@ def of_reader(work: Workload) -> Memory | None:
 
 
 def context_bytes(device: str) -> int:
-    """Return the bytes used by a rank before it allocates a tensor: its CUDA context or, on the CPU, its process."""
+    """Return the bytes that a rank uses before it allocates a tensor: its CUDA context or, on the CPU, its process."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
 def outside_pytorch(work: Workload) -> int:
-    """Return the bytes used by a rank outside PyTorch's statistics: its context and NCCL's buffers."""
+    """Return the bytes that a rank uses outside PyTorch's statistics: its context and NCCL's buffers."""
     return context_bytes(work.device) + nccl_bytes(work)
 
 
 def nccl_bytes(work: Workload) -> int:
-    """Return the bytes used by NCCL on each GPU to connect all ranks and, in mode "hybrid", groups of ranks.
+    """Return the bytes that NCCL uses on each GPU to connect all ranks and, in "hybrid" mode, groups of ranks.
 
     In every mode, ranks open all connections at startup. All-reduce and all-gather need one type of connection. Shared
     latents and checkpoints need a second type, between each pair of GPUs.
@@ -198,7 +198,7 @@ def nccl_bytes(work: Workload) -> int:
 
 
 def _group_bytes(n_gpus: int, by_nvlink: bool) -> int:
-    """Return the size of NCCL's buffers in bytes for a group with this many GPUs per host."""
+    """Return the size of NCCL's buffers in bytes for a group with `n_gpus` GPUs per host."""
     if not by_nvlink:
         return _PCIE_BYTES
     return (_NVLINK_BYTES if n_gpus >= _SWITCHED_FROM else _PCIE_BYTES) + (n_gpus - 1) * _NVLINK_PAIR_BYTES
@@ -210,7 +210,7 @@ def _sharing_steps(work: Workload, train: Train) -> int:
 
 
 def remedies(work: Workload, free_bytes: int) -> list[str]:
-    """Return changes to single settings, such as `train.batch_size = 512`, that each make the job fit.
+    """Return changes to individual settings, such as `train.batch_size = 512`, each of which makes the job fit.
 
     The job fits if it needs at most `free_bytes`.
     """

@@ -39,7 +39,7 @@ class ModelPlacement(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The memory in bytes needed by the most demanding device."""
+        """The memory in bytes that the most demanding device needs."""
         return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
 
     @property
@@ -101,9 +101,9 @@ def place_model(
 ) -> ModelPlacement:
     """Resolve a job on `devices` devices, and choose how many of them only run its language model.
 
-    If the job sets no number, choose the fastest placement that fits into the free memory or, if none does, into the
-    total memory. Separate GPUs are used only if that is clearly faster. A resumed run keeps `ranks_before` ranks if
-    possible because each rank has read its own shard of the text. See `settle_on` for the other arguments.
+    If the job does not set the number, choose the fastest placement that fits into the free memory or, if none does,
+    into the total memory. Separate GPUs are used only if that is clearly faster. A resumed run keeps `ranks_before`
+    ranks if possible because each rank has read its own shard of the text. See `settle_on` for the other arguments.
     """
     whole = Workload(job, devices, shape, device_name)
 
@@ -141,7 +141,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key, smallest for the best placement: the result of `_lack`, and the time or bytes."""
+    """Return a sort key, smallest for the best placement: `_lack`, then the step time, or the bytes if nothing fits."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes

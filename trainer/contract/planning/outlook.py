@@ -1,6 +1,6 @@
-"""The outlook for a job on its devices: its mode, and the memory needed by and available to each rank.
+"""The outlook for a job on its devices: its mode, and the memory that each rank needs and may use.
 
-All code that shows, checks or waits for a job's memory calls this module so all results agree.
+All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PlannedGpu(Protocol):
 
 
 class AnyOutlook(Protocol):
-    """The resources needed by a job of any kind on each of its devices, and how the devices share the work.
+    """The resources that a job of any kind needs on each of its devices, and how the devices share the work.
 
     `needs_bytes` is None if unknown. `lack` is a message about a current lack of memory, or "".
     """
@@ -70,7 +70,7 @@ class UnknownNeeds(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """The GPU memory in bytes used by a finished job of the same shape."""
+    """The GPU memory in bytes that a finished job of the same shape used."""
 
     job_id: int
     n_bytes: int
@@ -100,7 +100,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def fullest(self) -> Memory:
-        """The memory needed by the most demanding device, possibly one that only runs a language model."""
+        """The memory that the most demanding device needs; this device may be one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -116,7 +116,7 @@ class Outlook(msgspec.Struct, frozen=True):
     def needs_bytes(self) -> int:
         """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger.
 
-        Measured use exceeding the free memory is ignored because PyTorch may have reserved more memory than the job
+        A measured use above the free memory is ignored because PyTorch may have reserved more memory than the job
         needed.
         """
         estimate, free = self.fullest.total, self.capacity.free_bytes
@@ -153,7 +153,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return "lower train.batch_size or sae.d_sae" + (", use a smaller sweep" if job.sweep else "") + other
 
     def remedies(self, room_bytes: int) -> list[str]:
-        """Return single settings that would each make the job fit into `room_bytes` per device."""
+        """Return changes to individual settings, each of which would make the job fit into `room_bytes` per device."""
         reader = self._fullest_reader
         can_help = self.on_gpus and not (reader and reader.total > room_bytes)
         return memory.remedies(self.settled.held, room_bytes) if can_help else []
@@ -277,7 +277,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Mention this because waiting does not free memory used by a driver or a desktop.
+    # Mention this because waiting does not free memory that a driver or a desktop uses.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 

@@ -1,4 +1,4 @@
-"""The plan agreed on by the ranks in an attempt: how the work is divided, and the expected time and memory.
+"""The plan that the ranks in an attempt agree on: how the work is divided, and the expected time and memory.
 
 The plan is stored in `attempt<N>/plan.json`.
 """
@@ -24,7 +24,8 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 class Plan(msgspec.Struct, frozen=True):
     """How the ranks share the work.
 
-    `step_s` and `needs_bytes` (per rank) are estimates. Only the ratios of `token_shares` and `latent_shares` matter.
+    `step_s` and `needs_bytes` (per rank) are estimates. Only the ratios within `token_shares` and within
+    `latent_shares` matter.
 
     `model_share` is the fraction of a step during which the language model runs, or 0 if there is no model. The text is
     split into `text_parts` shards, one for each device that runs the model. The model runs on each of `model_gpus`

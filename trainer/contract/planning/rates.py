@@ -8,7 +8,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.following import following_rates
 
-# In runs with more steps than this, the automatic learning rate decreases with run length.
+# In runs with more steps than this, the automatic learning rate decreases with the length of the run.
 LONG_RUN_STEPS = 1000
 # A learning rate that exceeds the automatic rate by more than this factor is considered a typo: even at two or three
 # times the automatic rate, every optimizer gave worse results.

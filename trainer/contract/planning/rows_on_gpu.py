@@ -1,4 +1,4 @@
-"""Estimates the GPU memory used by rows outside a step: prefetched batches and cached held-out rows."""
+"""Estimates the GPU memory that rows use outside a step: prefetched batches and cached held-out rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bytes_of_rows(work: Workload) -> int:
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
     # If each rank reads only a shard of every batch, the rank stores its shards of two batches, its shard of a third
-    # batch being exchanged, and the entire third batch.
+    # batch that is being exchanged, and that entire third batch.
     n_ahead = max(READ_AHEAD, 1 + (READ_AHEAD + 1) / work.latent_ranks) if work.latent_ranks > 1 else READ_AHEAD
     sent_ahead = round(n_ahead * 4 * work.micro_batch * width)
     return sent_ahead + most_kept(n_held_out, work.data_ranks, width)

@@ -21,26 +21,26 @@ _DECODER_ROWS, _DATA_ROWS = 4, 3
 # the 176 ms that they would have taken without caches.
 _FROM_MEMORY = 0.2
 # The number of passes over all pre-activations to find the largest ones, and over the data to measure the error. On one
-# core, these passes took 3 ns per pre-activation, a third of this for the matmul's memory traffic. The last number
+# core, these passes took 3 ns per pre-activation, a third of which was the matmul's memory traffic. The last number
 # counts the passes over the data after the sum over latents, which include only a rank's own tokens.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # The number of passes over the data for a skip connection: for centring, the matmul, the sum and the gradient.
 _SKIP_PASSES = 8
-# The bytes read and written per encoder weight when a pre-selection rounds the encoder: 5 ms on a core with 16,384
-# latents.
+# The bytes read and written per encoder weight when a pre-selection rounds the encoder; with 16,384 latents, this takes
+# 5 ms on one core.
 _ROUNDED_BYTES = 28
 # The number of encoder-sized matmuls per step for an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# The number of passes made by AuxK over its candidates' activations and over reconstructions, and the bytes per
+# The number of passes that AuxK makes over its candidates' activations and over reconstructions, and the bytes per
 # candidate weight. These bytes are for reading and copying the weight, and for adding its gradient to the full gradient
 # over all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# The time in seconds taken by Python per pass, per update of an SAE of any size, and per captured step, measured on the
-# slow host of an H200. The GPU runs concurrently.
+# The time in seconds that Python takes per pass, per update of an SAE of any size, and per captured step, measured on
+# the slow host of an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
 # Bytes read and written per weight in a step, without the optimizer state. In the backward pass, each rank with a copy
-# of the weight reads or writes its gradient twice. The rank that updates the weight reads or writes the weight twice
-# and the gradient another two times.
+# of the weight reads or writes its gradient twice. The rank that updates the weight reads or writes the weight twice,
+# and the gradient twice more.
 _SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
 # The memory bandwidth shared by all ranks on a host (here, two sockets with 8 DDR4 channels each), and how often a row
@@ -71,7 +71,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """A rank's communication in a step: the bytes sent by the rank, and how often it waits for other ranks."""
+    """A rank's communication in a step: the bytes that the rank sends, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
@@ -103,10 +103,10 @@ def source_s(work: Workload, speeds: Speeds) -> float:
     """Return the seconds per step that a device spends running the language model; 0 if activations are read from disk.
 
     A rank that runs the language model itself has to wait for the model, whereas separate model GPUs run it while the
-    SAEs train. If the model takes a seconds and the SAEs take b seconds on one GPU, then m model GPUs and n - m
-    training GPUs take max(a / m, b / (n - m)). This time is never below (a + b) / n, the time taken by n GPUs that do
-    both. Separate GPUs can be faster only through effects that this formula omits: fewer ranks exchange less data, and
-    without the model the SAE may fit into memory, or fit with larger micro-batches.
+    SAEs train. If the model takes `a` seconds and the SAEs take `b` seconds on one GPU, then `m` model GPUs and `n - m`
+    training GPUs take `max(a / m, b / (n - m))` seconds. This is never less than `(a + b) / n`, the time taken by `n`
+    GPUs that do both. Separate GPUs can be faster only through effects that this formula omits: fewer ranks exchange
+    less data, and without the model the SAE may fit into memory, or fit with larger micro-batches.
     """
     # A forward pass up to the last hook produces the rows for all hooks.
     flops = max(settings.flops_per_token() for settings in work.job.hooks.values())
@@ -157,7 +157,7 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(work: Workload) -> Wire:
-    """Return the bytes sent by a rank in a step, and how often it waits for other ranks.
+    """Return the bytes that a rank sends in a step, and how often it waits for other ranks.
 
     Ranks with the same latents exchange gradients once per step. Ranks sharding the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n times the bytes that it sums.
@@ -220,7 +220,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
 
 
 def _auxk_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
-    """Return the time in seconds added by AuxK once latents have died, including memory traffic and communication.
+    """Return the time in seconds that AuxK adds once latents have died, including memory traffic and communication.
 
     Each rank multiplies its own tokens by all candidates. Ranks sharing the latents gather the ranking of the
     candidates, and sum the candidates' weights and gradients in fp32. On a CPU, the time is ignored because only the

@@ -1,4 +1,4 @@
-"""Inspects the output folder of an extraction before launch, and reports how existing rows would be handled."""
+"""Inspects an extraction's output folder before launch, and reports how existing rows would be handled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _ShardRecord(msgspec.Struct):
 
 
 class _ExtractionRecord(msgspec.Struct):
-    """The fields in an extraction's state identifying the job and the number of stored rows."""
+    """The fields of an extraction's state that identify the job and give the number of stored rows."""
 
     job: dict[str, Any]
     shards: list[list[_ShardRecord]]

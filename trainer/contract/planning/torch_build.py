@@ -1,4 +1,4 @@
-"""Reads the ranks' PyTorch version from its files because importing PyTorch takes seconds and 200 MB of memory."""
+"""Reads the ranks' PyTorch version from PyTorch's files, because importing it takes seconds and 200 MB of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Build(NamedTuple):
 def installed_build() -> Build | None:
     """Return the installed build of PyTorch, or None if torch is missing or its files do not identify the build.
 
-    If jobs are checked against another Python, return the build reported by the other Python.
+    If jobs are checked against another Python, return the build that the other Python reports.
     """
     if (there := elsewhere()) is not None:
         return Build(there.torch_version, there.torch_runtime) if there.torch_version else None
@@ -35,7 +35,7 @@ def installed_build() -> Build | None:
 
 
 def vendor_of_build(names: list[str]) -> str:
-    """Return the vendor of the GPUs supported by the installed PyTorch, or the first usable vendor if unknown."""
+    """Return the vendor whose GPUs the installed PyTorch supports, or the first usable vendor if unknown."""
     usable = [name for name in names if VENDORS[name].device != "cpu"]
     build = installed_build() if len(usable) > 1 else None
     suited = [name for name in usable if build and VENDORS[name].torch_runtime == build.runtime]

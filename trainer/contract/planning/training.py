@@ -23,8 +23,8 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
-# With fewer steps, architectures with a sparsity penalty miss the requested L0: jumprelu with k = 32 had an L0 of 40.6
-# after 147 steps and 33.4 after 488 steps.
+# In runs with fewer steps than this, architectures with a sparsity penalty miss the requested L0: jumprelu with k = 32
+# had an L0 of 40.6 after 147 steps and 33.4 after 488 steps.
 LEAST_STEPS_OF_PENALTY = 300
 
 
@@ -53,7 +53,7 @@ class TrainingProposal(Proposal[JobConfig]):
     def outlook(self) -> Outlook:
         on, shape = self.machine, self.work.shape
         look = outlook(self.job, shape, self.devices, self.gpus, speeds=on.speeds, cuda=on.cuda, host=on.memory)
-        # Simulated GPUs use process memory; this says nothing about GPU memory.
+        # Simulated GPUs use the memory of CPU processes, which says nothing about GPU memory.
         if self._used_before is None or not look.on_gpus or not on.cuda:
             return look
         return msgspec.structs.replace(look, took=self._used_before(self.job, shape, look))
@@ -73,7 +73,7 @@ class TrainingProposal(Proposal[JobConfig]):
         problems += _check_rows(job)
         problems += _check_saes(work)
         problems += _check_length(work)
-        # If the number of ranks is wrong, skip the memory problems because an estimate for this number would be
+        # If the number of ranks is wrong, skip the memory problems, because an estimate for the wrong number would be
         # meaningless.
         unknown = ("launch.gpus", "parallel.", "data.model_gpus")
         wrong_paths = {problem.path for problem in errors(problems)}
@@ -194,7 +194,7 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
-    """Warn about a run too short for a sparsity penalty to reach the requested L0."""
+    """Warn if a run is too short for a sparsity penalty to reach the requested L0."""
     steps, settings = Layout(member, work.ranks).total_steps, member.sae.settings
     if getattr(settings, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
@@ -228,8 +228,8 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
 def check_division(work: Workload) -> list[Problem]:
     """Warn if replicas on GPUs cannot divide the latents evenly; the mode of `work` must be resolved.
 
-    If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows updated by each
-    GPU.
+    If the division is uneven, NCCL all-reduces entire gradients instead of reduce-scattering the rows that each GPU
+    updates.
     """
     if work.device != "cuda" or work.data_ranks == 1:
         return []

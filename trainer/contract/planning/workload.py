@@ -1,6 +1,6 @@
 """How a job's steps are split across its ranks, and on which devices it runs: the basis for all estimates.
 
-The settings for a sweep's SAEs are parsed only once, even if many training layouts are compared.
+The settings of a sweep's SAEs are parsed only once, even if many training layouts are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FULL_LR_TOKENS = 1024
 class Layout(msgspec.Struct, frozen=True, dict=True):
     """A job and the number of ranks it is split across.
 
-    Until a mode or batch size of "auto" is resolved, it is treated as the plain mode or the default batch size.
+    Until a mode or batch size of "auto" is resolved, it stands for the plain mode or the default batch size.
     """
 
     job: JobConfig
@@ -72,7 +72,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def data_ranks(self) -> int:
-        """The number of ranks, or groups of ranks sharing latents, with different tokens."""
+        """The number of ranks, or of groups of ranks sharing latents, that get different tokens."""
         return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
 
     @property
@@ -139,7 +139,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def members_by_rank(self) -> list[dict[str, JobConfig]]:
         """The SAEs on each rank, by label.
 
-        In mode "sweep", each SAE is on one rank: the widest SAEs are assigned first, each to the rank with the fewest
+        In "sweep" mode, each SAE is on one rank: the widest SAEs are assigned first, each to the rank with the fewest
         latents. In all other modes, every rank has all SAEs.
         """
         if self.mode != "sweep":
@@ -153,9 +153,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return of_ranks
 
     def uses_zero(self, train: Train) -> bool:
-        """Return whether ZeRO-1 shards the optimizer state; it never does if the optimizer averages the weights.
+        """Return whether ZeRO-1 shards the optimizer state.
 
-        The optimizer must also be elementwise.
+        This requires `parallel.zero`, and an optimizer that is elementwise and does not average the weights.
         """
         entry = OPTIMIZERS[train.optimizer]
         return self.job.parallel.zero and entry.elementwise and not entry.averages
@@ -167,7 +167,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _auto_batch(self) -> int:
-        """The largest batch size for which a run with a length in tokens has at least `LEAST_STEPS` steps."""
+        """The largest batch size for which a run whose length is given in tokens has at least `LEAST_STEPS` steps."""
         train = self.job.train
         if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
@@ -184,8 +184,8 @@ def steps_of(job: JobConfig, devices: int) -> int:
 def ranks_of(job: AnyJob, devices: int) -> int:
     """Return the number of devices on which a job trains: all except the GPUs that only run its language model.
 
-    If `model_gpus` is "auto", return the number of all devices: a step has the tokens of that many ranks even if some
-    devices turn out to run only the model.
+    If `model_gpus` is "auto", return the number of all devices: each step has the tokens for this number of ranks, even
+    if some devices turn out to run only the model.
     """
     asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)

@@ -56,12 +56,12 @@ class _Declared(msgspec.Struct, frozen=True):
 
 
 def in_form(value: float, series: Series) -> str:
-    """Format a value of a report card, like `0.2500` or `2.0%`."""
+    """Format a value from a report card, such as `0.2500` or `2.0%`."""
     return f"{value:{series.format}}"
 
 
 def _like(series: Series, title: str, prominence: Literal["key", "result", "minor"] = "result", **more: Any) -> Series:
-    """Return the series of a figure with the same direction as another one."""
+    """Return a copy of a series for another figure, for which the same direction is better."""
     return msgspec.structs.replace(series, title=title, prominence=prominence, **more)
 
 
@@ -88,14 +88,15 @@ def _rows(card: Card) -> tuple[object, ...]:
 
 
 def _transformed(card: Card) -> tuple[object, ...]:
-    """Return the place of the rows, and the dimensions that are left out or scaled down on them."""
+    """Return the place of the rows, and the dimensions that are left out or scaled down in them."""
     return card.data.place, card.data.dimensions
 
 
 def texts_of(card: Card) -> tuple[object, ...] | None:
     """Return what two report cards must share for the language model's losses to be comparable.
 
-    The loss without the SAE depends on the language model, but two measurements of it differ in the last digits.
+    The loss without the SAE stands for the language model; it is rounded because two measurements of it differ in the
+    last digits.
     """
     if (spliced := card.spliced) is None:
         return None
@@ -144,7 +145,7 @@ _FIGURES = (
     _of_rows("relative_reconstruction_bias", Series("shrinkage, bias", prominence="minor")),
     *_losses("model", "spliced"),
     _of_rows("l0", _like(_L0, "L0", "key"), "latents"),
-    # More latents fire if more rows are read.
+    # More latents fire if more rows are read, so the number of rows must match.
     _of_rows("dead", _like(METRICS["dead_fraction"].series, "never fire"), "latents",
              error=_of("figures", "dead_error"), condition=_rows),
     _of_rows("rare", Series("rare", format=".1%", prominence="minor"), "latents"),
@@ -213,7 +214,7 @@ def twin_of(card: Card, label: str, other: Card) -> Twin:
 
 
 def next_to_twins(card: Card) -> Iterator[tuple[CardFigure, list[tuple[Twin, str]]]]:
-    """Yield the main figures of an SAE, each with the twins that have it and their values with errors as text."""
+    """Yield the main figures of an SAE, each with the twins that also have it, and their values and errors as text."""
     for figure in figures_of(card):
         known = [twin for twin in card.twins if figure.name in twin.figures]
         if known and figure.series.prominence == "key":
@@ -265,7 +266,7 @@ def title_of_group(group: Group, card: Card) -> str:
 
 
 def cautions(card: Card) -> list[Caution]:
-    """Return what to know before believing the figures on a report card, and what to do about it."""
+    """Return the reasons for caution about the figures on a report card, each with a remedy."""
     found, l0, target, training = data_cautions(card.data), card.figures.l0, card.target_l0, card.training
     if card.data.is_trained_on:
         text = "the SAE was trained on these rows, so the FVU is too low"

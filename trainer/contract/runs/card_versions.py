@@ -1,7 +1,7 @@
 """Keeps an SAE's older report cards and the matching features files in `.cards` next to the weights.
 
-Files are named by a content digest to avoid storing anything twice. At most `MOST_CARDS` older report cards and
-`MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
+Files are named after a digest of their contents, so that nothing is stored twice. At most `MOST_CARDS` older report
+cards and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder so only one process at a time can change its report card."""
+    """Lock a folder, so that only one process at a time can change its report card."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # Continue without a lock if the file system does not support locks.

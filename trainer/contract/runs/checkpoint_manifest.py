@@ -72,11 +72,11 @@ class CheckpointState(msgspec.Struct, frozen=True):
     """The contents of a checkpoint apart from its tensors.
 
     `d_out` is set only for a transcoder. `origin` describes the data source. If the data is a stream, `stream` contains
-    the position for each rank reading separate tokens. If SAEs at several hooks are trained, `origins` maps each SAE's
-    label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and `held_out`
-    identifies the rows used to measure `heldout_fvu`; checkpoints from older versions lack these three fields.
-    `cool_down` is set if the user requested an early finish. `best` is set once held-out rows have been evaluated for
-    the first time.
+    the position of each rank that reads separate tokens. If SAEs at several hooks are trained, `origins` maps each
+    SAE's label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and
+    `held_out` identifies the rows on which `heldout_fvu` was measured; checkpoints from older versions lack these three
+    fields. `cool_down` is set if the user requested an early finish. `best` is set once held-out rows have been
+    evaluated for the first time.
     """
 
     position: Position
@@ -92,7 +92,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the cool-down for a run of `planned` steps, or None if it has none or its length has changed."""
+        """Return the cool-down for a run of `planned` steps, or None if there is none or its length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
@@ -128,7 +128,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints evaluated on the same held-out rows as the latest one, sorted from the lowest FVU."""
+    """Return the checkpoints evaluated on the same held-out rows as the latest one, the lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []

@@ -1,4 +1,4 @@
-"""Environment variables read once by PyTorch, when a GPU is first used; the user's own values take precedence."""
+"""Environment variables that PyTorch reads once, when a GPU is first used; the user's own values take precedence."""
 
 from __future__ import annotations
 

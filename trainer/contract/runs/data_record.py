@@ -1,4 +1,4 @@
-"""Records the shards used to train a run, and checks whether the shards have changed since then."""
+"""Records the shards that a run is trained on, and checks whether the shards have changed since then."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
-    """Describe how a shard differs from its record, or return None if it does not; do not read its rows."""
+    """Describe how a shard differs from its record, or return None if it does not, without reading its rows."""
     if new is None:
         return "is missing"
     if new.rows != old.rows:

@@ -78,7 +78,7 @@ def _unfinished(text: bytes) -> int:
     return 0
 
 
-# The names of the files written by an evaluation next to an SAE's weights.
+# The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "stable", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
@@ -126,11 +126,12 @@ _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
 # Additional tensors of newer files: for each latent, the share of its activations on its most common token, and at its
 # most common position in the text.
 _BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
-# The family of a latent, by the first condition that holds: it never fires, fires on more than `DENSE` of the rows, in
-# more than `BOUND` of the cases on one token or at one position, or on less than the lower limit of `SPARSE`.
+# A latent's family is the first one whose condition holds: the latent never fires; it fires on a share of the rows
+# above `DENSE`; a share above `BOUND` of its activations is on one token, or at one position; or it fires on a share of
+# the rows below the lower limit of `SPARSE`.
 FAMILIES = ("silent", "dense", "token", "position", "rare", "other")
 Family = Literal["silent", "dense", "token", "position", "rare", "other"]
-# With fewer activations than this, a single token or position means nothing.
+# With fewer activations than `_LEAST_FIRED`, the most common token or position means nothing.
 BOUND, _LEAST_FIRED = 0.9, 10
 _OF_BOUND = ("token", "position")
 _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
@@ -147,7 +148,7 @@ def is_filter(words: str) -> bool:
 
 
 class LogitChange(msgspec.Struct, frozen=True):
-    """A token and how much its logit is changed by a latent's decoder direction; only relative sizes are meaningful."""
+    """A token and how much a latent's decoder direction changes its logit; only relative sizes are meaningful."""
 
     text: str
     logit: float
@@ -164,7 +165,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class ActivatingExample(msgspec.Struct, frozen=True):
-    """A context for a latent; in its document, the latent fires most strongly on the token at index `at`."""
+    """A context of a latent; in the context's document, the latent fires most strongly on the token at index `at`."""
 
     tokens: tuple[Token, ...]
     at: int
@@ -294,9 +295,8 @@ class Features:
         """Return all latents that fire, in the given order.
 
         "density", "largest" (activation) and "stable" (cosine with other seeds; 0 if unknown) put the highest values
-        first, and "latent" sorts by index. With "sparse",
-        latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
-        then more frequent latents, the densest last.
+        first, and "latent" sorts by index. With "sparse", the latents that fire on 0.01 to 1 % of the rows come first,
+        sorted by largest activation. Rarer latents follow, and then more frequent latents, the densest last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -313,7 +313,7 @@ class Features:
         return self._floats(STABILITY) if self.has_stability else [0.0] * self.n_latents
 
     def _sparse_first(self, latents: Iterable[int]) -> list[int]:
-        """Sort latents by how likely they are to have a nameable meaning."""
+        """Sort latents by how likely they are to be interpretable."""
         fired, largest, (low, high) = self._ints("n_fired"), self._floats("largest"), SPARSE
         low, high = low * self.n_rows, high * self.n_rows
 
@@ -325,7 +325,7 @@ class Features:
 
     @cached_property
     def families(self) -> list[Family]:
-        """Return the family of each latent; without `has_families`, no latent is bound to a token or a position."""
+        """The family of each latent; without `has_families`, no latent is bound to a token or a position."""
         fired, (low, _) = self._ints("n_fired"), SPARSE
         none = [0.0] * self.n_latents
         tokens, positions = (self._floats(name) if self.has_families else none for name in _BOUND)
@@ -379,7 +379,7 @@ class Features:
         return [one for one in firing if one in kept], [one for one in others if one in kept]
 
     def _filters(self, words: str) -> Iterator[set[int]]:
-        """Yield the latents that each filter in `words` keeps; raise `UserError` for a filter that is unknown."""
+        """Yield the latents that each filter in `words` keeps; raise `UserError` for an unknown filter."""
         for one in _FILTERS.findall(words):
             if not (_STABLE_FILTER.fullmatch(one) or _FAMILY_FILTER.fullmatch(one)):
                 raise UserError(f"{one} is unknown; write stable:>0.7, or family: and one of {', '.join(FAMILIES)}")

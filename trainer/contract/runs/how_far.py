@@ -16,8 +16,8 @@ from trainer.contract.store.rows import Count
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
 # Event types: the run is overfitting, or the run was resumed (this invalidates earlier overfitting events).
 OVERFITTING, RESUMED = "overfitting", "resumed"
-# The largest relative excess of the held-out FVU over the training FVU considered normal. Even without overfitting,
-# unseen texts cause an excess of 4 to 12 %.
+# The largest relative excess of the held-out FVU over the training FVU that is considered normal. Even without
+# overfitting, unseen texts cause an excess of 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
@@ -63,7 +63,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def overfitting(self) -> str:
-        """A phrase with the FVUs and steps showing overfitting, or ""."""
+        """A phrase with the FVUs and steps that show overfitting, or ""."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} on the last batches, {self.heldout_fvu:.4f} held out"

@@ -16,7 +16,8 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# How long a process keeps trying to lock a file, in seconds: a process testing the lock holds it briefly.
+# How long a process keeps trying to lock a file, in seconds, because another process may hold the lock briefly to test
+# it.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -25,13 +26,13 @@ class RunLock:
     """An exclusive lock on a run folder; raises `UserError` if any process in the run is still alive."""
 
     def __init__(self, run_dir: Path, *, shared: bool = False) -> None:
-        """Acquire the lock; with `shared`, as another process of the run, which must be running already."""
+        """Acquire the lock; with `shared`, join the processes of a run, which must already be running."""
         self._run_dir = run_dir
         self.descriptor = _open(RunPaths(run_dir).lock_file)
         self._take(shared=shared)
 
     def share(self) -> None:
-        """Make the lock shared so ranks can acquire it too.
+        """Make the lock shared, so that ranks can acquire it too.
 
         Raise `UserError` if another process acquires the lock first.
         """
@@ -127,7 +128,7 @@ def _open(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
     except PermissionError:
-        # Another member of the group created the file with mode 0600, with an older version; continue without a lock.
+        # Another member of the group created the file with mode 0600, using an older version; continue without a lock.
         return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

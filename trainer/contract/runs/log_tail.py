@@ -11,16 +11,16 @@ from typing import NamedTuple
 from trainer.contract.files import open_plain
 
 _BLOCK = 64 * 1024
-# PyTorch prints two stack traces of about 30 frames each; every line of a stack trace matches this pattern.
+# PyTorch prints two stack traces of about 30 frames each; every line of a stack trace matches `_FRAME`.
 _STACK_LINES = 200
 _FRAME = re.compile(
     r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error: Aborted|Extension modules:|Current thread|Thread 0x|File \")"
 )
 _REASON = re.compile(r"\bwhat\(\): |Watchdog caught|watchdog got stuck|Heartbeat monitor timed out")
 LONGEST = 4 * 2**20
-# Of a line that a progress bar has redrawn, only this much is considered.
+# The maximum number of bytes considered at the end of a line that a progress bar has redrawn.
 _LONGEST_REDRAWN = 64 * 1024
-# Moves the cursor up; erases the line from the cursor, or all of it.
+# Escape sequences: `_UP` moves the cursor up, and `_ERASE` erases the line from the cursor onwards, or all of it.
 _UP, _ERASE = b"\x1b[A", re.compile(rb"\x1b\[[02]?K")
 
 
@@ -82,7 +82,8 @@ def last_line(path: Path) -> str:
 def readable(line: bytes) -> str:
     """Decode a line; if a progress bar has redrawn it with carriage returns, return what a terminal shows at the end.
 
-    A state that is shorter than an earlier one does not hide the rest of it, unless it erases the line.
+    If a text is shorter than the text that it overwrites, the rest of the old text stays visible, unless the line is
+    erased.
     """
     if b"\r" not in line:
         return line.decode(errors="replace")

@@ -18,8 +18,8 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# A killed rank's death is backdated by this many seconds: other ranks fail within milliseconds, and their failures may
-# be noticed first.
+# The number of seconds by which a killed rank's death is backdated: other ranks fail within milliseconds of it, and
+# their failures may be noticed first.
 BACKDATED_BY_S = 2.0
 # Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
 # never exits.
@@ -60,7 +60,7 @@ class RankEnd:
 
     @property
     def recorded_error(self) -> str | None:
-        """The error recorded by the rank itself, or None."""
+        """The error that the rank itself recorded, or None."""
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
@@ -116,8 +116,9 @@ class ChildRank(RankEnd):
     def failed_at(self) -> float:
         """Return when the rank recorded its error or, if it did not, when it exited.
 
-        For a killed rank, the result is `BACKDATED_BY_S` earlier. A rank raising an error may shut down more slowly
-        than the other ranks, which exit as soon as they lose their connection to it.
+        If another process killed the rank, return a time `BACKDATED_BY_S` before its exit. The time of the record is
+        preferred because a rank that raises an error may shut down more slowly than the other ranks, which exit as soon
+        as they lose their connection to it.
         """
         ended = self.ended or time.time()
         if self.hangs:

@@ -103,7 +103,7 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
-    """Return the command line that runs a rank with this Python or `python`; the environment contains its number.
+    """Return the command line that runs a rank with this Python or `python`; the rank's number is in its environment.
 
     `any_owner` skips the owner check for the spec. This is meant for a process that has just written all files in the
     run, because some file systems report one owner for all files, or report all files as writable by everyone.

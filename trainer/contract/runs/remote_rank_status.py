@@ -1,4 +1,4 @@
-"""A file in the attempt folder: a rank on another host records its host, pid and, later, exit status in it."""
+"""A file in the attempt folder in which a rank on another host records its host, pid and, later, exit status."""
 
 from __future__ import annotations
 

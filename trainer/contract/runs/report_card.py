@@ -80,10 +80,10 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
     Four metrics are shares of the latents. `dead` is the share that never fires on these rows, and `rare` is the share
     that fires on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows). `dense_1` and `dense_10` are the
-    shares that fire on more than 1 % and 10 % of the rows.
-    `density_histogram` is a histogram of log10 of the share of rows on which a latent fires, in `BINS_PER_DECADE` bins
-    per decade from `LOWEST_DECADE` to 0; it excludes latents that never fire. `max_decoder_cosine` is the mean over
-    latents of the largest cosine between the latent's decoder direction and the direction of any other latent.
+    shares that fire on more than 1 % and more than 10 % of the rows. `density_histogram` is a histogram of log10 of the
+    share of rows on which a latent fires, in `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` to 0; it excludes
+    latents that never fire. `max_decoder_cosine` is the mean over latents of the largest cosine between the latent's
+    decoder direction and the direction of any other latent.
 
     If training left out dimensions or scaled them down, all metrics are measured on rows transformed in the same way,
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
@@ -112,7 +112,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
-    """The reconstruction quality for the `n_rows` rows replaced by reconstructions in the language model."""
+    """The quality of the reconstructions that replace `n_rows` rows in the language model."""
 
     n_rows: int
 
@@ -182,8 +182,8 @@ class Auc(msgspec.Struct, frozen=True, kw_only=True):
 class Probing(msgspec.Struct, frozen=True):
     """The AUC of probes.
 
-    `k` maps each number of latents to the AUC of probes on that many of the best latents. `dense` is the AUC of probes
-    on the raw activations.
+    The field `k` maps each number k to the AUC of probes on the k best latents. `dense` is the AUC of probes on the raw
+    activations.
     """
 
     n_sets: int
@@ -193,17 +193,19 @@ class Probing(msgspec.Struct, frozen=True):
     dense: Auc
 
 
-# A latent is stable if its decoder direction has a larger cosine than this with one of another seed.
+# A latent is stable if the cosine of its decoder direction with a decoder direction from another seed exceeds this
+# value.
 STABLE_COSINE = 0.7
 
 
 class Stability(msgspec.Struct, frozen=True, kw_only=True):
     """How many latents are found again by the SAEs `others`, which differ only in the seed.
 
-    For each latent, the largest cosine of its decoder direction with any of another SAE is averaged over the other
-    SAEs. `share` is the share of latents with more than `STABLE_COSINE`, and `median` the median over the latents.
-    `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean cosine under the best one-to-one
-    matching of decoder directions, averaged over the other SAEs; None if it was not computed.
+    For each latent, the largest cosine of its decoder direction with any decoder direction of another SAE is averaged
+    over the other SAEs. `share` is the share of latents whose mean exceeds `STABLE_COSINE`, and `median` is the
+    mean's median over the latents. `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean
+    cosine under the best one-to-one matching of decoder directions, averaged over the other SAEs; None if it was not
+    computed.
     """
 
     others: tuple[str, ...]
@@ -248,13 +250,13 @@ class Twin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """The frozen weights, like `random decoder`."""
+        """The frozen weights, such as `random decoder`."""
         return "random encoder and decoder" if self.frozen == "both" else f"random {self.frozen}"
 
 
 # The key of random twins in an exported SAE's metadata.
 TWINS = "random_twins"
-# The figures of a random twin that are listed, with titles and formats.
+# The figures that are listed for a random twin, with their titles and formats.
 _TWIN_FIGURES = {
     "fvu": ("FVU", ".4f"),
     "ce_score": ("CE score", ".4f"),
@@ -403,7 +405,7 @@ class Card(msgspec.Struct, frozen=True):
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
-        # Figures of random twins and of known features hold only for the same rows.
+        # The figures of random twins and of known features are valid only for the same rows.
         same_rows = (older.data.place, older.figures.n_tokens) == (rows.data.place, rows.figures.n_tokens)
         return msgspec.structs.replace(
             self,
@@ -631,7 +633,7 @@ def _known_features(one: KnownFeatures) -> str:
 
 
 def _families(card: Card) -> str:
-    """Return the families, with the number of rows in which they were counted if it is known."""
+    """Return the families, with the number of rows in which they were counted, if known."""
     counted = card.parts.get(FIRES_ON)
     return family_words(card.families) + (f" (in {counted.n:,} rows with their tokens)" if counted else "")
 

@@ -137,7 +137,7 @@ def _attempts(run_dir: Path) -> list[int]:
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt with a readable spec: a supervisor killed early writes no spec.
+    """Return the spec of the last attempt that has a readable one; a supervisor that is killed early writes none.
 
     The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
@@ -197,10 +197,10 @@ def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """Adapt a job to keep its tokens per step unchanged with a different number of ranks or mode.
+    """Adapt a job so that its tokens per step stay the same with a different mode or number of ranks.
 
-    Return the adapted job and notes about the change.
-    The job `was` ran on `before` devices, and `job` will run on `now` devices. Micro-batches do not become larger.
+    Return the adapted job, and notes about the change. The job `was` ran on `before` devices, and `job` will run on
+    `now` devices. Micro-batches do not become larger.
     """
     before, now = ranks_of(was, before), ranks_of(job, now)
     whole = Layout(was, before).tokens_per_step

@@ -27,7 +27,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
     """Return overrides for settings that are newer than the run and whose defaults would change its behaviour."""
     raw = read_toml(job_file, read)
     sections = class_of(raw).sections
-    # A run's job file contains all settings in its version, so a missing setting did not exist in that version.
+    # A run's job file contains all settings of its version, so a missing setting did not exist in that version.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",

@@ -1,4 +1,4 @@
-"""Writes the mean of a metric over seeds with its standard deviation."""
+"""Formats a metric's mean over seeds, with its standard deviation."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers for which every extraction folder contains rows for a site; for "mlp", rows for both ends."""
+    """Return the layers for which every extraction folder contains rows for a site; for "mlp", for both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []

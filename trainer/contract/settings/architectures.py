@@ -10,7 +10,7 @@ from trainer.contract.settings.declare import about
 
 
 class ArchitectureSettings(msgspec.Struct, frozen=True):
-    """The settings for an architecture, and the derived numbers used by memory and time estimates."""
+    """The settings for an architecture, and the derived numbers that memory and time estimates use."""
 
     @property
     def n_active(self) -> int:

@@ -37,7 +37,7 @@ class SettingsEntry(Entry, frozen=True):
 
 
 class ArchitectureEntry(SettingsEntry, frozen=True):
-    """An SAE architecture, and the facts about it needed by checks and estimates."""
+    """An SAE architecture, and the facts about it that checks and estimates need."""
 
     settings: type[architectures.ArchitectureSettings]
     # Whether a file format for transcoders of this architecture exists: always, only for equal input and output
@@ -70,12 +70,12 @@ class FollowingRates(msgspec.Struct, frozen=True):
 
 
 class OptimizerEntry(SettingsEntry, frozen=True):
-    """An optimizer, and the facts about it needed by checks and estimates."""
+    """An optimizer, and the facts about it that checks and estimates need."""
 
     settings: type[optimizers.OptimizerSettings]
     # The number of state values per weight.
     state_values: int = 2
-    # The memory used by an optimizer step in addition to the state, as a multiple of the larger weight matrix.
+    # The memory that an optimizer step uses in addition to the state, as a multiple of the larger weight matrix.
     scratch: float = 0
     # Whether the averaged weights are saved instead of the trained weights.
     averages: bool = False
@@ -155,11 +155,11 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """Settings for an entry with no settings beyond the common ones in its section."""
+    """The settings of an entry that has none beyond the common settings of its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):
-    """A way to start a job's ranks: a class loaded only by the app, and the facts needed by other code."""
+    """A way to start a job's ranks: a class that only the app loads, and the facts that other code needs."""
 
     # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine does so.
     cluster: str = ""
@@ -419,7 +419,7 @@ MIRRORS = {
     ),
     "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
-# File formats for sharing SAEs: the SAEs supported by each format, and how a file is loaded.
+# File formats for sharing SAEs: the SAEs that each format supports, and how to load a file.
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",

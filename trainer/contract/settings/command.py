@@ -24,7 +24,7 @@ StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
 _LONGEST_NAME = 80
 # Names in braces that are replaced in the arguments when the program starts.
 PLACEHOLDERS = ("gpus", "gpu_list", "job_id", "run_dir")
-# A job file may have 1 MiB.
+# A job file may be at most 1 MiB in size.
 MOST_BYTES = 1_000_000
 _ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _CODES = "a list of exit codes from 1 to 255, like [75]"

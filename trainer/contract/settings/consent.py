@@ -20,9 +20,10 @@ FLAG = "--allow-code"
 FLAG_HELP = "let the job file run code as you, with [command], launch.python, remote_code and any sbatch options"
 SETTING = "trusted_code"
 COMMAND, PYTHON, SBATCH = "command.argv", "launch.python", "launch.sbatch_options"
-# They choose which code a command runs, for example with `PATH`, `LD_PRELOAD` or a `Makefile` in the folder.
+# These settings choose which code a command runs, for example through `PATH`, `LD_PRELOAD` or a `Makefile` in the
+# folder.
 ENV, FOLDER = "command.env", "command.folder"
-# Maps each setting that runs a model's own code to the setting in the same section naming the model.
+# Maps each setting that runs a model's own code to the setting in the same section that names the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
 # Options of sbatch that choose resources and run no code. Abbreviations are not included.
 _HARMLESS = re.compile(
@@ -63,7 +64,7 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
 
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
-    """Yield the code run by a job file."""
+    """Yield the code that a job file would run."""
     argv = _at(table, COMMAND)
     if isinstance(argv, list) and argv:
         line = shlex.join(map(str, argv))
@@ -88,7 +89,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code run by a job file without consent.
+    """Return the code that a job file would run but that has no consent.
 
     `distrust` is the reason why other users may have written the file, or "". If a reason is given, only overrides from
     `--set` count as consent.
@@ -128,7 +129,7 @@ def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[s
 
 
 def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
-    """Return a job file's table without the refused settings so their harmless defaults apply."""
+    """Return a job file's table without the refused settings, so that their harmless defaults apply."""
     left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for code in refusals:
         section, _, key = code.path.partition(".")

@@ -120,7 +120,7 @@ class Setting(msgspec.Struct, frozen=True):
         value = parse_value(text)
         if self.commas and isinstance(value, str):
             return [word.strip() for word in value.split(",")]
-        # Hooks of a sweep are named in other ways too, and are split where they are checked.
+        # The hooks of a sweep can be written in other ways too, so they are split where they are checked.
         if several and self.name != "hook" and isinstance(value, str) and "," in value:
             return [parse_value(word) for word in value.split(",")]
         is_final = isinstance(value, str | None) or ((several or self.is_list) and isinstance(value, list))
@@ -171,7 +171,7 @@ def _setting(field: msgspec.structs.FieldInfo) -> Setting:
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Value:
-    """Return a field's default; list defaults come from a factory to avoid sharing."""
+    """Return a field's default; list defaults come from a factory, so that they are not shared."""
     return field.default_factory() if callable(field.default_factory) else field.default
 
 

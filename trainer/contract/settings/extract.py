@@ -21,7 +21,7 @@ from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, 
 from trainer.contract.settings.model_size import model_size
 from trainer.contract.settings.promised import Promise, Promises
 
-# The file in the output folder for recording the extraction's progress.
+# The file in the output folder that records the extraction's progress.
 STATE = "extraction.json"
 # If several processes extract, this folder contains a subfolder for each process's state.
 PARTS = ".parts"
@@ -86,7 +86,7 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     def promises(self, by: str) -> Promises:
         size = model_size(self.model.path, self.model.revision)
-        # The output width of a module given by its path is not recorded in any file.
+        # No file records the output width of a module that is given by its path.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
         folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}

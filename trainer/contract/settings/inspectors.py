@@ -1,4 +1,4 @@
-"""Chooses what reads the shards in formats that need torch or pyarrow. Every program loads this module."""
+"""Chooses the inspector for shards in formats that need torch or pyarrow; does not import either of them."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def inspecting_by(inspector: Inspector) -> Iterator[None]:
 
 
 def inspector() -> Inspector | None:
-    """Return what reads these formats, or None if only the trainer can read them."""
+    """Return the inspector for these formats, or None if only the trainer can read them."""
     return _INSPECTORS[-1] if _INSPECTORS else None

@@ -435,7 +435,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
         return []
 
     def promises(self, by: str) -> Promises:
-        """Return the future contents of each folder written by the job, by real path; `by` names the job."""
+        """Return the future contents of each folder that the job writes, by real path; `by` names the job."""
         return NO_PROMISES
 
     @property
@@ -450,7 +450,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_rows(self) -> str | None:
-        """A description of the stored activations read by the job; None if there are none."""
+        """A description of the stored activations that the job reads; None if there are none."""
         return None
 
     @property
@@ -465,7 +465,7 @@ class AnyJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def folders_read(self) -> list[tuple[str, str]]:
-        """The row folders read by the job, as pairs (setting, real path)."""
+        """The folders whose rows the job reads, as pairs (setting, real path)."""
         return []
 
     def replace(self: J, section: str, **changes: Any) -> J:
@@ -508,7 +508,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report frozen weights that would be replaced, and a stream without the length of the run."""
+        """Report frozen weights that would be replaced, and a stream for which no run length is set."""
         problems = _conflicts_of_freeze(sections["sae"], sections["train"])
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
@@ -548,7 +548,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return None if folders is None else str(folders)
 
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
-        """Return the dimensions and the number of rows from the data file headers.
+        """Return the dimensions and the number of rows, from the headers of the data files.
 
         For folders in `promises`, the promised shapes are used. Raise `JobFileError` if the headers cannot be read or
         the shapes of several hooks differ.
@@ -588,7 +588,7 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
-        """Return the index of the hook whose rows are read by an SAE in the sweep."""
+        """Return the index of the hook whose rows an SAE in the sweep reads."""
         return list(self.hooks.values()).index(member.data.settings)
 
 

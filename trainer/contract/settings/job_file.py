@@ -76,8 +76,8 @@ def class_of(raw: Mapping[str, Any]) -> type[AnyJob]:
 def members(job: J) -> dict[str, J]:
     """Return a dict mapping labels such as "k=16,seed=1" to the jobs in a sweep.
 
-    Without a sweep, the dict contains the job itself with the label "". Settings not supported by a member's
-    architecture or optimizer are omitted from its job and label. A setting shared by several members has its value in
+    Without a sweep, the dict contains the job itself with the label "". Settings that a member's architecture or
+    optimizer does not support are omitted from its job and label. A setting shared by several members has its value in
     the file or, if it is not set there, the first member's default.
     """
     if not job.sweep:

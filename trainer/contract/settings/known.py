@@ -1,4 +1,4 @@
-"""The settings supported by this version; another version of the app requests this list before launching a job."""
+"""The settings that this version supports; another version of the app requests this list before launching a job."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class TextSettings(msgspec.Struct, frozen=True):
-    """The `[text]` section: the text read by the model."""
+    """The `[text]` section: the text that the model reads."""
 
     path: TextPath | None = None
     dataset: Dataset | None = None

@@ -1,4 +1,4 @@
-"""Settings for a stream of activations computed by a language model during training and never stored."""
+"""Settings for a stream of activations that a language model computes during training and that are never stored."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory used by the model's weights, a forward pass and, on the CPU, the shuffle buffer.
+        """Return the memory for the model's weights, a forward pass and, on the CPU, the shuffle buffer.
 
         A model on dedicated GPUs takes no memory on the training devices.
         """
@@ -99,7 +99,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory used by the model's weights and a forward pass; 0 if the model's size is not recorded."""
+        """Return the memory for the model's weights and a forward pass; 0 if the model's size is not recorded."""
         if (size := self._size) is None:
             return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)

@@ -31,7 +31,7 @@ Beta2 = (
 
 
 class OptimizerSettings(msgspec.Struct, frozen=True):
-    """The settings for an optimizer, and the derived values used by estimates and runs."""
+    """The settings for an optimizer, and the derived values that estimates and runs use."""
 
     def state_dtype(self, device: str) -> str:
         """Return the dtype of the optimizer state ("fp32", "bf16" or "int8") on a device type ("cuda" or "cpu")."""
@@ -131,7 +131,7 @@ def _decays_left_open(settings: AdamSettings | MuonSettings, n_steps: int) -> di
 
 
 def gradients_decay(n_steps: int) -> float:
-    """Return Adam's β1 for a run of `n_steps` steps: it averages over 1/125 of the steps, clamped to 4 to 10.
+    """Return Adam's β1 for a run of `n_steps` steps: it averages over 1/125 of the steps, from 4 to 10 steps.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.154 with this rule and 0.156 with 0.9; see docs/quality.md.
     With 0.5 the FVU was 0.152, but in SAEs with many latents, several times as many latents never fired.
@@ -140,7 +140,7 @@ def gradients_decay(n_steps: int) -> float:
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of `n_steps` steps: it averages over a tenth of the steps, clamped to 20 to 1,000.
+    """Return Adam's β2 for a run of `n_steps` steps: it averages over a tenth of the steps, from 20 to 1,000 steps.
 
     After 391 steps of 512 tokens, the held-out FVU was 0.156 with this rule and 0.158 with 0.999; see docs/quality.md.
     """

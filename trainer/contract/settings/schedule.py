@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-# The cool-down length for a run finishing early, as a share of the completed steps, and its minimum in steps.
+# The cool-down length for a run that finishes early, as a share of the completed steps, and its minimum in steps.
 COOL_DOWN_SHARE = 0.15
 FEWEST_COOL_DOWN_STEPS = 10
 _Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -51,7 +51,7 @@ class Schedule(msgspec.Struct, frozen=True):
     def progress(self, step: int) -> float:
         """Return the share of the run (0 to 1) completed before a step.
 
-        In a cool-down, the share rises linearly to 1 so all schedules reach their usual end.
+        In a cool-down, the share rises linearly to 1, so that all schedules reach their usual end.
         """
         if self.cool_down is None or step < self.cool_down.begin:
             return step / self.planned

@@ -1,4 +1,4 @@
-"""The settings in each section of a job file, including those for the registry entries named in the section."""
+"""The settings in each section of a job file, including the settings of the registry entries that the section names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.contract.settings.catalog import Entry, SettingsEntry
 from trainer.contract.settings.declare import Setting, settings_of
 from trainer.contract.settings.job import AnyJob
 
-# Maps each section to the field naming a registry entry, and to the registry. The entry's settings become settings in
-# the section.
+# Maps each section to the field that names a registry entry, and to the registry. The entry's settings become settings
+# in the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, SettingsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
     "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
-# Maps the path of each setting naming a registry entry to the registry.
+# Maps the path of each setting that names a registry entry to the registry.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
@@ -39,7 +39,7 @@ def all_sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return a section's settings, including those for the chosen or default registry entries."""
+    """Return a section's settings, including the settings of the chosen or default registry entries."""
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common

@@ -1,4 +1,4 @@
-"""The value series in a run: the registered metrics and a few other series, and where they are shown."""
+"""The series of values in a run: the registered metrics and a few other series, and where they are shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSS = Series("loss", better="lower", curve=CurveAxis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
-# The speed, in the kind's unit, and the peak memory, which is copied to the job's row.
+# The speed, in the unit of the kind of job, and the peak memory, which is copied to the job's row.
 SPEED, PEAK_MEMORY = "tokens_per_s", "memory_bytes"
 # How a command's processes use the machine. The "steps" of these series are seconds since the job first started.
 USAGE = CPU_PERCENT, HOST_MEMORY, GPU_PERCENT, GPU_MEMORY = (
@@ -47,22 +47,22 @@ _TITLES = {
     GPU_MEMORY: "memory of the fullest GPU, bytes",
 }
 HELD_OUT = "heldout_"
-# Marks a value from the last batches shown in place of a held-out value before the first evaluation.
+# Marks a value from the last batches that is shown in place of a held-out value before the first evaluation.
 OF_BATCH = "~"
 # Series with one value per rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# The names of the series for the share of rows left out, one for each reason.
+# The names of the series with the shares of rows left out, one for each reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 def held_out(name: str) -> str:
-    """Return the name for storing a metric's values on held-out data."""
+    """Return the name under which a metric's values on held-out data are stored."""
     return f"{HELD_OUT}{name}"
 
 
 def error_of(name: str) -> str:
-    """Return the name for storing a series' standard error."""
+    """Return the name under which a series' standard error is stored."""
     return f"{name}{ERROR}"
 
 
@@ -94,7 +94,7 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def own_series(names: Iterable[str]) -> list[str]:
-    """Return the series that a program reports, losses first; leave out those measured by sae-tui."""
+    """Return the series that a program reports, losses first; leave out the series measured by sae-tui."""
     return sorted(set(names) - {*USAGE, SPEED, PEAK_MEMORY}, key=lambda name: (_loss_place(name), name))
 
 

@@ -36,9 +36,9 @@ _LARGEST_HEADER = 100_000_000  # the format's own limit
 # File types of shards; the first type present in a folder is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
 _KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
-# File types read only by an `Inspector`, with the names of the formats that need pyarrow.
+# File types that only an `Inspector` reads, each with the name of its format if that format needs pyarrow.
 _OF_INSPECTOR = {".pt": "", ".pth": "", ".arrow": "Arrow", ".parquet": "Parquet"}
-# The prefix of files written by `datasets` next to the rows, for example to record the row order after a shuffle.
+# The prefix of files that `datasets` writes next to the rows, for example to record the row order after a shuffle.
 _CACHE = "cache-"
 # The maximum number of names in a message.
 _MOST_NAMES = 8
@@ -116,7 +116,7 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are the same file or share a SHA-256 in meta.json, or None if there is no such pair.
+    """Return two shards that are the same file or have the same SHA-256 in meta.json, or None if there is no such pair.
 
     Links are resolved to detect a folder listed twice under different names.
     """
@@ -134,7 +134,7 @@ def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
 
 
 def recorded_sums(folder: Path) -> dict[str, str]:
-    """Return a dict mapping each shard name to the SHA-256 recorded by the extraction in meta.json.
+    """Return a dict mapping each shard name to the SHA-256 that the extraction recorded in meta.json.
 
     The dict is empty if no checksums are recorded.
     """

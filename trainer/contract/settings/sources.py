@@ -44,7 +44,7 @@ HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
-    """The memory in bytes needed by an activation source on a device, for a model's weights and for activations."""
+    """The memory in bytes that an activation source needs on a device, for a model's weights and for activations."""
 
     weights: int = 0
     activations: int = 0
@@ -83,14 +83,14 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory needed by the source on a rank's device; stored rows are in the page cache.
+        """Return the memory that the source needs on a rank's device; stored rows need none: the page cache holds them.
 
         `width` is the number of values per token, including the rows at all hooks and their targets.
         """
         return Held()
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory needed by the source on a device that only computes rows, if there is such a device."""
+        """Return the memory that the source needs on a device that only computes rows, if there is such a device."""
         return Held()
 
     def flops_per_token(self) -> float:
@@ -222,7 +222,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def target_field(self) -> str:
-        """The setting naming the target folders."""
+        """The setting that names the target folders."""
         return "data.path" if self.target_path is None else "data.target_path"
 
     def _folders_of(self, end: int, promises: Promises) -> Paths:
@@ -262,7 +262,7 @@ class ShardSettings(SourceSettings, frozen=True):
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
-    """Return the folder containing a hook's rows, for the first of its names whose folder exists or is promised."""
+    """Return the folder with a hook's rows: the first folder with one of its names that exists or is promised."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
     return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
@@ -295,12 +295,13 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
 
 # The maximum number of values in the directions of all synthetic features; in fp32, these values take 4 GB.
 MOST_SYNTHETIC = 10**9
-# The largest mean number of times that a feature without a parent is drawn per row. It then fires on 95 % of the rows;
-# the number of draws grows without bound as this share approaches 1.
+# The largest mean number of times that a feature without a parent is drawn per row. With this number, the feature fires
+# on 95 % of the rows; the number of draws grows without bound as this share approaches 1.
 MOST_DRAWS = 3.0
 # The share of a row's features without a parent that are chosen from its topic.
 SHARE_OF_TOPIC = 0.5
-# A child fires at most this often when its parent fires; otherwise the two could not be told apart.
+# The maximum share of a parent's firings on which a child also fires; with a larger share, the two could not be
+# distinguished.
 MOST_GIVEN_PARENT = 0.5
 
 
@@ -353,7 +354,7 @@ class SyntheticSettings(SourceSettings, frozen=True):
 
     @property
     def most_active(self) -> float:
-        """The largest accepted `active`: 95 % of the number if all features fire as often as `Synthetic` allows."""
+        """The largest accepted `active`: 95 % of its value if all features fire as often as `Synthetic` allows."""
         share = 1 / max(1, self.topics)
         inside = MOST_DRAWS * (1 - SHARE_OF_TOPIC + SHARE_OF_TOPIC / share)
         outside = MOST_DRAWS * (1 - SHARE_OF_TOPIC)

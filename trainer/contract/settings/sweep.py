@@ -57,7 +57,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[SweepAxis, ...]]:
 
 
 def _expand_twin(base: Table) -> None:
-    """Replace `train.random_twin = true` by the sweep for which it is short, unless `sae.freeze` prevents this."""
+    """Replace `train.random_twin = true` with the sweep that it stands for, unless `sae.freeze` prevents this."""
     train = base.get("train")
     if not (isinstance(train, dict) and train.get("random_twin") is True):
         return
@@ -91,7 +91,7 @@ def _problems_of_axis(axis: SweepAxis) -> list[Problem]:
 def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str, Table]]:
     """Yield the label and table for each SAE, over all combinations of values.
 
-    Settings not supported by an SAE's architecture or optimizer are ignored.
+    Settings that an SAE's architecture or optimizer does not support are ignored.
     """
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
@@ -119,7 +119,7 @@ def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:
 def _first_of(section: str, keys: Table) -> Table:
     """Return a section's table for the first SAE, with the first value of each list.
 
-    Settings not supported by the first architecture or optimizer are left out.
+    Settings that the first architecture or optimizer does not support are left out.
     """
     words = words_of(section, keys)
     first = _names(section, words[:1])
@@ -132,7 +132,7 @@ def _first_of(section: str, keys: Table) -> Table:
 
 
 def _values(path: str, setting: Setting, value: Any) -> list[Any]:
-    """Return the list's values if the list defines a sweep; otherwise, return a one-element list with the value."""
+    """Return the values in a list that defines a sweep; return any other value in a one-element list."""
     if path == HOOK:
         return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
@@ -155,7 +155,7 @@ def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: SweepAxis) -> None:
-    """Remove settings that only other entries on an axis have; keep unknown keys so they get reported."""
+    """Remove settings that only other entries on an axis have; keep unknown keys, so that they are reported."""
     section = axis.path.partition(".")[0]
     own = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own

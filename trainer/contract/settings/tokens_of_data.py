@@ -13,8 +13,8 @@ from trainer.contract.settings.shards import inspect_shards, read_header
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
-# The names of the tensors in a shard containing each row's token, its position in its piece of a document, and its
-# document.
+# The names of the tensors in a shard that contain each row's token, the token's position in its piece of a document,
+# and its document.
 ORIGIN = ("token_ids", "positions", "document")
 
 

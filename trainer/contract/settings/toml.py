@@ -1,4 +1,4 @@
-"""Reads TOML with limits on size, depth and key length so any file is read quickly."""
+"""Reads TOML with limits on size, depth and key length, so that any file is read quickly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def read_plain_text(path: Path) -> str:
 
 
 def read_own_text(path: Path, owners: Collection[int] = ()) -> str:
-    """Read a file like `read_text`; raise `UserError` if another user, or one not in `owners`, may have written it."""
+    """Read a file like `read_text`.
+
+    Raise `UserError` if anyone other than this user and root (or, if given, the users in `owners`) may have written the
+    file.
+    """
     with open_own(path, owners) as stream:
         return _text_of(stream)
 

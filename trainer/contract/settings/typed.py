@@ -79,7 +79,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_time_limit(text: str) -> float:
-    """Return a time limit in SLURM's format in seconds; raise `ValueError` if the text is not a time limit.
+    """Convert a time limit in SLURM's format to seconds; raise `ValueError` if the text is not a time limit.
 
     SLURM reads `90` and `90:00` as 90 minutes, and `1:30:00` as 1.5 hours. If there is a number of days, it is
     followed by the hours, as in `1-12:00`.

@@ -28,7 +28,7 @@ BUSY_TIMEOUT_S = 5.0
 LONGEST_TRANSACTION_S = 0.5
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
-# The suffixes of the files created by SQLite next to a store.
+# The suffixes of the files that SQLite creates next to a store.
 BESIDE = ("-wal", "-shm", "-journal")
 # The error codes for a rollback journal left by a killed writer, and for a write-ahead log that must be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
@@ -39,7 +39,7 @@ class StoreError(UserError):
 
 
 class StoreCorrupt(StoreError):
-    """An error for a corrupt store, with content that cannot have been written by SQLite."""
+    """An error for a corrupt store, with content that SQLite cannot have written."""
 
 
 class StoreMissing(StoreError):
@@ -136,7 +136,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_odd(path: Path) -> None:
-    """Raise `StoreError` if a file written by SQLite is a link, a pipe or a folder."""
+    """Raise `StoreError` if a file that SQLite would write is a link, a pipe or a folder."""
     _refuse_links(path)
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
@@ -157,7 +157,7 @@ def as_text(content: bytes) -> str:
 
 
 def data_version(connection: sqlite3.Connection) -> int:
-    """Return a number that changes when another connection commits; this takes about 6 µs."""
+    """Return a number that changes when another connection commits; reading it takes about 6 µs."""
     return int(connection.execute("PRAGMA data_version").fetchone()[0])
 
 
@@ -255,7 +255,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 def check_whole(path: Path, schema: Schema) -> None:
     """Raise `StoreCorrupt` if a store is corrupt.
 
-    This reads the complete file, taking 0.3 s for 3 million rows.
+    The check reads the complete file, which takes 0.3 s for 3 million rows.
     """
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explain_errors(path):
@@ -292,12 +292,12 @@ def no_locks(folder: Path) -> str:
     On a file system without locks (such as NFS without a working lock service), SQLite only reports that the store is
     busy.
     """
-    # Import late because `tempfile` takes 1 MiB in the queue process.
+    # Import late because `tempfile` would use 1 MiB in the queue process.
     import tempfile
 
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock used by SQLite
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock that SQLite uses
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind of lock used for runs and GPUs
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):

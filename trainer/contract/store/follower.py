@@ -22,8 +22,8 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # How many times the file was opened. The device and inode do not suffice: a new file may get a deleted
-        # file's inode.
+        # How many times the file was opened. The device and inode do not suffice to identify a file: a new file may get
+        # a deleted file's inode.
         self.times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
@@ -31,7 +31,8 @@ class StoreFile:
         with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
-                # Get the identity before opening the file so the next call notices if the file is replaced in between.
+                # Get the identity before opening the file, so that the next call notices if the file is replaced in
+                # between.
                 identity = file_identity(self.path)
                 self._connection = self._open_store()
                 self._identity = identity or file_identity(self.path)

@@ -1,4 +1,4 @@
-"""Finds the process blocking writes to a store: a process hanging in a transaction blocks all others."""
+"""Finds the process that blocks writes to a store: a process that hangs in a transaction blocks all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.printable import printable
 from trainer.contract.process import state_of
 from trainer.contract.trust import user_of
 
-# The offsets of the first bytes locked by SQLite for a write, in the store itself and in its WAL's shared memory.
+# The offsets of the first bytes that SQLite locks for a write, in the store itself and in its WAL's shared memory.
 _IN_STORE, _IN_SHARED_MEMORY = 0x40000000, 120
 _LONGEST_NAME = 60
 

@@ -57,7 +57,7 @@ class LeaseConflict(UserError):
 
 
 class Unreadable(UserError):
-    """An error for corrupt rows, with values never written by this program."""
+    """An error for corrupt rows, which contain values that this program never writes."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -69,8 +69,8 @@ class Unreadable(UserError):
 class Control:
     """The job store in a data folder; a store opened read-only is never created or changed.
 
-    Unreadable rows are skipped to keep the other rows usable. `unreadable` contains the ids skipped by the last call to
-    `jobs`. `mend` repairs an unreadable row.
+    Unreadable rows are skipped, so that the other rows stay usable. `unreadable` contains the ids skipped by the last
+    call to `jobs`. `mend` repairs an unreadable row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -94,7 +94,7 @@ class Control:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Make all changes in the body one transaction; a change that fails in the body is undone alone.
+        """Make all changes in the body one transaction; a change that fails in the body is undone on its own.
 
         Other processes cannot write in the meantime, so the body must take less than `BUSY_TIMEOUT_S`.
         """
@@ -118,7 +118,7 @@ class Control:
         with self._write() as db:
             number = _free_number(db, above)
             row = msgspec.structs.replace(job, id=number, created=created, queued=job.queued or created)
-            # Insert first to notice a full disk before any files exist.
+            # Insert first, so that a full disk is noticed before any files are created.
             _insert(db, to_row(row))
             if prepare:
                 _update(db, number, msgspec.structs.asdict(prepare(row)))
@@ -139,7 +139,7 @@ class Control:
     def copy(
         self, job: Job, ranks: Iterable[Rank], requests: Iterable[RequestKind], events: Iterable[Event] = ()
     ) -> None:
-        """Store the row of a job in another store, without leases, in place of an earlier copy; append the events."""
+        """Store a job's row from another store, without leases, in place of any earlier copy; append the events."""
         with self.together(), self._write() as db:
             db.execute("DELETE FROM jobs WHERE id = ?", (job.id,))
             for table in ("ranks", "requests"):
@@ -272,8 +272,8 @@ class Control:
 
         The GPUs are given as pairs (index, UUID). Raise `LeaseConflict` if another job holds one of the GPUs, unless
         both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Also raise it if the
-        job's user would hold more than `most_gpus` GPUs, or if as many jobs of its array are active as may be. Return
-        False if the job may no longer start.
+        job's user would hold more than `most_gpus` GPUs, or if its array already has its maximum number of active jobs.
+        Return False if the job may no longer start.
         """
         with self._write() as db:
             _refuse_beyond_limits(db, job, len(gpus), most_gpus)
@@ -339,7 +339,7 @@ class Control:
     # the queue
 
     def fingerprint(self) -> str:
-        """Return text that changes with the queue: with its jobs, the requests to them, and the leases.
+        """Return text that changes whenever the queue does: its jobs, the requests to them, or the leases.
 
         It does not change with the progress of running jobs. For 1,000 jobs, this takes about 2 ms.
         """
@@ -355,7 +355,7 @@ class Control:
         return "|".join(str(value) for value in row.values())
 
     def record_waits(self, waits: Iterable[tuple[int, str, bool]]) -> None:
-        """Record why jobs wait, and add an event where the flag is set, in one transaction."""
+        """Record why jobs wait, and add an event for each job whose flag is set, in one transaction."""
         with self._write() as db:
             for job_id, reason, is_news in waits:
                 _update(db, job_id, {"waits_for": reason})
@@ -420,8 +420,8 @@ def _dicts(db: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> li
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # A single value that is not UTF-8 makes the entire query fail. If such a value is read as bytes, only its own row
-    # is unreadable.
+    # One value that is not UTF-8 makes the entire query fail. Read such a value as bytes, so that only its own row is
+    # unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query, values)]
 

@@ -164,7 +164,7 @@ class SeriesWriter:
 class SeriesReader:
     """Reads a run's metrics while they are being written; with a WAL, a reader never waits for the writer.
 
-    Invalid rows and values, never written by `SeriesWriter`, are skipped.
+    Invalid rows and values, which `SeriesWriter` never writes, are skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -180,9 +180,9 @@ class SeriesReader:
         return self._file.version()
 
     def restarts(self) -> tuple[int, int]:
-        """Return a value that changes when points may have been deleted, so that points read earlier are invalid."""
+        """Return a value that changes when points may have been deleted, which makes points read earlier invalid."""
         with explain_errors(self.path):
-            # A store made by an older version has no such table until the run is resumed.
+            # A store from an older version has no such table until the run is resumed.
             known = self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'rewinds'").fetchone()
             last = self._db.execute("SELECT max(id) FROM rewinds").fetchone()[0] if known else None
         return self._file.times_opened, last or 0
@@ -233,8 +233,8 @@ class SeriesReader:
             n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
             if not n:
                 return []
-            # Bucket widths are powers of two so buckets nest: the earlier points on a growing curve change only when
-            # the curve doubles in length.
+            # Bucket widths are powers of two, so that buckets nest: the earlier points on a growing curve change only
+            # when the curve doubles in length.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
@@ -391,14 +391,14 @@ def _note_rewind(db: sqlite3.Connection, step: int) -> None:
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
     """Add new names and return a dict mapping every name to its id.
 
-    The ids are not cached: a failed write rolls back its new names.
+    The ids are not cached, because a failed write rolls back its new names.
     """
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the buckets for the `touched` tuples (key, rank, step) from rows to avoid counting a step twice."""
+    """Recompute the buckets for the `touched` tuples (key, rank, step) from rows, so that no step counts twice."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

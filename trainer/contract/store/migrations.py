@@ -1,6 +1,6 @@
 """The store schemas as append-only lists of migrations; `PRAGMA user_version` is the number of migrations applied.
 
-A new store is created without sqlite-utils, directly from the SQL for the latest schema, written by `make schemas`.
+A new store is created without sqlite-utils, directly from the SQL for the latest schema, which `make schemas` writes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
-# The number of GPUs in a row's list; 0 for a corrupt list, fixed later by `repair`.
+# The number of GPUs in a row's list; 0 for a corrupt list, which `repair` fixes later.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
@@ -119,7 +119,7 @@ def control_007(db: Database) -> None:
 def control_008(db: Database) -> None:
     """Add a machine id to each job, and remove deleted jobs from the dependency lists of other jobs.
 
-    Before this version, a deleted job was considered finished; now a job waits for every job in its list.
+    Before this version, a deleted job was considered finished; since then, a job waits for every job in its list.
     """
     db.table("jobs").add_column("machine_id", str)
     kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'
@@ -222,6 +222,6 @@ def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequenc
 
 
 if __name__ == "__main__":
-    # If pandas is installed, sqlite-utils imports it, taking four times as long as everything else.
+    # If pandas is installed, sqlite-utils imports it, which takes four times as long as everything else.
     sys.modules |= dict.fromkeys(("numpy", "pandas"))  # type: ignore[arg-type]
     migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

@@ -32,7 +32,8 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # up to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Only the format of registry names is checked: another version may have other entries; these are only displayed.
+# Only the format of registry names is checked, because another version may have other entries, which are only
+# displayed.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -110,7 +111,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
-    # For a job launched as part of an array: the id of the array's first job, and how many may run at once, if limited.
+    # For a job launched as part of an array: the id of the array's first job, and how many of its jobs may run at once,
+    # if limited.
     array: JobId | None = None
     array_limit: Count | None = None
     # The job's machine id, stored because the host name may change; "" or None if unknown.
@@ -177,7 +179,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The columns of `jobs` that say how long a job has held how many GPUs since it was last queued."""
+    """The columns of `jobs` that say how many GPUs a job has held since it was last queued, and for how long."""
 
     id: JobId
     user: str
@@ -211,7 +213,7 @@ def to_job(row: dict[str, Any]) -> Job:
 
 
 def convert(value: Any, kind: type[R]) -> R:
-    """Convert a row or a column to a type; raise `ValueError` for a value never written by this program."""
+    """Convert a row or a column to a type; raise `ValueError` for a value that this program never writes."""
     try:
         return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -219,7 +221,7 @@ def convert(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """Convert rows to a type, skipping rows with values never written by this program."""
+    """Convert rows to a type, skipping rows with values that this program never writes."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield convert(row, kind)

@@ -26,7 +26,8 @@ class Spread(msgspec.Struct, frozen=True):
 class Seeds(msgspec.Struct, frozen=True):
     """The SAEs in a sweep that differ only in the seed, and the spread of each metric over them.
 
-    `are_all` is True if the sweep has no other SAEs except random twins, so that none of its SAEs is the best.
+    `are_all` is True if the sweep has no other SAEs except random twins, in which case none of its SAEs is considered
+    the best.
     """
 
     labels: tuple[str, ...]
@@ -47,7 +48,7 @@ def seed_count(n: int, n_all: int) -> str:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """Return the mean and the standard deviation, or None for less than two values or a value that is not finite."""
+    """Return the mean and the standard deviation, or None if there are fewer than two values or one is not finite."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
     try:
@@ -62,9 +63,9 @@ def without_seed(label: str) -> str:
 
 
 def by_seeds(labels: Iterable[str]) -> dict[str, list[str]]:
-    """Return the labels of the SAEs that differ only in the seed, the lowest seed first, by their label without it.
+    """Group the labels of SAEs that differ only in the seed, the lowest seed first, by the label without the seed.
 
-    An SAE whose label names no seed is alone.
+    An SAE whose label names no seed is in a group of its own.
     """
     groups: dict[str, list[str]] = {}
     for label in labels:
@@ -92,7 +93,7 @@ def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[s
 
 
 def seeds_in(latest: Mapping[str, float], label: str) -> Seeds | None:
-    """Return the SAEs that differ from an SAE only in the seed, and their spreads, or None if there are none."""
+    """Return an SAE and the SAEs that differ from it only in the seed, with their spreads; None for a single SAE."""
     names, labels = ({key.partition("@")[part] for key in latest if "@" in key} for part in (0, 2))
     own = seeds_of(labels, label)
     if len(own) < 2:

@@ -48,11 +48,11 @@ class Mirror(ABC):
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Send an SAE's values at a step."""
+        """Send an SAE's values for a step."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Make all values sent until now visible to readers."""
+        """Make all values sent so far visible to readers."""
 
     @abstractmethod
     def close(self) -> None:

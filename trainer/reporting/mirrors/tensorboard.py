@@ -10,7 +10,7 @@ from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.settings.series import held_out, held_out_metrics, title_of
 from trainer.reporting.mirrors.base import Mirror, MirroredRun
 
-# The heading for the charts shown by TensorBoard under Custom Scalars.
+# The heading for the charts that TensorBoard shows under Custom Scalars.
 HEADLINE = "held out"
 
 
@@ -23,7 +23,7 @@ class TensorBoard(Mirror):
         self._folder = run.folder / "tensorboard"
         refuse_link(self._folder)
         private_folder(self._folder)
-        # Drop values from an earlier attempt for steps that are now repeated.
+        # Drop an earlier attempt's values for the steps that this attempt repeats.
         purge = run.first_step + 1 if run.first_step else None
         self._writers = {
             label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings
@@ -52,7 +52,7 @@ class TensorBoard(Mirror):
 
 
 def _pair(name: str) -> list[Any]:
-    """Return a chart showing a metric on held-out rows and on training batches."""
+    """Return a chart that shows a metric on held-out rows and on training batches."""
     return ["Multiline", [held_out(name), name]]
 
 

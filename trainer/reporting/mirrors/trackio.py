@@ -1,4 +1,4 @@
-"""Mirrors a run to Trackio as one run; the metrics of a sweep are grouped by SAE."""
+"""Mirrors a run to Trackio as one run; a sweep's metrics are grouped by SAE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirrors a run to Weights & Biases, with one W&B run for each SAE; the W&B runs of a sweep form a group."""
+"""Mirrors a run to Weights & Biases, with one W&B run for each SAE; a sweep's W&B runs form a group."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class WandB(Mirror):
 
 
 def _put_first(run: Any) -> None:
-    """Show held-out values in the summary of a W&B run, and values from training batches only as curves."""
+    """Show held-out values in a W&B run's summary, and values from training batches only as curves."""
     for name in held_out_metrics():
         run.define_metric(held_out(name), summary="last")
         run.define_metric(name, summary="none")
 
 
 def _mode() -> Literal["offline"] | None:
-    """Return "offline", or None to let W&B choose the mode if WANDB_MODE forbids uploads or a key is known.
+    """Return None if WANDB_MODE forbids uploads or a key is known, so that W&B chooses the mode; otherwise, "offline".
 
     Without "offline", W&B would prompt for a key on the terminal.
     """

@@ -1,16 +1,17 @@
 """Selects the pre-activations above a bound on a GPU when the host does not know how many there are.
 
-Waiting for the count would leave the GPU idle, so the host predicts a buffer size from earlier steps, and selects that
-many of the largest values. If fewer values are above the bound, some values below it are included; they affect neither
-the loss nor its gradients. If more values are above the bound, activations are lost. The host notices this overflow one
-step later. The selected values are set to NaN, so the step is skipped like any step with a non-finite gradient, and the
-weights do not change. The next steps use the dense matmul, which needs no predicted size and counts all values above
-the bound.
+Waiting for the count would leave the GPU idle, so the host predicts a buffer size from earlier steps, and fills the
+buffer with the largest values. If fewer values than the buffer holds are above the bound, some values below it are
+included; they affect neither the loss nor its gradients. If more values are above the bound, activations are lost. The
+host notices this overflow one step later. The selected values are set to NaN, so the step is skipped like any step with
+a non-finite gradient, and the weights do not change. The next steps use the dense matmul, which needs no predicted size
+and counts all values above the bound.
 
-The host reads the previous step's count after queuing the current step's first matmul. At that time the GPU still has
-to compute a backward pass, an update and that matmul, so it is never idle, and the host is at most one step ahead. All
-micro-batches in a step use counts from the same earlier steps, since waiting for the preceding micro-batch would leave
-the GPU idle. All micro-batches also use the same weights, so a step's count is the largest count of its micro-batches.
+The host reads the previous step's count after queuing the current step's first matmul. At that time, the GPU still has
+to compute a backward pass, an update and that matmul, so the GPU is never idle, and the host is at most one step ahead.
+All micro-batches in a step use counts from the same earlier steps, since waiting for the preceding micro-batch would
+leave the GPU idle. All micro-batches also use the same weights, so a step's count is the largest count of its
+micro-batches.
 
 With CUDA graphs, the host must choose a size before it queues anything. The host then does not wait for the last step's
 count, and decides while the GPU is still busy with that step. An overflow is therefore noticed two steps later.
@@ -35,7 +36,7 @@ from trainer.saes.kernels.select import Chosen, places_of
 # extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense matmul is used: in the first steps
 # of a run, the count may grow by half from one step to the next, and a step that overflows is wasted.
 MEMORY, MOST_GROWTH = 4, 1.25
-# With CUDA graphs, the buffer shrinks only after this many steps in which a smaller buffer sufficed, since L0
+# With CUDA graphs, the buffer shrinks only after `SHRINKS_AFTER` steps in which a smaller buffer sufficed, since L0
 # oscillates around its target. With this rule, at least 379 of 400 steps with 4,096 latents and k = 8 were replayed for
 # each architecture; without it, only 153 steps were replayed for the standard architecture.
 SHRINKS_AFTER = 100
@@ -104,7 +105,7 @@ class BufferSizer:
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
         """Decide the buffer size for the next batch and return it; None for the dense matmul.
 
-        No further batch may follow before `queued` is called. The last step's count is not read.
+        Do not process any other batch before calling `queued`. The last step's count is not read.
         """
         self._ahead = _Ahead(self._capacity(n_tokens, d_sae, n_unread=1))
         return self._ahead.capacity
@@ -138,13 +139,13 @@ class BufferSizer:
         expected = growth ** (1 + n_unread) * max(self._above)
         per_token = latent_capacity.per_token(expected, d_sae)
         if per_token and n_unread:
-            # Each change of the buffer size requires new captures.
+            # Each change in the buffer size requires new graph captures.
             self._expected.append(expected)
             self._per_token = per_token = latent_capacity.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
 
     def _learn(self, step: list[_ObservedBatch]) -> None:
-        """Process the counts for a step's batches; if any batch overflowed, forget all earlier steps."""
+        """Process the counts from a step's batches; if any batch overflowed, forget all earlier steps."""
         numbers = [int(batch.n_above.read()) for batch in step]
         if any(n_above == batch.capacity for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()
@@ -155,13 +156,13 @@ class BufferSizer:
 def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Chosen, Tensor]:
     """Select the n values that are farthest above a bound (or closest below it), and every NaN.
 
-    Also return how many of the selected values are at or above the bound, 0-dim int64. If this number is n, other
-    values above the bound may be missing, so all selected values are set to NaN.
+    Also return how many of the selected values are at or above the bound, 0-dim int64. If all n are, other values above
+    the bound may be missing, so all selected values are set to NaN.
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor):
-        # Rounding a distance to the dtype of the matrix preserves its sign: a value above the bound never has a
-        # negative distance.
+        # Rounding a distance to the matrix's dtype preserves its sign: a value above the bound never has a negative
+        # distance.
         distances = PreActs(torch.sub(matrix, bound, out=torch.empty_like(matrix)))
         flat, excess = distances.largest_of_all(n)
         values = matrix.flatten().index_select(0, flat)

@@ -1,6 +1,6 @@
 """AuxK's operations on dead latents: finding them, gathering their weights, and adding their gradients.
 
-There is a GPU kernel for each operation.
+Each operation has its own GPU kernel.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def longest_since_fired(
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> Packed:
     """Return the weights of n latents: rows of W_enc.T [d_sae, d_in] and of W_dec [d_sae, d_out].
 
-    The rows have the matmul dtype, `dtype`. If this dtype is narrower than the weights, the rows are read from the
-    narrow copy used by these matmuls. A latent index of −1 yields rows of zeros. The caller fills in the biases.
+    The rows have the matmul dtype, `dtype`. If this dtype is narrower than the weights' own, the rows are read from the
+    narrow copy that these matmuls use. A latent index of −1 yields rows of zeros. The caller fills in the biases.
     """
     whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
     packed = Packed.of(W_enc, len(latents), whole_enc.shape[1], whole_dec.shape[1], dtype)

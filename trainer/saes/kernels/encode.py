@@ -1,6 +1,6 @@
 """An encoder that computes one dense matmul and keeps only the selected pre-activations.
 
-For B tokens, a step with only dense matmuls takes 10·B·d_in·d_sae operations; with this encoder, it takes
+For B tokens, a step with only dense matmuls takes 10·B·d_in·d_sae operations; a step with this encoder takes
 2·B·d_in·d_sae. Autograd would scatter the gradient of the selected values into a dense [n_tokens, d_sae] matrix and
 multiply by this matrix twice, and a third time for the gradient of x − input_bias.
 """

@@ -1,4 +1,4 @@
-"""Finds the largest values of each row of a bf16 matrix on a CPU.
+"""Finds the largest values in each row of a bf16 matrix on a CPU.
 
 Each value becomes an integer key: its bits, followed by the bits of its column. Since numpy partitions integers with
 vector instructions, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms on one core, while finding the
@@ -19,8 +19,8 @@ from trainer.saes.kernels import top_k
 # The number of keys that numpy sorts at once, without partitioning: on one core, it finds the 64 largest of 512 keys in
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
-# If the chosen groups have more than `AT_ONCE` columns, the largest group size as a fraction of the size that minimises
-# the number of maxima plus columns. This fraction is below 1 because the columns of the chosen groups must be gathered.
+# The largest group size if the chosen groups have more than `AT_ONCE` columns, as a fraction of the size that minimises
+# the number of maxima plus columns. It is below 1 because the chosen groups' columns must also be gathered.
 SHARE_OF_BEST = 0.6
 # The size, in bytes, of the rows searched at once.
 PART_BYTES = 2**22
@@ -56,7 +56,7 @@ def _group_size(n: int, k: int) -> int:
     """Return the number of columns in a group, or 1 if searching the maxima of groups first would save no time.
 
     With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: finding the 64 largest values of each of
-    2,048 rows of 16,384 columns takes 19 ms, or 33 ms with a single level of groups.
+    2,048 rows of 16,384 columns takes 19 ms; with a single level of groups, it takes 33 ms.
     """
     if (ratio := n / AT_ONCE) <= 1:
         return 1
@@ -67,7 +67,7 @@ def _group_size(n: int, k: int) -> int:
 
 
 def _among_levels(*levels: np.ndarray, k: int, kind: type, shift: int) -> np.ndarray:
-    """Return the keys of the k largest values of each row of the first level, the smallest key first.
+    """Return the keys of the k largest values in each row of the first level, the smallest key first.
 
     On each level, search only the k groups with the largest maxima.
     """

@@ -1,4 +1,4 @@
-"""The pre-activations of a batch; only the requested values are computed."""
+"""A batch's pre-activations; only the requested values are computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
-    """The pre-activations [n_tokens, d_sae] of a batch; callers usually need only the largest values."""
+    """A batch's pre-activations [n_tokens, d_sae]; callers usually need only the largest values."""
 
     # Whether a rounded product may be used first; all ranks on a host must agree on this.
     may_be_rounded = False
@@ -76,6 +76,6 @@ class Product(PreActs):
         return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
-        """Let the next matmul reuse the matrix's memory; copy the needed values first."""
+        """Let the next matmul reuse the matrix's memory; the caller must copy any values it needs first."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

@@ -1,9 +1,9 @@
 """Finds the largest pre-activations with a bf16 matmul, and then computes exact values for the candidates only.
 
 A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. The error of a rounded
-product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. A value below the k-th largest exact value by more
-than this bound is not among the k largest. If too few values can be ruled out, the exact product is computed, so the
-result never depends on the rounding.
+product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. If a rounded value is below the k-th largest exact
+value by more than this bound, it is not among the k largest. If too few values can be ruled out, the exact product is
+computed, so the result never depends on the rounding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from trainer.saes.sparse_acts import SparseIndices
 
 # The number of rows per chunk, small enough that a chunk stays in the cache.
 PART = 512
-# Rounding to bf16 changes a number by at most `ROUNDING` times its size. In both products, each term adds to the fp32
-# sums an error of at most `SUMMING` times the product of the factors' norms.
+# Rounding to bf16 changes a number by at most `ROUNDING` times its size. In both products, each term adds an error of
+# at most `SUMMING` times the product of the factors' norms to the fp32 sums.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
 
 
@@ -37,7 +37,7 @@ class Factors(NamedTuple):
         return reused_buffer.product(self.b_enc, self.x, self.W_enc)
 
     def product_of(self, rows: Tensor) -> Tensor:
-        """Return the pre-activations of the given tokens, without using the buffer reused by full matmuls."""
+        """Return the pre-activations of the given tokens, without using the buffer that full matmuls reuse."""
         return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
 
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Candidates(NamedTuple):
 
 
 class FirstLook(NamedTuple):
-    """Values that are large in the rounded product, for each token.
+    """For each token, the values that are largest in the rounded product.
 
     `columns` and the bounds of the exact values, `lower` and `upper`, are [n_tokens, n]. No other value exceeds
     `ceiling` [n_tokens].
@@ -131,7 +131,7 @@ def may_be_used(factors: Factors) -> bool:
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    With `of_batch`, the search is for the largest values over all tokens, otherwise for the largest values per token.
+    With `of_batch`, the search is for the largest values over all tokens; otherwise, it is for the largest per token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
@@ -147,7 +147,7 @@ def look(factors: Factors, n: int) -> FirstLook:
 
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
-    """Return the result of `PreActs.largest`."""
+    """Implement `PreActs.largest`."""
     looked = look(factors, first_look.n_seen(k, 1))
     columns, values, ceiling = looked.exact(top_k.kth(looked.lower, k)).largest(k)
     # The negated comparison is True for NaN.
@@ -160,7 +160,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
-    """Return the result of `PreActs.largest_of_all`, or None if the rounded product rules out too few values."""
+    """Implement `PreActs.largest_of_all`; return None if the rounded product rules out too few values."""
     rough = _rough(factors)
     bound = top_k.guessed_bound(rough.values, n)
     floors = bound - abs(bound) * ROUNDING - rough.largest_errors

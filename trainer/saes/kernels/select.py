@@ -38,8 +38,8 @@ def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
     """
     matrix = pre_acts.matrix
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
-        # Torch would round the bound to the nearest number, and an fp32 copy of the matrix would take twice the memory
-        # of the matrix.
+        # Torch would round the bound to the nearest number, and an fp32 copy of the matrix would take twice the
+        # matrix's memory.
         bound = rounded_down(bound, matrix.dtype)
     indices = where(~(matrix <= bound))
     return None if indices is None else (indices, _at(matrix, indices))
@@ -52,7 +52,8 @@ def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
     """
     nearest = bound.detach().to(dtype)
     bits = nearest.view(torch.int16)
-    # Numbers of the same sign are ordered like their bits. The next number below 0 is the largest negative number.
+    # Larger bits mean a larger positive number, but a smaller negative number. The next number below 0 is the negative
+    # number closest to 0.
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
     return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
@@ -75,7 +76,7 @@ def n_marked_in(mask: Tensor) -> Tensor:
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Return ascending indices of the marked elements of the flattened mask."""
+    """Return ascending indices of the marked elements in the flattened mask."""
     return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 

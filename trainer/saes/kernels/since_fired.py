@@ -31,7 +31,7 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_tokens(since_fired: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
-    """Add a step's `n_tokens` (0-dim) tokens to the number of tokens since each latent fired [n]; clear `sums`.
+    """Add a step's `n_tokens` (0-dim) tokens to each latent's number of tokens since it fired [n]; clear `sums`.
 
     The number is reset to 0 for latents that fired in the step. `sums` [n + m] starts with each latent's firing count;
     its other elements [m] are returned. If there are no tokens, the contents of `sums` are ignored. `n_tokens` must not

@@ -1,10 +1,10 @@
 """Products with sparse activations that read only the rows of active latents.
 
-The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products work on bags of rows.
+The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products operate on bags of rows.
 Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner
-product of its row of W_dec with the gradient of its token. For each latent, the weight gradient is a sum over the rows
-of the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these
-matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one pass.
+product of its row of W_dec with the gradient of its token. For each latent, the weight gradient is a weighted sum of
+the rows for the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k =
+32, these matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.saes.sparse_acts import Acts, DenseActs, Filled, SparseActs, Sparse
 # A function that computes gradients in a given dtype from saved tensors and the gradients of the sums.
 MakeGradients = Callable[..., "Gradients"]
 
-# If rows are read in random order, larger matrices do not stay in the cache.
+# A larger matrix does not stay in the cache if its rows are read in random order.
 CACHE_BYTES = 2**24
 
 
@@ -35,8 +35,8 @@ def decode(acts: Acts, W_dec: Tensor, group: Group | None = None, n_levels: int 
     """Return acts @ W_dec [n_tokens, d_out]: the weighted sum of each token's active rows of W_dec [d_sae, d_out].
 
     Ranks in a `group` have the same tokens, and each rank gets its `local_shard` of the sum over ranks. With
-    `n_levels`, every `n_levels` consecutive token indices of the sparse activations are the levels of one token; the
-    result is then [n_tokens, n_levels, d_out].
+    `n_levels`, each group of `n_levels` consecutive token indices in the sparse activations represents the levels of
+    one token; the result is then [n_tokens, n_levels, d_out].
     """
     group = group or Group()
     if isinstance(acts, DenseActs):
@@ -49,7 +49,7 @@ def gradient_dtype(W_dec: Tensor) -> torch.dtype | None:
     """Return the dtype in which ranks gather the gradient of the decoded values, or None to keep its dtype.
 
     If W_dec is trained, its gradient is computed in this dtype anyway. Ranks must agree on the dtype, so it must not
-    depend on the activations, although a rank with many active latents uses dense matmuls.
+    depend on the activations, even though a rank with many active latents uses dense matmuls.
     """
     return _dtype_of_rows(W_dec) if W_dec.requires_grad else None
 
@@ -67,8 +67,8 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, indices: SparseIndices, group: Group, n_levels: int) -> Tensor:
-        # Under autocast, use 16-bit rows: they halve the bytes gathered by a GPU and fit better into its cache. Sums
-        # are in fp32 in any case.
+        # Under autocast, use 16-bit rows: they halve the number of bytes that a GPU gathers, and fit better into its
+        # cache. Sums are in fp32 in any case.
         dtype = _dtype_of_rows(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype)
         ctx.save_for_backward(values, rows)
@@ -103,7 +103,7 @@ def _gradients(
     needed: tuple[bool, bool],
     factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the activations and of W_dec; `rows` is the copy of W_dec used by the forward pass.
+    """Return the gradients of the activations and of W_dec; `rows` is the copy of W_dec that the forward pass used.
 
     The gradient of the decoded values is `grad`, times `factor` (0-dim) if given.
     """
@@ -119,7 +119,7 @@ def _gradients(
 
 
 def _times(matrix: Tensor, factor: Tensor | None) -> Tensor:
-    # Reshape the factor to [1], since a GPU would round a 0-dim factor to the dtype of the matrix.
+    # Reshape the factor to [1], since a GPU would round a 0-dim factor to the matrix's dtype.
     return matrix if factor is None else (matrix * factor.reshape(1)).to(matrix.dtype)
 
 
@@ -220,8 +220,8 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
 def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` and the sum of each latent's activations [d_sae].
 
-    `weights` are the parameters whose gradient is this product. On a GPU, the row norms of the gradient may also be
-    recorded for these parameters.
+    `weights` are the parameters whose gradient is this product. On a GPU, the gradient's row norms may also be recorded
+    for these parameters.
     """
     if triton := SPARSE_PRODUCTS.on(dense):
         summed = _summed(triton, acts, dense, None, weights)
@@ -276,7 +276,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: SparseIndices) -> Tensor:
-    """Return, for each entry, the inner product of its rows of `dense` [n_tokens, d] and `rows` [d_sae, d]: [n].
+    """Return the inner product of each entry's rows in `dense` [n_tokens, d] and `rows` [d_sae, d], as [n].
 
     The result for a padding entry is an arbitrary finite number.
     """
@@ -295,8 +295,8 @@ def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, indices: SparseIndice
     """Return whether a CPU uses its cache better when it reads the entries by latent instead of by token.
 
     For 4,096 tokens, d = 384 and k = 64 on one core, including the sort, reading by latent takes 22 ms instead of 40 ms
-    with 16,384 latents, but 20 ms instead of 16 ms with 3,072. With fewer entries than latents, reading by latent saves
-    no time.
+    with 16,384 latents, but 20 ms instead of 16 ms with 3,072. If there are fewer entries than latents, reading by
+    latent saves no time.
     """
     exceeds_cache = rows.nbytes > max(CACHE_BYTES, dense.nbytes) and not rows.is_cuda
     return exceeds_cache and len(indices.latents) >= len(rows)

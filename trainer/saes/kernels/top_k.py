@@ -1,9 +1,9 @@
 """Finds the positions of the largest values in a matrix.
 
-To save time, only values that can be among the largest are read; the result is exact. If columns are grouped, the k
-groups with the largest maxima contain the k largest values. On a GPU, all shapes are therefore known in advance, and
-the host never waits. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU, shapes may depend on
-the data.
+To save time, the search reads only values that can be among the largest; the result is still exact. If columns are
+grouped, the k groups with the largest maxima contain the k largest values. On a GPU, all shapes are therefore known in
+advance, and the host never waits. Kernels in `triton_top_k` handle many rows, or many 16-bit values. On a CPU, shapes
+may depend on the data.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import LATENT_SELECTIONS
 
 # The number of rows sampled to guess a bound, and the target number of values above the bound relative to the number
-# requested. The fraction of values above a bound in a batch differs by less than a sixth from the fraction in 64 of its
-# rows.
+# requested. The fraction of a batch's values that exceed a bound differs by less than a sixth from the fraction in 64
+# of its rows.
 SAMPLE_ROWS, MARGIN = 64, 1.5
-# The number of chunks per thread; the results of one chunk stay in the cache.
+# The number of chunks per thread, so that a chunk's results stay in the cache.
 PARTS = 4
 # The smallest group size; smaller groups save no time.
 LEAST_GROUP = 6
@@ -58,7 +58,7 @@ def of_all(values: Tensor, n: int) -> Tensor:
 
 
 def _candidates(values: Tensor, n: int) -> Tensor:
-    """Return ascending indices in the flattened matrix that include the indices of its n largest values.
+    """Return ascending indices into the flattened matrix that include those for its n largest values.
 
     All indices would take more memory than the matrix, so they are returned only if no bound rules out enough values.
     """
@@ -83,7 +83,7 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     smallest = kth(values, k)
     # The negated comparison is True for NaN.
     is_chosen = ~(values < smallest[:, None])
-    # Of several equal values, any may be chosen, but no more than k values in total.
+    # Any of several equal values may be chosen, but no more than k values in total.
     tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
     is_chosen[tied] = _mask_of(values[tied], _topk(values[tied], k))
     return is_chosen, smallest
@@ -112,7 +112,7 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
     """Call `work` on row chunks of the arrays [n, ...] and return the concatenated results.
 
-    Use the same number of threads as torch, since numpy would use only one.
+    This uses the same number of threads as torch; numpy by itself would use only one.
     """
     n_threads = torch.get_num_threads()
     parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
@@ -141,10 +141,10 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Return the result of `_topk` for rows [n_rows, n], but faster on CPU.
+    """Do the same as `_topk` for rows [n_rows, n], but faster on CPU.
 
     On one core, 4,096 rows of 256 take 4 ms instead of 12 ms. With AVX2, numpy's `argpartition` takes 13 ms;
-    `partition` has vector instructions on more CPUs.
+    `partition` uses vector instructions on more CPUs.
     """
     n = values.shape[1]
     if k == n:
@@ -187,11 +187,11 @@ def _group_size(n: int, k: int) -> int:
 
 
 def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-    """Return the result of `_partition`, but search only the k groups with the largest maxima.
+    """Do the same as `_partition`, but search only the k groups with the largest maxima.
 
-    A value in any other group is at most the maximum of its group, and at least k maxima are as large. A group consists
-    of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds the
-    largest maxima, and then the largest values of the chosen groups; by default, both searches use groups again.
+    A value in any other group is at most its group's maximum, and at least k maxima are as large as that. A group
+    consists of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds
+    the largest maxima, and then the largest values of the chosen groups; by default, both searches use groups again.
     """
     n_rows, n = values.shape
     if (size := _group_size(n, k)) < LEAST_GROUP or not k:

@@ -1,6 +1,6 @@
 """Finds the largest pre-activations over several ranks, exactly, by exchanging candidates.
 
-A rank sends only some of its largest values, plus a ceiling not exceeded by any of its other values. If a ceiling is
+A rank sends only some of its largest values, plus a ceiling that none of its other values exceeds. If a ceiling is
 above a token's smallest chosen value, an unsent value might belong to the result; a second round then exchanges all
 possible candidates for such tokens. Either each rank decides for its shard of the tokens, or all ranks see the same
 values and decide identically. With only one rank, nothing is exchanged. If a rounded product finds the candidates,
@@ -32,7 +32,7 @@ from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, SparseIndices
 
-# Like `MARGIN_PER_TOKEN`, but for the largest values in an entire batch; their number per rank varies less.
+# Like `MARGIN_PER_TOKEN`, but for an entire batch's largest values, whose distribution over ranks varies less.
 MARGIN_PER_BATCH = 1.5
 
 
@@ -58,7 +58,7 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 
 
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
-    """Return this rank's candidates for the k largest values per token, and the number of candidates sent by a rank.
+    """Return this rank's candidates for each token's k largest values, and the number of candidates each rank sends.
 
     Ranks on the same host exchange the bounds from a rounded product before they compute exact values. All of these
     ranks take part in the exchange, even a rank with too few latents for a rounded product.
@@ -77,7 +77,7 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
 
 
 def _selected(gathered: Tensor, k: int) -> Tensor:
-    """Return a mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest of their token.
+    """Return a mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest for their token.
 
     `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The last column of the result
     marks tokens whose result is not final yet, since an unsent value might be among their k largest values.

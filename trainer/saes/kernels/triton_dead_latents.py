@@ -18,7 +18,7 @@ from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
 MOST_LATENTS, PER_THREAD = 2**15, 64
 # The number of latents whose positions a program computes, and the number of row columns it copies.
 PART, COLUMNS = 1024, 1024
-# Silence is capped at this number of tokens, since 32-bit counts take half the registers.
+# Silence is capped at this number of tokens, since 32-bit counts take half as many registers as 64-bit counts.
 LONGEST_SINCE_FIRED = tl.constexpr(2**31 - 1)
 
 
@@ -30,7 +30,7 @@ def fits(since_fired: Tensor, dead_after: int) -> bool:
 def longest_since_fired(
     since_fired: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `dead_latents.longest_since_fired`."""
+    """Implement `dead_latents.longest_since_fired`."""
     n_latents = len(since_fired)
     latents, bias = since_fired.new_empty(n), b_enc.new_empty(n, dtype=dtype)
     weight = torch.empty_like(variance)
@@ -57,7 +57,7 @@ def add(
     wholes: tuple[Tensor, Tensor, Tensor], latents: Tensor, parts: tuple[Tensor, Tensor, Tensor],
     input_bias: Tensor | None, centred: Tensor | None,
 ) -> None:  # fmt: skip
-    """Perform `dead_latents.add`; the full matrices must be contiguous."""
+    """Implement `dead_latents.add`; the full matrices must be contiguous."""
     whole_enc, whole_bias, whole_dec = wholes
     W_enc, b_enc, W_dec = (one.contiguous() for one in parts)
     n_read, n_written = W_enc.shape[1], W_dec.shape[1]
@@ -69,7 +69,7 @@ def add(
         )  # fmt: skip
     for one in (*wholes, input_bias):
         if one is not None:
-            # Torch also increments the version in its own in-place operations.
+            # Torch's own in-place operations also increment the version.
             torch.autograd.graph.increment_version(one)
 
 
@@ -153,7 +153,7 @@ def _find_longest_since_fired(
 
 @triton.jit
 def _since_fired_of_dead(since_fired, latents, n_latents, dead_after):
-    """Return the number of tokens since each latent in a block fired, int32; -1 for live latents and padding."""
+    """Return the number of tokens since each latent in a block last fired, int32; -1 for live latents and padding."""
     words, inside = since_fired.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
     low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     silent_for = tl.where((high > 0) | (low < 0), LONGEST_SINCE_FIRED, low)
@@ -180,8 +180,8 @@ def _add_rows(
 ):  # fmt: skip
     """Add one block of columns of a latent's gradients; skip latent index -1.
 
-    The first column block's program also adds the bias gradient. The first latent's program also updates the input bias
-    gradient.
+    Programs for the first block of columns also add the bias gradient. Programs for the first latent also update the
+    input bias gradient.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     latent = tl.load(some_rows + row)

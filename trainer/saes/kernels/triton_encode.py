@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The number of columns and rows per program, so that each thread processes 16 numbers.
+# The numbers of columns and rows per program, chosen so that each thread processes 16 numbers.
 _COLUMNS, _ROWS, _WARPS = 256, 8, 4
 
 

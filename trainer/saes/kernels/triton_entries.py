@@ -62,7 +62,7 @@ def _put_chosen_first(
     out_latents, out_tokens, out_values, out_ascending, latents, tokens, values, is_chosen, chosen_so_far, n, n_tokens,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move one block of entries to new positions; `chosen_so_far` is the inclusive count of chosen entries."""
+    """Move one block of entries to their new positions; `chosen_so_far` is the inclusive count of chosen entries."""
     indices = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = indices < n
     chosen = tl.load(is_chosen + indices, mask=inside, other=0) != 0

@@ -20,10 +20,10 @@ from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 # The number of rows per program, and the number of columns it processes at a time. Each thread processes all rows of
 # its columns: 16 numbers per sum, or 8 if there are several levels, so that no registers are spilled.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
-# The number of rows and columns per program that adds two matrices, so that each thread processes 16 numbers.
+# The numbers of rows and columns per program that adds two matrices, chosen so that each thread processes 16 numbers.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
 # The number of columns in a one-warp program, the number of bytes it gathers per column at a time, and the number of
-# such programs that fill a GPU. The tokens are divided among about that number of programs; more programs would only
+# such programs that fill a GPU. The tokens are divided among about this number of programs; more of them would only
 # write more partial sums.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
@@ -40,7 +40,7 @@ class OfBags(NamedTuple):
 class NestedErrors(NamedTuple):
     """The errors of the prefixes of 1, 2, … levels, and the reconstruction from all levels.
 
-    `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` belong to the full set of levels.
+    `errors` is [n_tokens, n_levels, d_out]. `x_hat` [n_tokens, d_out] and `sums` are for the full set of levels.
     `inner`, 0-dim, is Σ‖error‖² over all shorter prefixes.
     """
 
@@ -63,7 +63,7 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, Sums]:
 
 
 def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedErrors:
-    """Add the outputs of the levels, parts [n_tokens, n_levels, d_out], to `offset`, [d_out] or [n_tokens, d_out]."""
+    """Add the levels' outputs, `parts` [n_tokens, n_levels, d_out], to `offset`, [d_out] or [n_tokens, d_out]."""
     errors = torch.empty_like(parts, memory_format=torch.contiguous_format)
     x_hat = torch.empty_like(y, memory_format=torch.contiguous_format)
     error, centred, *inner = _summed(errors, x_hat, y, parts, offset, y_mean)
@@ -73,10 +73,10 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedEr
 def nested_bags(
     acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
 ) -> NestedErrors:
-    """Return the result of `nested` for activations whose token indices represent (token, level) pairs.
+    """Do the same as `nested` for activations whose token indices represent (token, level) pairs.
 
-    `rows` is [d_sae, d_out] and `offset` is [d_out]. The outputs of the levels are accumulated entry by entry and are
-    never written to memory.
+    `rows` is [d_sae, d_out] and `offset` is [d_out]. The levels' outputs are accumulated entry by entry, and are never
+    written to memory.
     """
     errors, x_hat = (
         y.new_empty(len(y), n_levels, y.shape[1]),
@@ -86,7 +86,7 @@ def nested_bags(
 
 
 def errors_of_bags(acts: SparseActs, rows: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> OfBags:
-    """Return the errors of the reconstruction from activations, `rows` [d_sae, d_out] and `offset` [d_out]."""
+    """Return the errors of the reconstruction from the activations, `rows` [d_sae, d_out] and `offset` [d_out]."""
     errors, x_hat = (torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(2))
     narrow = None if rows.dtype == y.dtype else torch.empty_like(errors, dtype=rows.dtype)
     sums, _ = _fill_of_bags(errors[:, None], x_hat, narrow, acts, rows, offset, y, y_mean)
@@ -193,7 +193,7 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
-    # Use fp16, supported by every GPU; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
+    # Use fp16, which every GPU supports; Triton 3.2 cannot compile bf16 for GPUs older than sm_80.
     square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
@@ -284,8 +284,8 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
-            # Here, `error` still belongs to the previous level. With this addition at the end of the loop body, sm_70
-            # spilled registers.
+            # Here, `error` still belongs to the previous level. If this addition is at the end of the loop body, sm_70
+            # spills registers.
             if level > 0:
                 inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1
@@ -320,8 +320,7 @@ def _sum_gradients(
 ):  # fmt: skip
     """Write the gradients of all levels, from the last to the first; sum the first level's gradients over the rows.
 
-    The gradient of a level is the gradient of the next level plus the contribution from the prefix ending with this
-    level.
+    A level's gradient is the next level's gradient plus the contribution from the prefix that ends with this level.
     """
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)
@@ -348,7 +347,7 @@ def _add_and_square(
     out_twice, out_squares, part, other, weight, other_stride, n_rows, n_columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of two matrices; write twice the result, and the weighted sum of its squares."""
+    """Add one block of each of two matrices; write twice the result, and the weighted sum of its squares."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     indices, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)

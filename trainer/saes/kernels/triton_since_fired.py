@@ -1,4 +1,4 @@
-"""The `since_fired` functions with one kernel each; torch needs 4 to 6 operations, each as slow as a kernel."""
+"""The `since_fired` functions as one kernel each; torch needs 4 to 6 operations, each as slow as such a kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -11,13 +11,13 @@ from torch import Tensor
 from trainer.saes.kernels.since_fired import LEAST_VARIANCE
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The number of latents per program, and the maximum number of other sums, all handled by the first program. Every SAE
-# has fewer.
+# The number of latents per program, and the maximum number of other sums, which the first program handles alone. Every
+# SAE has fewer.
 _PART, _MOST_OTHERS = 1024, 16
 
 
 def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
-    """Add the counts from a pass to `sums`, as `since_fired.count` does.
+    """Add a pass's counts to `sums`, as `since_fired.count` does.
 
     The counts are integers, so their sums are exact in any order.
     """

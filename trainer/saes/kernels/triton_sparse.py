@@ -2,7 +2,7 @@
 
 The host never waits, since grids depend only on shapes. A program handles one block of columns, and programs for the
 same block run consecutively, so that the gathered slice fits into the L2 cache: 128 columns of 65,536 bf16 rows take 16
-MiB, and so do all 2,304 columns of 4,096 rows.
+MiB, as do all 2,304 columns of 4,096 rows.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -17,18 +17,19 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The maximum number of a latent's entries summed by one program; more entries are split among several programs. Without
+# The maximum number of a latent's entries that one program sums; more entries are split among several programs. Without
 # this limit, a latent that is active on all 4,096 tokens would keep one program busy long after the other programs have
 # finished.
 LONGEST = 256
-# The number of rows summed by a program, and the number of rows and columns it holds at a time: 32 numbers per thread.
-# With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes 0.08 ms.
+# The number of rows that a program sums, and the number of rows and columns that it holds at a time: 32 numbers per
+# thread. With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes
+# 0.08 ms.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 # The number of latents per program that merges the measurements of column parts.
 JOINED = 256
 # The number of activations summed at a time.
 OF_TOTAL = tl.constexpr(32)
-# The number of values held by a program at a time: 32 per thread.
+# The number of values that a program holds at a time: 32 per thread.
 TILE = 4096
 # At least `MANY` programs fill a GPU even if each holds so few values that one warp suffices. For the sums of 4,096
 # bags of 32 rows of 768, an H200 took 0.14 ms with 4 warps and 0.03 ms with one; for bags of 64 rows of 2,304, it took
@@ -39,10 +40,11 @@ MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
 SLAB_BYTES = 16 * 2**20
 # The slice size in bytes if all streamed data is used only once and is marked for early eviction.
 DENSE_BYTES = 20 * 10**6
-# The maximum number of columns per latent summed by one program, and the approximate number of columns per thread; this
-# is halved if rows are not aligned to vectors, since Triton 3.6 then spilled registers. On an H200, a few warps that
-# read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two warps took 0.59 ms
-# with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07 ms.
+# The maximum number of columns per latent that one program sums, and the approximate number of columns per thread. The
+# latter is halved if rows are not aligned to vectors, since Triton 3.6 would otherwise spill registers. On an H200, a
+# few warps that read one entry at a time are fastest: for 65,536 latents, 4,096 tokens, k = 64 and width 2,304, two
+# warps took 0.59 ms with products and 0.25 ms without; 8 and 4 warps with four entries at a time took 1.63 ms and 1.07
+# ms.
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
@@ -84,8 +86,7 @@ class Summed(NamedTuple):
     """The sums for all latents, fp32 [d_sae, d].
 
     `products`, one per entry, are fp32 [n]; `totals`, the summed activations of each latent, are fp32 [d_sae]. Either
-    `products` or `totals` is None. `shared` [m] contains all latents summed by several programs, and possibly other
-    latents.
+    `products` or `totals` is None. `shared` [m] contains all latents that several programs sum, and possibly others.
     """
 
     sums: Tensor
@@ -303,11 +304,11 @@ def _sum_by_latent(
     rows, factor, unit_rows, latents, n_filled, n_entries, n_latents, n_columns, longest, of_part,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Sum one latent's first `longest` entries in one column part, and multiply each by the latent's row.
+    """Sum one latent's first `longest` entries in one column part, and multiply each entry by the latent's row.
 
     Both results are multiplied by `factor` if given. With `latents`, process a window of `longest` entries instead: add
-    the entries of the window that are not among the first `longest` of their latent. All of these entries belong to the
-    first latent in the window, since every other latent starts within the window.
+    the window's entries that are not among the first `longest` entries of their latent. All of these entries belong to
+    the first latent in the window, since every other latent starts within the window.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:
@@ -349,8 +350,8 @@ def _sum_by_latent(
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
     near_total *= times
     far_total *= times
-    # Do not compute the total in the loop or together with products, since sm_80 and sm_90 then spilled registers. The
-    # conditions are nested, since Triton 3.2 would compile the block of a combined condition even without totals.
+    # Do not compute the total in the loop or together with products, since sm_80 and sm_90 would then spill registers.
+    # The conditions are nested, since Triton 3.2 would compile the block of a combined condition even without totals.
     if out_totals is not None:  # noqa: SIM102
         if part == 0:
             total = _total(values, first, last)
@@ -362,7 +363,7 @@ def _sum_by_latent(
         measures = part * n_latents + latent
         if unit_rows is not None:
             # Loading these rows before the loop would double the number of registers. With the two rows loaded in the
-            # opposite order, sm_86 and sm_89 spilled registers.
+            # opposite order, sm_86 and sm_89 would spill registers.
             far_row = _once(unit_rows + row + far, far < right)
             near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:

@@ -1,9 +1,9 @@
-"""Finds the largest values in each row or in a whole matrix on a GPU by their bits, so the result is exact.
+"""On a GPU, finds the largest values in each row or in a whole matrix by comparing their bits, so the result is exact.
 
 A matrix is read once, in groups of adjacent columns. The k groups with the largest maxima contain the k largest values,
 and only these groups are read again. The exact bound is found by counting. If each program processes one row, a search
 narrows an interval until exactly k values exceed the bound or no other bound is left. If many programs share an entire
-matrix, two digits of 8 bits are counted. Ties go to the lowest index. Results are ordered by column, and nothing
+matrix, they count two digits of 8 bits each. Ties go to the lowest index. Results are ordered by column, and nothing
 depends on the order of programs.
 """
 
@@ -31,12 +31,12 @@ WIDEST = 2**14
 WIDEST_GATHERED = 2**13
 # The minimum number of rows, since fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
-# If programs share a search: the number of values per program, and the number of programs whose counts it sums at a
+# If programs share a search: the number of values per program, and the number of programs whose counts are summed at a
 # time.
 SHARED_TILE, COUNTS = 2**13, 2**10
 # The number of tiles whose digits one program processes.
 TILES = 8
-# The smallest ratio of all values to requested values; below it, groups save little.
+# The smallest supported ratio of all values to requested values; below this ratio, groups save little.
 LEAST_SHARE = 64
 # For each dtype: the bit pattern of infinity, and the width in bits.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
@@ -45,14 +45,14 @@ BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
-    """Return whether `largest_of_each` supports these rows and k, and there are enough rows to fill a GPU."""
+    """Return whether `largest_of_each` supports these rows and k, and whether there are enough rows to fill a GPU."""
     n_rows, n = values.shape
     are_few = _keeps_few(n, k) or n <= WIDEST_GATHERED
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and are_few
 
 
 def _keeps_few(n: int, k: int) -> bool:
-    """Return whether a program can hold the k groups with the largest maxima of n columns."""
+    """Return whether a program can hold the k groups with the largest maxima in a row of n columns."""
     kept: int = triton.next_power_of_2(max(k, 1)) * _group(n, k)
     return kept <= MOST_KEPT
 
@@ -138,7 +138,7 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _program_of_row(n: int) -> tuple[int, int]:
-    """Return the number of columns and warps for a program holding a complete row of n values."""
+    """Return the number of columns and warps for a program that holds a complete row of n values."""
     columns: int = triton.next_power_of_2(n)
     return columns, min(max(columns // 1024, 1), 16)
 
@@ -286,7 +286,7 @@ def _largest_of_rows(
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
-    # group. Therefore, enough groups reach the smallest of these maxima.
+    # group. Therefore, the maxima of enough groups are at least as large as the smallest of these values.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
@@ -306,8 +306,8 @@ def _largest_of_rows(
     numbers = tl.load(bits + columns, mask=inside, other=0)
     ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest)
     candidates = tl.reshape(ordered, [KEPT * GROUP])
-    # Only k maxima and few other values reach the bound of the groups, so the bound of the values is close. Search near
-    # the groups' bound first, at the spacing of bf16 numbers.
+    # Only k maxima and a few other values reach the groups' bound, so the values' bound is close to it. Search near the
+    # groups' bound first, at the spacing of bf16 numbers.
     low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), BY_HALVES)
     bound, n_above = search(candidates, k, low, high, step, BITS)
     chosen, nth = choose(candidates, k, bound, n_above)
@@ -403,8 +403,8 @@ def _count_digits(
     """Count the high digits in a tile or, with `high_digits`, the low digits of values in the bound's bin.
 
     Other values are counted as digit 0, which does not affect the search, since it starts from the highest digit. A
-    digit of their own, the 257th, would need 512 bins, the next power of two. For every 32 bins, each thread counts the
-    bits of a mask once per value, which takes a GPU eight times as long as an addition.
+    separate digit for these values, the 257th, would need 512 bins, the next power of two. For every 32 bins, each
+    thread counts the bits of a mask once per value, which takes eight times as long as an addition on a GPU.
     """
     indices = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ranks = _ranks_at(bits, indices, n_values, INFINITY, BITS)
@@ -524,8 +524,9 @@ def _bits_of(ordered, BITS: tl.constexpr):
 def search(ordered, k, low, high, step, BITS: tl.constexpr):
     """Return a bound that at most k values exceed, and the number of values that exceed it.
 
-    If this number is below k, at least k values reach the bound. No value exceeds `high`, and at least k values reach
-    `low`. The search starts from `low` with growing steps, and then bisects.
+    If fewer than k values exceed the bound, at least k values are greater than or equal to it. No value may exceed
+    `high`, and at least k values must be greater than or equal to `low`. The search starts from `low` with growing
+    steps, and then bisects.
     """
     # A search for two bits at a time was slower on an H200, since comparisons dominate.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32

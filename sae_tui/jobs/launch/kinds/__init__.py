@@ -26,7 +26,7 @@ L = TypeVar("L", bound=AnyOutlook)
 
 
 class LaunchKind(Generic[J, L]):
-    """The summary, the memory requirement and the row in the store, for one kind of job.
+    """Produces the summary, the memory requirement and the store row for one kind of job.
 
     The default implementations suit a kind of job whose requirements are unknown.
     """
@@ -49,7 +49,7 @@ class LaunchKind(Generic[J, L]):
     def ways(self, job: J, on: Machine, gpus: Sequence[MachineGpu], counts: Iterable[int]) -> list[JobRow]:
         """Forecast the job on the first 1, 2, … of these GPUs, for each number in `counts`.
 
-        If its time is unknown, forecast it only on one GPU, because the use of more GPUs is unknown.
+        If the job's duration is unknown, forecast it on only one GPU, because the benefit of more GPUs is unknown.
         """
         fitting = propose(job.replace("launch", gpus=[gpus[0].index]), on)
         return [row_of(fitting.outlook, gpus[:1], 1.0, fits=not errors(fitting.memory_problems()))]
@@ -73,7 +73,7 @@ class LaunchKind(Generic[J, L]):
         return None
 
     def in_array(self, job: J, array: int) -> J:
-        """Return a job of an array with the array's id, which is known only once the first job is recorded."""
+        """Return an array's job with the array's id added; the id is known only once the first job is recorded."""
         return job
 
     def write_files(self, data: DataDir, row: Job, job: J) -> None:

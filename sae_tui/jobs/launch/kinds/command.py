@@ -23,17 +23,17 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes, plural
 
-# The variables with the id of the array and the index of the job, for programs of an array.
+# The environment variables that contain the array's id and the job's index, for a program in an array.
 ARRAY_ID, ARRAY_INDEX = "SAE_TUI_ARRAY_ID", "SAE_TUI_ARRAY_INDEX"
 
 
 def name_of_command(argv: Sequence[str]) -> str:
-    """Return the name of a job after its command line, without secrets and control characters."""
+    """Return a job name derived from a command line, without secrets and control characters."""
     return printable(name_of(masked_arguments(argv)))
 
 
 def with_own_name(job: J) -> J:
-    """Name a command job without a name after its command line; jobs all called "command" look alike."""
+    """Name an unnamed command job after its command line, because jobs that are all called "command" look alike."""
     if not isinstance(job, CommandJob) or job.name != CommandJob.kind:
         return job
     return msgspec.structs.replace(job, name=name_of_command(job.command.argv))
@@ -59,7 +59,7 @@ class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):
         return " · ".join([where, self.needs(look, self.measured(job, look, device, past)), job.command.words])
 
     def measured(self, job: CommandJob, look: CommandOutlook, device: str, past: Iterable[Job]) -> PeakMemory | None:
-        """Return the peak memory on a GPU of the newest job with the same command line, if it ran on as many GPUs."""
+        """Return the peak GPU memory of the newest job with the same command line, folder and number of GPUs."""
         for done in past if look.on_gpus else ():
             if done.peak_memory_bytes and done.gpu_uuids and len(done.gpu_uuids) == look.ranks:
                 with contextlib.suppress(ValueError):
@@ -69,7 +69,7 @@ class LaunchCommand(LaunchKind[CommandJob, CommandOutlook]):
         return None
 
     def in_array(self, job: CommandJob, array: int) -> CommandJob:
-        """Add a variable with the id of the array, which a clone and a resumed job also get."""
+        """Add a variable with the array's id, which clones and resumed jobs also get."""
         return job.replace("command", env=[*(job.command.env or ()), f"{ARRAY_ID}={array}"])
 
     def write_files(self, data: DataDir, row: Job, job: CommandJob) -> None:
