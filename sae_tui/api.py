@@ -88,7 +88,7 @@ class Job:
         if not row.state.is_final:
             return None
         own = [rank for rank in ranks if rank.attempt == row.attempt]
-        # If a rank failed, the job ended in the same way as that rank.
+        # If a rank failed, its exit code and signal show how the job ended.
         last = next((rank for rank in own if rank.exit_code or rank.exit_signal), own[0] if own else None)
         number = last.exit_signal if last else None
         name = None if number is None else signal_name(number)

@@ -96,7 +96,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _inspector(data: DataDir) -> Inspector:
-    """Return the function that inspects shards. It needs torch or pyarrow, which are loaded only when it is called."""
+    """Return the inspector for shards that need torch or pyarrow; its module is loaded when it is first called."""
 
     @functools.cache
     def headers() -> ShardHeaders:

@@ -27,7 +27,7 @@ from trainer.contract.wording import duration, join_words, plural
 NAME = "policy.toml"
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-# How long a job may leave its GPUs unused before this is pointed out; a job can be stopped for it no earlier than this.
+# After this many seconds without using its GPUs, a job is pointed out. A policy cannot stop it earlier than that.
 IDLE_S = 1800.0
 LONGEST_S = 365 * 86_400.0
 _IDLE_TIMES = "a time of at least 30m, like 2h or 1d"

@@ -37,7 +37,7 @@ def _ramps(n_colours: int, **ramps: tuple[str, str, str]) -> dict[str, str]:
 
 
 def _activations(*styles: str) -> dict[str, str]:
-    """Return the styles of tokens, from the weakest activation to the strongest, in 256-colour palette colours."""
+    """Return token styles, from the weakest activation to the strongest, in colours of the 256-colour palette."""
     return {f"style-{name}": style for name, style in zip(("faint", "weak", "strong", "full"), styles, strict=True)}
 
 

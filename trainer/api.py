@@ -88,10 +88,10 @@ def train(
 
     If `data` is exhausted before `n_steps`, it is iterated again, unless it can be iterated only once. `settings`
     accepts the settings in a job file's `[sae]` and `[train]` sections. Raise `JobFileError` if a setting is unknown or
-    invalid, and `UserError` if training on the data is impossible; warn if there is too little data. `on_log(step,
-    values)` is called every `log_every` steps; `values` contains the metric means over the steps since the last call.
-    `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include `heldout_fvu` and
-    `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
+    invalid, and `UserError` if training on the data is impossible; warn if there is too little data.
+    `on_log(step, values)` is called every `log_every` steps; `values` contains the metric means over the steps since
+    the last call. `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include
+    `heldout_fvu` and `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)

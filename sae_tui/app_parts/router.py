@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Router:
-    """Opens screens for the session, and keeps one launch form per kind of job until it is launched or replaced."""
+    """Opens the session's screens; keeps a launch form per kind of job until it is replaced or its job is launched."""
 
     def __init__(self, app: App[None], session: Session, dashboard: Dashboard, refresh: Refresh) -> None:
         self._app = app

@@ -68,7 +68,7 @@ def resume(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class _Resumed(NamedTuple):
-    """The outcome for a job: a message, its part about how the job began, the step, and notes on changed settings.
+    """The outcome for a job: a message, a phrase for how the job began, the step, and notes on changed settings.
 
     The step is None for a released job, and for a command, which starts over.
     """

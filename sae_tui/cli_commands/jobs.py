@@ -543,7 +543,7 @@ def _tags(job: JobView) -> str:
 
 
 def _array_row(array: ArrayView) -> tuple[object, ...]:
-    """Return an array row's first cells: its jobs by state and its name in one cell, and the share that is done."""
+    """Return an array row's first cells: its jobs by state and its name in one cell, and the share that finished."""
     return (array.id, f"{array.words} · {array.name}", None, None, wording.done(array.progress))
 
 

@@ -103,7 +103,7 @@ def _env(flags: argparse.Namespace, values: Mapping[str, str]) -> list[str]:
 
 
 def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, str]) -> str:
-    """Return the job's name: the given name and the grid values, or the command, followed by the array index."""
+    """Return the job's name: the given name and the grid values, or the command; then the array index."""
     axes = "".join(f" {name}={value}" for name, value in values.items() if name != INDEX)
     stem = flags.name or _name_of_command(flags, argv)
     # A name taken from the command already shows the values, unless it was cut.

@@ -16,7 +16,7 @@ from trainer.contract.settings.job_file import dump_job
 def send(context: CommandContext, flags: argparse.Namespace) -> int:
     """Run the command on `--host`, and return its exit code.
 
-    Job files are read on this host, and their paths are made absolute; the files need not exist on the other host.
+    Job files are read on this host and need not exist on the other one. The paths in them are made absolute.
     """
     folder = os.path.abspath(getattr(flags, "folder", None) or working_folder())
     request = Request(flags.given, folder, _jobs(context, flags))

@@ -46,8 +46,8 @@ from trainer.contract.wording import gibibytes
 _PREFIX, _LOCK = "sae-tui-far-", "in-use.lock"
 # No app takes this long between creating a folder and locking it.
 _LOCKED_AFTER_S = 60.0
-# Limits on what another host can make this host store: the sizes of all files and of one log, and the numbers of files,
-# points and events.
+# Limits on what another host can make this host store: the total size of all files, the size of one log, and the
+# numbers of files, points and events.
 _MOST_BYTES, _LARGEST_LOG = 1 << 30, 4 << 20
 _MOST_FILES, _MOST_POINTS, _MOST_EVENTS = 5000, 5_000_000, 100_000
 # A feature file is sent only on request and may be large, so it is read faster than messages that were not requested.
@@ -208,7 +208,7 @@ class JobCopy:
 
 
 class CopiedFiles:
-    """Writes what another host sends to a data folder; raises `ValueError` for anything that no sae-tui would send."""
+    """Writes what another host sends into a data folder; raises `ValueError` for anything that no sae-tui sends."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.has_news = False

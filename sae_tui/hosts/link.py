@@ -72,7 +72,7 @@ class Link:
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self, cause: Cause | None = None) -> None:
-        """Stop the process; `lines` then ends too. `cause` is given if the other host is at fault."""
+        """Stop the process; `lines` then ends too. `cause` is the other host's fault, if there is one."""
         self.cut_for = cause
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)

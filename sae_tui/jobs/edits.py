@@ -66,7 +66,7 @@ def tag_words(text: str) -> tuple[list[str], list[str]]:
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Set a job's priority in the queue (-100 to 100); for a running job, it applies once the job is queued again."""
+    """Set a job's priority in the queue (-100 to 100); for a running job, it applies if the job is queued again."""
     if priority not in PRIORITIES:
         raise UserError(f"a priority must be between -100 and 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)

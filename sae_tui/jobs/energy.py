@@ -80,7 +80,8 @@ _SAMPLES, _COUNTER = "power samples", "counter"
 
 def _source(counted: float) -> str:
     """Return the source of the measurement; `counted` is the share of the measured time covered by the counter."""
-    # The energy of a job's last seconds is always computed from power samples, so the counter never covers all of it.
+    # The energy of a job's last seconds is always computed from power samples, so the counter never covers the whole
+    # measured time.
     if counted > 0.9:
         return _COUNTER
     return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
@@ -9,14 +10,23 @@ from typing import get_args
 import msgspec
 
 from sae_tui.compare.cards import NO_ERROR, Difference, Verdict, differences, limits_of
-from sae_tui.format import fit, wrap
+from sae_tui.format import bar, fit, wrap
 from sae_tui.jobs.features import readable
 from sae_tui.panels.latents import cut_around
 from sae_tui.widgets.lines import Line, LineView, Span
-from trainer.contract.runs.card_figures import CardFigure, Group, cautions, figures_of, next_to_twins, title_of_group
-from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
+from trainer.contract.runs.card_figures import (
+    CardFigure,
+    Group,
+    cautions,
+    figures_of,
+    in_form,
+    next_to_twins,
+    title_of_group,
+)
+from trainer.contract.runs.report_card import LOWEST_DECADE, AtK, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.runs.spread_words import spread_words
+from trainer.contract.settings.catalog import METRICS
 from trainer.contract.store.seeds import Spread
 from trainer.contract.wording import bars
 
@@ -91,7 +101,8 @@ def card_lines(
     for caution in cautions(card):
         warned.add(caution.text)
         lines += _wrapped("! ", f"{caution.text}: {caution.remedy}", width, "warn")
-    lines += [*_in_columns([*_seed_blocks(over_seeds), *_twin_blocks(card), *_blocks(card, cosines)], width), _BLANK]
+    blocks = [*_seed_blocks(over_seeds), *_twin_blocks(card), *_k_blocks(card), *_blocks(card, cosines)]
+    lines += [*_in_columns(blocks, width), _BLANK]
     known = [(title, text) for title, text in remarks(card) if text not in warned]
     column = max((len(title) for title, _ in known), default=0) + 2
     for title, text in known:
@@ -154,6 +165,26 @@ def _seed_blocks(over_seeds: Sequence[tuple[CardFigure, Spread]]) -> list[list[L
     heading = f" Mean ± s.d. over {over_seeds[0][1].n} seeds"
     rest: Span = (" " * (_CELLS - _TITLE - _SPREAD), "text")
     return [[((fit(heading, _CELLS), "accent"),), *((*row, rest) for row in rows)]]
+
+
+def _k_blocks(card: Card) -> list[list[Line]]:
+    """Return the FVU for each k with a bar, or [] for an SAE that is trained for a single k."""
+    figures, series = card.figures, METRICS["fvu"].series
+    if not figures.at_smaller_k:
+        return []
+    k = card.target_l0 or round(figures.l0_quantiles[-1])
+    at = [*figures.at_smaller_k, AtK(k, figures.fvu, figures.fvu_error)]
+    largest = max((one.fvu for one in at if math.isfinite(one.fvu)), default=1.0)
+    rows: list[Line] = [
+        (
+            (f"{one.k:>6} ", "label"),
+            (f"{bar(one.fvu / largest, _TITLE - 8)} ", "spark"),
+            (f"{in_form(one.fvu, series):>{_VALUE}}", "title"),
+            (fit(f" ± {in_form(one.fvu_error, series)}" if math.isfinite(one.fvu_error) else "", _ERROR), "dim"),
+        )
+        for one in at
+    ]
+    return [[((fit(" FVU by number of latents per row (k)", _CELLS), "accent"),), *rows]]
 
 
 def _figure_line(one: CardFigure) -> Line:

@@ -78,7 +78,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: CardGrid) -> list[Line]
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 2 to 6 lines; any number of lines shows utilisation, memory, power and temperature."""
+    """Return a GPU in 2 to 6 lines; even 2 lines include utilisation, memory, power and temperature."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)

@@ -1,4 +1,4 @@
-"""The columns of the jobs list, and the dialog for choosing, ordering and sorting by them."""
+"""The columns of the jobs list, and the dialog that chooses and orders the columns and sorts the jobs."""
 
 from __future__ import annotations
 

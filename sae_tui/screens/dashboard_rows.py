@@ -62,7 +62,7 @@ class PanelHeights:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the panels must show, in rows.
+    """What there is to show in the panels, in rows.
 
     `n_active` jobs run or wait, `is_running` is True if any of them runs, and `n_processes` is the number of
     processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of tiles. `previews`

@@ -484,7 +484,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @on(CommandLine.EarlierAsked)
     def _ask_earlier(self, event: CommandLine.EarlierAsked) -> None:
-        """Offer the command lines of this user's jobs; if there are none, go to the previous field, as elsewhere."""
+        """Offer the command lines of this user's jobs; without any, go to the previous field, as in other fields."""
         event.stop()
         if lines := job_form.earlier_commands(self.session.jobs):
             question = Find("Earlier command lines, the newest first", [(line, "") for line in lines])

@@ -86,7 +86,7 @@ class LogScreen(FramedScreen):
             self._reader.stop()
 
     def keys_offered(self) -> FooterOffer:
-        """Put the key for going back first, before the keys of the log itself."""
+        """Return the keys to show, with the key for going back before the keys of the log itself."""
         return FooterOffer(["logs.back"])
 
     def show_gpus(self) -> None:

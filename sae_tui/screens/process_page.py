@@ -87,7 +87,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 class _Graph:
     """A graph's field, title, style and formatter. `top` returns the end of its axis for the highest value drawn.
 
-    The label on the axis is its end divided by `unit`.
+    The axis is labelled with its end divided by `unit`.
     """
 
     field: str

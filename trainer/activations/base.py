@@ -71,8 +71,8 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 class Source(ABC):
     """An activation source; `place` is its name in messages, and `meta` contains metadata about its origin.
 
-    If `d_out` is set (for a transcoder), every row has a target of this width. With several hooks, each row [n_hooks *
-    d_in] concatenates one token's activations at all hooks; targets are concatenated in the same way.
+    If `d_out` is set (for a transcoder), every row has a target of this width. With several hooks, each row
+    [n_hooks * d_in] concatenates one token's activations at all hooks; targets are concatenated in the same way.
     """
 
     n_hooks: int = 1

@@ -34,6 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a 64-bit hash of each row of [n, d], except for zero rows, which come from padding."""
+    """Return a 64-bit hash of each of the rows [n, d], except for zero rows, which come from padding."""
     rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

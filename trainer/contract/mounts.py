@@ -49,7 +49,8 @@ def network_file_system(path: Path) -> str | None:
 def mount_of(path: Path) -> Mount:
     """Return the mount for a path; raise `OSError` if the path or the mount table cannot be read.
 
-    The mount is looked up by its id because on btrfs, `stat` returns a different device number from the mount table's.
+    The mount is looked up by its id because on btrfs, the device number from `stat` differs from the one in the mount
+    table.
     """
     number = _number(path)
     for line in MOUNTS.read_text(errors="replace").splitlines():

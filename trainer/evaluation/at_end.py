@@ -171,7 +171,7 @@ class Cards:
 
 
 def _twins(folders: Mapping[str, Path]) -> dict[str, tuple[str, str, None]]:
-    """Compare SAEs with their random twins; return the event that reports the result, or {}."""
+    """Compare SAEs with their random twins; return the event that reports the result, or {} if there are no twins."""
     try:
         cards = write_twins(folders)
     except Exception as error:

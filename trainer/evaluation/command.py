@@ -61,7 +61,7 @@ def evaluate(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure the SAEs in a run or a checkpoint on the run's own data, or the SAEs in a folder on the rows of `data`.
+    """Measure the SAEs of a run or checkpoint on the run's data, or the SAEs in a folder on rows of `data` if given.
 
     `targets` contains the targets for a transcoder in a folder; `given` overrides settings in the folder's files.
     Return a dict for each SAE with its report card (`card`), the report card's text (`lines`), and the folder that the

@@ -303,7 +303,7 @@ def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]
 
 @torch.no_grad()
 def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
-    """For each latent, return the n latents with the most similar decoder directions [d_sae, n], and the cosines."""
+    """For each latent, return the n latents with the most similar decoder directions, [d_sae, n], and the cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
     nearest = []

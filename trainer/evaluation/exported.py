@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """In the `with` block, use the threshold for one half of the held-out rows, which was set on the other half."""
+        """In the `with` block, use the threshold for one half of the held-out rows; it was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])

@@ -110,7 +110,7 @@ def measure(
     scales: Tensor | None = None,
     at_smaller_k: Mapping[int, Reconstruct] = MappingProxyType({}),
 ) -> Figures:
-    """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, called twice for the same rows.
+    """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
@@ -220,7 +220,7 @@ def histogram(density: Tensor) -> list[int]:
 
 
 def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
-    """Return the largest decoder cosine with any other latent, averaged over at most `MOST_COMPARED` latents."""
+    """Return a latent's largest decoder cosine with any other latent, averaged over at most `MOST_COMPARED` latents."""
     directions = normalize(w_dec.float(), dim=1)
     if len(directions) < 2:
         return math.nan

@@ -366,8 +366,8 @@ def moved_tokens(w_dec: Tensor, w_u: Tensor) -> dict[str, Tensor]:
     it is applied to decoder directions: W_dec @ W_U. Here, W_U includes the weight of the model's final norm, like
     `fold_ln` in TransformerLens. Each result has the shape [d_sae, n].
 
-    `trainer.contract.runs.features` reads the tensors by these names. `w_dec` [d_sae, d_model] contains the directions,
-    and `w_u` [d_model, n_ids] maps them to logits.
+    `trainer.contract.runs.features` reads the results under the same names. `w_dec` [d_sae, d_model] contains the
+    directions, and `w_u` [d_model, n_ids] maps them to logits.
     """
     n, at_once = min(N_MOVED, w_u.shape[1]), max(1, _LOGITS_AT_ONCE // w_u.shape[1])
     up, down = [], []

@@ -23,7 +23,7 @@ from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.device_choice import refuse_bad
 from trainer.ranks.devices import Device, gpus_here
 
-# The number of runnable processes per core from which a job takes noticeably longer.
+# The number of runnable processes per core at which a job starts to take noticeably longer.
 _BUSY = 1.5
 
 

@@ -26,8 +26,8 @@ _SUMMED = {"cpu": 2**23, "cuda": 2**24}
 # If memory is short, try half of the latents or values, then a quarter, but not less: smaller data would fit in a cache
 # and skew the measurement.
 PARTS = (1, 2, 4)
-# How long each measurement is repeated, in seconds. The fastest run counts, because other programs
-# rarely slow down every run.
+# How long each measurement is repeated, in seconds. The fastest run counts, because other programs rarely slow down
+# every run.
 WINDOW_S = 0.06
 N_TINY = 10
 

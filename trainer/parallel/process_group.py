@@ -203,7 +203,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` if `rendezvous` is on a file system without locks, which ranks need to write to the file."""
+    """Raise `UserError` if `rendezvous` is on a file system that lacks locks, which ranks need to write to the file."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -200,7 +200,7 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS`, for which a thread waits; ignore SIGINT and SIGHUP, which the parent handles."""
+    """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Block the signals before torch starts threads, which inherit the mask. A signal to an unmasked thread would kill

@@ -76,7 +76,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
 
 
 def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
-    """Return the job, with the tokens per step that the run in the folder used, and notes about the changes.
+    """Return the job with the tokens per step that the run in the folder used, and notes about the changes.
 
     Raise `JobFileError` if the job's data or SAE settings differ from that run's settings.
     """

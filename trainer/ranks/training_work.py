@@ -1,4 +1,4 @@
-"""A training rank's work: it joins the other ranks, trains, and writes the report cards at the end."""
+"""A training rank's work: join the other ranks, train, and write the report cards at the end."""
 
 from __future__ import annotations
 

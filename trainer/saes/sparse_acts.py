@@ -136,7 +136,7 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """Return each entry's element of the vector `per_latent` [d_sae], the one for its latent: [n]."""
+        """Return the element of the vector `per_latent` [d_sae] for each entry's latent, [n]."""
         return per_latent.index_select(0, self.indices.latents)
 
     def total(self, weights: Tensor) -> Tensor:

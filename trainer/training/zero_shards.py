@@ -86,7 +86,7 @@ class SteppedShare(Stepped):
     all-reduce; gathering the updated weights costs the other half.
 
     If matmuls read 16-bit weights, only 16-bit weights are exchanged. The optimizer's parameters then have separate
-    memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so reading them then
+    memory. The SAE's fp32 matrices have no memory between the first pass and the next `restore`, so any read of them
     fails.
     """
 

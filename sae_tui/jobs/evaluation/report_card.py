@@ -154,7 +154,7 @@ class OtherCard(msgspec.Struct, frozen=True):
 
 
 def other_cards(data: DataDir, job_id: int, label: str, others: Iterable[int]) -> list[OtherCard]:
-    """Return the report cards to compare a job's current one with: its earlier ones, other SAEs', then other jobs'.
+    """Return the report cards to compare a job's current one with: earlier ones, then other SAEs' and other jobs'.
 
     `label` identifies the SAE that the current report card belongs to.
     """

@@ -43,7 +43,8 @@ from trainer.contract.wording import duration, plural
 
 # The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
-# This line identifies the recorded job file of a command. Files of other kinds need not be parsed, at 0.5 ms each.
+# This line identifies the recorded job file of a command, so files of other kinds need not be parsed, which would take
+# 0.5 ms each.
 _RUNS_COMMAND = f'kind = "{CommandJob.kind}"'
 _MOST_EARLIER = 200
 # Settings that apply only to jobs whose processes belong to the trainer.

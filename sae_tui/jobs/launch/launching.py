@@ -117,7 +117,7 @@ def _record_and_start(
 
 
 def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -> str:
-    """Start recorded jobs, by default with the queue process; return why that does not start, or ""."""
+    """Start recorded jobs, by default with the queue process; return why the queue process does not start, or ""."""
     for job_id in job_ids:
         if start:
             start_or_fail(recording.data, recording.control, job_id, start)

@@ -261,7 +261,7 @@ def _processes(count: int) -> Devices:
 def _rows(
     job: JobConfig, data: DataShape, devices: Devices, speeds: MeasuredHardware, price: float | None
 ) -> Iterator[JobRow]:
-    """Yield a row for the chosen mode, then one for every other mode, with the same number of tokens per step."""
+    """Yield a row for the chosen mode, then one for every other mode at the same number of tokens per step."""
     colocated = with_model_gpus(job, devices.count, 0)
     chosen = _forecast(colocated, data, devices, speeds, price)
     placed = _placed(job, data, devices, speeds)

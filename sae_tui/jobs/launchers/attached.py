@@ -158,8 +158,8 @@ def _status_of_reaped(pidfd: int) -> int | None:
 def _status_of_zombie(pid: int) -> int | None:
     with contextlib.suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        # The kernel reports 0 to a process that may not trace this one, but the user of such a process cannot run its
-        # supervisor either.
+        # The kernel reports 0 to a process that may not trace this one, but the user of such a process cannot run this
+        # program's supervisor either.
         return int(fields[-1]) if state == b"Z" else None
     return None
 

@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Count
 MOST_BYTES = 512 * 1024
 MOST_UNREAD_BYTES = 4 * 2**20
 NEWEST_BYTES = 64 * 1024
-# When the program has ended, this many bytes are read.
+# When the program has ended, at most this many bytes are read.
 LAST_BYTES = 2**20
 _MARK_BYTES = 256
 _LONGEST = 16 * 1024

@@ -30,7 +30,7 @@ WINDOW_S = 86_400.0
 # After a job has been its user's oldest waiting job for this long, users with less GPU time no longer go before it.
 AGED_S = WINDOW_S
 # Until a job ends, it counts as having run for at least this long. Otherwise, one user's jobs would get all GPUs that
-# become free at the same time.
+# are free at the same time.
 LEAST_S = 600.0
 # GPU time is compared in whole minutes up to the last full minute, so that all processes reach the same result.
 MINUTE_S = 60

@@ -141,7 +141,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key, smallest for the best placement: `_lack`, then the step time, or the bytes if nothing fits."""
+    """Return a sort key, smallest for the best placement: `_lack`, then the time, or the bytes if it does not fit."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes

@@ -148,7 +148,7 @@ def is_filter(words: str) -> bool:
 
 
 class LogitChange(msgspec.Struct, frozen=True):
-    """A token and how much a latent's decoder direction changes its logit; only relative sizes are meaningful."""
+    """A token, and how much a latent's decoder direction changes the token's logit; only relative sizes matter."""
 
     text: str
     logit: float
@@ -165,7 +165,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class ActivatingExample(msgspec.Struct, frozen=True):
-    """A context of a latent; in the context's document, the latent fires most strongly on the token at index `at`."""
+    """A context for a latent; in the context's document, the latent fires most strongly on the token at index `at`."""
 
     tokens: tuple[Token, ...]
     at: int

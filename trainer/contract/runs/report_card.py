@@ -202,10 +202,9 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     """How many latents are found again by the SAEs `others`, which differ only in the seed.
 
     For each latent, the largest cosine of its decoder direction with any decoder direction of another SAE is averaged
-    over the other SAEs. `share` is the share of latents whose mean exceeds `STABLE_COSINE`, and `median` is the
-    mean's median over the latents. `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean
-    cosine under the best one-to-one matching of decoder directions, averaged over the other SAEs; None if it was not
-    computed.
+    over the other SAEs. `share` is the share of latents whose average exceeds `STABLE_COSINE`, and `median` is the
+    median of these averages. `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean cosine
+    under the best one-to-one matching of decoder directions, averaged over the other SAEs; None if it was not computed.
     """
 
     others: tuple[str, ...]

@@ -1,4 +1,7 @@
-"""Chooses the inspector for shards in formats that need torch or pyarrow; does not import either of them."""
+"""Chooses the inspector for shards in formats that need torch or pyarrow.
+
+This module imports neither of them, because every program loads it.
+"""
 
 from __future__ import annotations
 

@@ -272,8 +272,8 @@ class Control:
 
         The GPUs are given as pairs (index, UUID). Raise `LeaseConflict` if another job holds one of the GPUs, unless
         both jobs share the GPU and its memory suffices; `space` maps UUIDs to bytes of memory. Also raise it if the
-        job's user would hold more than `most_gpus` GPUs, or if its array already has its maximum number of active jobs.
-        Return False if the job may no longer start.
+        job's user would hold more than `most_gpus` GPUs, or if the job's array already has its maximum number of active
+        jobs. Return False if the job may no longer start.
         """
         with self._write() as db:
             _refuse_beyond_limits(db, job, len(gpus), most_gpus)

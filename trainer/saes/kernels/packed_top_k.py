@@ -20,7 +20,7 @@ from trainer.saes.kernels import top_k
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
 # The largest group size if the chosen groups have more than `AT_ONCE` columns, as a fraction of the size that minimises
-# the number of maxima plus columns. It is below 1 because the chosen groups' columns must also be gathered.
+# the number of maxima plus columns. This fraction is below 1 because the chosen groups' columns must also be gathered.
 SHARE_OF_BEST = 0.6
 # The size, in bytes, of the rows searched at once.
 PART_BYTES = 2**22

@@ -2,8 +2,8 @@
 
 A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. The error of a rounded
 product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. If a rounded value is below the k-th largest exact
-value by more than this bound, it is not among the k largest. If too few values can be ruled out, the exact product is
-computed, so the result never depends on the rounding.
+value by more than this bound, its exact value is not among the k largest. If too few values can be ruled out, the exact
+product is computed, so the result never depends on the rounding.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products operate on bags of rows.
 Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner
 product of its row of W_dec with the gradient of its token. For each latent, the weight gradient is a weighted sum of
-the rows for the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k =
-32, these matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one pass.
+the rows for the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and
+k = 32, these matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one
+pass.
 """
 
 from __future__ import annotations

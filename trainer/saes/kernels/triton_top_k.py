@@ -286,7 +286,7 @@ def _largest_of_rows(
     tl.debug_barrier()
 
     # Maxima at different positions come from different groups, and there are at least k positions, or one for each
-    # group. Therefore, the maxima of enough groups are at least as large as the smallest of these values.
+    # group. Therefore, enough groups have maxima at least as large as the smallest of the maxima at these positions.
     tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
     high = tl.max(largest, axis=0)
     low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
