@@ -241,7 +241,7 @@ class Actions:
 
             samples = state.monitor.latest()
             source = name_elsewhere(state.monitor.source_name, len(samples))
-            return f"process {pid} is job {adopt(state.data, pid, samples, gpu_source=source)} now"
+            return f"process {pid} is now job {adopt(state.data, pid, samples, gpu_source=source)}"
 
         self.ask(f"Turn {name} into a job? It keeps running, and its GPUs are leased to it.", "Adopt", act)
 

@@ -245,7 +245,7 @@ def _strings(name: str, values: str | Iterable[str]) -> list[str]:
 def _ids(after: int | Job | Iterable[int | Job]) -> tuple[int, ...]:
     ids = [one.id if isinstance(one, Job) else one for one in listed(after)]
     if wrong := [one for one in ids if not isinstance(one, int) or isinstance(one, bool)]:
-        raise UsageError(f"after: must be jobs or ids of jobs, not {wrong[0]!r}")
+        raise UsageError(f"after: must be jobs or job ids, not {wrong[0]!r}")
     return tuple(ids)
 
 

@@ -102,7 +102,7 @@ class SaeApp(KeysInOrder, Notices):
         Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text",
                 tooltip="The keys of this screen"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
-                tooltip="The latest messages of the app, in full"),
+                tooltip="The app's latest messages, in full"),
         # Not ctrl+l, which launches the job on the launch form.
         Binding("ctrl+n", "redraw", "Refresh", show=False, priority=True, id="app.redraw",
                 tooltip="Read GPUs and jobs now, and repaint the screen"),

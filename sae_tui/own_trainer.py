@@ -47,7 +47,7 @@ def _fault() -> str:
         return "the trainer package of sae-tui is not installed; run pip install --force-reinstall sae-tui"
     if not os.path.exists(os.path.join(os.path.dirname(spec.origin), "contract", "exits.py")):
         return (
-            f"`import trainer` finds {spec.origin}, which is not the trainer of sae-tui; rename it, "
+            f"`import trainer` finds {spec.origin}, which is not sae-tui's trainer; rename it, "
             "or remove its folder from PYTHONPATH"
         )
     with open(spec.origin, "rb") as file:

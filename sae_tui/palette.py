@@ -113,7 +113,7 @@ def commands(
     for name in THEMES:
         yield SystemCommand(f"Theme: {name}", "Colours, saved in settings.toml", partial(choose_theme, name))
     yield SystemCommand("Settings", "Theme, alerts, other hosts and all other settings", router.show_settings)
-    yield SystemCommand("Alerts", "Current alerts and alerts of the last 24 hours", router.show_alerts)
+    yield SystemCommand("Alerts", "Current alerts and alerts from the last 24 hours", router.show_alerts)
     yield SystemCommand("Own cost", "Resources that this app uses: CPU, memory, terminal output", router.show_own_cost)
     yield SystemCommand("Help", "The keys of this screen", router.show_help)
     yield SystemCommand("Quit", "Quit; jobs keep running", screen.app.action_quit)

@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
     """All settings of the app; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
-        Literal["aggregated", "per_gpu", "map"], about("View of the dashboard at start.", group=_LOOK)
+        Literal["aggregated", "per_gpu", "map"], about("Dashboard view at start.", group=_LOOK)
     ] = "aggregated"
     job_columns: Annotated[
         list[JobColumnName],
@@ -174,7 +174,7 @@ class Settings(msgspec.Struct, frozen=True):
     python: Annotated[
         str,
         about(
-            "Python of another environment that trains new jobs; empty: the app's Python.",
+            "Python from another environment for training new jobs; empty: the app's Python.",
             group=_LAUNCH,
             wanted=PYTHONS,
         ),

@@ -15,7 +15,7 @@ def test_settings_are_read_back_as_saved_and_the_file_has_comments(tmp_path) -> 
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
     assert load_settings(path) == (chosen, [])
-    assert '# View of the dashboard at start. It is "aggregated", "per_gpu" or "map".' in path.read_text()
+    assert '# Dashboard view at start. It is "aggregated", "per_gpu" or "map".' in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 

@@ -441,7 +441,7 @@ def _self_test(flags: argparse.Namespace) -> int:
             _say(f"wrong: {check.part}: {check.name}: {json.dumps(check.found)}")
 
     found = run(VENDORS[torch_vendor()].pin(uuids) if uuids else {}, full=flags.full, tell=tell)
-    right = "trains right" if found["ok"] else f"failed {len(found['failed'])} checks"
+    right = "trains correctly" if found["ok"] else f"failed {len(found['failed'])} checks"
     seconds = f"{found['checks']} checks in {found['seconds']:.0f} s"
     _say(json.dumps(found) if flags.json else f"{found['device']} {right}: {seconds}")
     return EXIT_FINISHED if found["ok"] else EXIT_FAILED

@@ -238,8 +238,8 @@ host, `run` needs no such port; on a cluster, neither does sae-tui with launch.b
 
 SELF_TEST = """\
 The checks do not read or write your data. They compare sparse matmuls and selections with float64, and the FVU of
-every architecture in every precision with the CPU. They also check whether the host waits for the GPU in a step,
-whether batches are copied correctly during a step, and whether an interrupted run resumes bit-identically. --full also
-compares the reserved memory with the estimate. No other process should use the GPU during the checks.
+every architecture in every precision with its FVU on the CPU. They also check whether the host waits for the GPU in a
+step, whether batches are copied correctly during a step, and whether an interrupted run resumes bit-identically. --full
+also compares the reserved memory with the estimate. No other process should use the GPU during the checks.
 Exit codes: 0 all checks passed, 1 a check failed, 2 bad usage.
 """

@@ -192,7 +192,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--keep-rows",
         action="store_true",
-        help="do not measure the rows again if the report card has their metrics for these weights",
+        help="skip measuring on rows if the report card already has these metrics for these weights",
     )
     command.add_argument(
         "--contexts",

@@ -149,8 +149,8 @@ def _idle(look: AlertReadings) -> Iterator[MeasuredValue]:
 
 def _disk(look: AlertReadings) -> Iterator[MeasuredValue]:
     free = look.free_bytes
-    words = f"the disk of the data folder has {gibibytes(free or 0)} left"
-    yield MeasuredValue("disk", "the disk of the data folder", None if free is None else free / GIB, words)
+    words = f"the data folder's disk has {gibibytes(free or 0)} left"
+    yield MeasuredValue("disk", "the data folder's disk", None if free is None else free / GIB, words)
 
 
 KINDS = (

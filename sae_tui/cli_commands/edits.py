@@ -186,7 +186,7 @@ def _last_number(words: Sequence[str]) -> int:
     if len(words) == 1:
         raise bad_usage("N: the priority is missing", "write `priority 7 5` or `priority 3-9 12 --to 5`")
     if len(words) > 2 or not _selector(words[0]).is_id:
-        raise bad_usage("--to: the priority of several jobs is missing", "write it as in `priority 3-9 12 --to 5`")
+        raise bad_usage("--to: the priority for several jobs is missing", "write it as in `priority 3-9 12 --to 5`")
     if not re.fullmatch(r"[+-]?\d{1,9}", words[1]):
         raise bad_usage(f'N: must be an integer, not "{cut(words[1])}"', "give a priority from -100 to 100")
     return int(words[1])

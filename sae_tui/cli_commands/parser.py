@@ -357,7 +357,7 @@ def _add_gpu_commands(add: Add) -> None:
     )
     add("receive", "receiving.receive", "Run a command that `run --host` or `launch --host` sent from another host")
     _add_serve(add)
-    metrics = add("metrics", "metrics.show_metrics", "Show the load of the GPUs, now and in the past")
+    metrics = add("metrics", "metrics.show_metrics", "Show current and past GPU load")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument(
         "--since", type=seconds, metavar="10m", help="also show the history of this period, such as 10m or 24h"
@@ -387,7 +387,7 @@ def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", "recommend.recommend", "Recommend GPUs for a job")
     number = "number of GPUs; default: as in the job file, or for `auto`, the fewest that suffice"
     recommend.add_argument("--count", type=positive, metavar="N", help=number)
-    validate = add("validate", "launching.validate", "List everything that would keep a job from running")
+    validate = add("validate", "launching.validate", "List everything that would prevent a job from running")
     launch = add("launch", "launching.launch", "Start jobs in the background, or queue them until their GPUs are free")
     _add_launch_flags(launch)
     _add_host(launch)
@@ -514,7 +514,7 @@ def _add_import_flags(take: argparse.ArgumentParser) -> None:
 def _add_export(add: Add) -> None:
     from trainer.contract.settings.catalog import EXPORTED_K
 
-    share = add("export", "sharing.export", "Export the SAE of a job for other tools")
+    share = add("export", "sharing.export", "Export a job's SAE for other tools")
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
     share.add_argument(
@@ -569,7 +569,7 @@ def _add_host(command: argparse.ArgumentParser) -> None:
 
 def _add_queue_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--share", action="store_true", help="also take GPUs that are in use, if they have enough free memory"
+        "--share", action="store_true", help="also use GPUs that are already in use, if they have enough free memory"
     )
     command.add_argument(
         "--priority", type=int, metavar="N", help="-100 to 100; jobs with a higher priority start first; default: 0"
@@ -657,7 +657,7 @@ def _add_finding(add: Add) -> None:
         action="store_true",
         help="wait until the evaluation has ended; exit codes: 0 if it succeeded, otherwise 1",
     )
-    latents = add("features", "features.features", "Show the latents of an SAE and their max-activating examples")
+    latents = add("features", "features.features", "Show an SAE's latents and their max-activating examples")
     run = latents.add_argument("run", metavar="RUN", help="id of a job, or folder of an SAE or run")
     _complete_ids(run)
     latents.add_argument(
@@ -684,7 +684,7 @@ def _add_edit_commands(add: Add) -> None:
     resume = add(
         "resume", "edits.resume", "Resume jobs that have ended or are paused, from their last good checkpoints"
     )
-    clone = add("clone", "edits.clone", "Launch a new job with the settings of another job")
+    clone = add("clone", "edits.clone", "Launch a new job with another job's settings")
     pause = add("pause", "edits.pause", "Save a checkpoint of jobs and free their GPUs until they are resumed")
     hold = add("hold", "edits.hold", "Hold queued jobs, so that they do not start")
     release = add("release", "edits.release", "Release held jobs, so that they can start")

@@ -127,7 +127,7 @@ def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str
     """
     columns = dict(map(_axis, axes))
     if len(columns) < len(axes):
-        raise _wrong_grid("has a name twice; write all values of a name in one --grid, like lr=1e-3,3e-4")
+        raise _wrong_grid("names a variable twice; write all its values in one --grid, like lr=1e-3,3e-4")
     if array:
         columns[INDEX] = [str(index) for index in array.indices]
     if (count := math.prod(map(len, columns.values()))) > MOST_IN_ARRAY:

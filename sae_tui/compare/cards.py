@@ -103,6 +103,6 @@ def limits_of(here: Card, there: Card) -> Iterator[str]:
     if here.spliced and there.spliced and texts_of(here) != texts_of(there):
         left_out = [one.spliced.left_out or "no tokens" for one in (here, there) if one.spliced]
         if left_out[0] == left_out[1]:
-            yield "the language model read other texts, so its losses and scores are not ranked"
+            yield "the language model read different texts, so its losses and scores are not ranked"
         else:
             yield f"the losses leave out {left_out[0]} here, {left_out[1]} there, so they are not ranked"

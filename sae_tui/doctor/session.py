@@ -44,7 +44,8 @@ def guarantee(data: DataDir) -> Finding:
 def _of_manager(name: str, *, lingers: bool) -> Finding:
     """Return the finding for jobs under the user's service manager, with unit `name`."""
     if lingers:
-        return Finding("ok", "logout", f"jobs continue after a logout, because of linger; they belong to {name}")
+        sentence = f"jobs continue after a logout, because lingering is enabled; they belong to {name}"
+        return Finding("ok", "logout", sentence)
     sentence = f"jobs are killed soon after your last logout, because they belong to {name} and linger is off"
     return Finding("warning", "logout", sentence, "run `loginctl enable-linger` once")
 

@@ -17,7 +17,7 @@ def check_slurm(box: CheckedMachine) -> Iterator[Finding]:
     elif len(missing) == 2:
         yield Finding("ok", "SLURM", "not installed; jobs run on this machine")
     elif missing:
-        sentence = f"{missing[0]} is missing, although other commands of SLURM are installed"
+        sentence = f"{missing[0]} is missing, although other SLURM commands are installed"
         yield Finding("warning", "SLURM", sentence, "load SLURM's module, or correct $PATH")
     else:
         yield _outside(box)

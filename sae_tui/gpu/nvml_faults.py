@@ -30,7 +30,7 @@ CARD = {
     2: "the driver no longer recognises this GPU",
     4: "no permission to read this GPU; see /dev/nvidia*",
     6: "the driver no longer recognises this GPU",
-    8: "the power cables of the GPU are not attached",
+    8: "the GPU's power cables are not attached",
     10: "the GPU did not respond to the driver in time",
     11: "the driver receives no interrupts from the GPU",
     15: LOST,

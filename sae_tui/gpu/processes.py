@@ -310,7 +310,7 @@ def send_signals(processes: Sequence[ProcessDetails], number: signal.Signals, so
     n_sent, everyone = len(processes) - len(refused), plural(len(processes), "process")
     sent_to = f"{n_sent or 'none'} of {everyone}" if refused else everyone
     n_more = len(refused) - _MOST_REASONS
-    more = [f"{n_more} more did not get it"] if n_more > 0 else []
+    more = [f"{n_more} more did not receive it"] if n_more > 0 else []
     result = "; ".join([f"{number.name} was sent to {sent_to}", *refused[:_MOST_REASONS], *more])
     if not n_sent:
         raise UserError(result)

@@ -121,7 +121,7 @@ class JobCopy:
             raise UserError(f"{place} has {gibibytes(free)} free, but the features of job {self.job_id} need "
                             f"{gibibytes(total)}")  # fmt: skip
         if total > self._files.free_bytes:
-            raise UserError(f"the features of job {self.job_id} have {gibibytes(total)}, but a copy of a job of "
+            raise UserError(f"the features of job {self.job_id} take up {gibibytes(total)}, but a copy of a job of "
                             f"another host has at most {gibibytes(_MOST_BYTES)}; open them on {self.host}")  # fmt: skip
 
         def take(message: Message) -> None:

@@ -148,7 +148,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"Watchdog caught collective operation timeout|watchdog got stuck|Heartbeat monitor timed out"
-        r"|NCCL.*time-?d? ?out|made no step for|Timed out waiting",
+        r"|NCCL.*time-?d? ?out|(?:made|took) no step for|Timed out waiting",
         Remedy(
             "time-out", "a rank or the link between GPUs hung; the attempt's stacks.txt shows where; resume the job"
         ),

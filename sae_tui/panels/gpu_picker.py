@@ -42,7 +42,7 @@ class GpuPicker(KeyedTable):
         Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Select or deselect this GPU"),
         Binding("a", "available", "All free", id="picker.available", tooltip="Select every free GPU"),
         Binding("r", "best", "Best", id="picker.recommended",
-                tooltip="Select the fewest GPUs that suffice, or more if they pay"),
+                tooltip="Select the fewest GPUs that suffice, or more if they are worth it"),
         Binding("R", "best(True)", "Always", show=False, id="picker.always",
                 tooltip="Select the best GPUs now and for every new job"),
     ]  # fmt: skip

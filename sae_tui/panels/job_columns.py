@@ -234,7 +234,7 @@ class ColumnsDialog(Dialog[tuple[str, ...] | None]):
     def compose(self) -> ComposeResult:
         columns = (Column("", 2), Column("COLUMN", 14), Column("", 1), Column("WHAT IT SHOWS", 20, grow=True))
         with Vertical() as box:
-            box.border_title = "Columns of the list of jobs"
+            box.border_title = "Columns of the jobs list"
             yield KeyedTable(columns, id="columns")
             yield Label(_KEYS, markup=False)
 

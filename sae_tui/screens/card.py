@@ -60,7 +60,7 @@ class CardScreen(Evaluates, FramedScreen):
         Binding("f", "open_features", "Features", id="card.features",
                 tooltip="Max-activating examples of its latents"),
         Binding("c", "compare", "Compare", id="card.compare",
-                tooltip="The difference to an earlier report card, or to one of another job"),
+                tooltip="The difference from an earlier report card, or from another job's"),
         Binding("e", "evaluate", "Evaluate", id="card.evaluate",
                 tooltip="Choose what to measure: rows, in the model, probes"),
     ]  # fmt: skip
@@ -124,7 +124,7 @@ class CardScreen(Evaluates, FramedScreen):
         sheet = self._sheets.get(self.member)
         if sheet and self.against:
             sheet = msgspec.structs.replace(sheet, against=self.against.card, against_name=self.against.name)
-        none_yet = f"Job {self.job_id} has no report card yet; press e after the job has ended to make one."
+        none_yet = f"Job {self.job_id} has no report card yet; press e after the job has ended to create one."
         self.query_one(CardPanel).show_card(sheet or none_yet)
 
     def _title(self) -> None:

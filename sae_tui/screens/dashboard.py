@@ -103,7 +103,7 @@ class Dashboard(FramedScreen):
         Binding("f", "open_features", "Features", id="dashboard.features", group=JOBS,
                 tooltip="Max-activating examples of its latents"),
         Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS,
-                tooltip="A new job with the settings of this one"),
+                tooltip="A new job with this one's settings"),
         Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS,
                 tooltip="Delete the job, or the marked jobs"),
         Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,

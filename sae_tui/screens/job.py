@@ -78,7 +78,7 @@ class JobScreen(Evaluates, FramedScreen):
                 tooltip="Stop and free the GPUs until you resume the job; training saves first"),
         Binding("g", "continue_job", "Resume", id="job.continue",
                 tooltip="Resume from a checkpoint, run a command again, or release a held job"),
-        Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
+        Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with this one's settings"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs in full screen: follow, search, filter"),
         Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all measurements"),
         Binding("f", "open_features", "Features", id="job.features",

@@ -36,7 +36,7 @@ class JobEdits(JobsFinder):
         Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Rename the job"),
         Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note on the job"),
         Binding("I", "import_sae", "Import", show=False, id="jobs.import", group=JOBS,
-                tooltip="Make a job from another tool's SAE: evaluate, compare, train it"),
+                tooltip="Create a job from another tool's SAE, to evaluate, compare or train it"),
         Binding("C", "choose_columns", "Columns", show=False, id="jobs.columns", group=FIND,
                 tooltip="Choose and order the columns, and sort by any of them"),
         Binding("F", "fold_clones", "Families", show=False, id="jobs.families", group=FIND,
@@ -100,7 +100,7 @@ class JobEdits(JobsFinder):
         """Mark or unmark the job or array under the cursor and move to the next row."""
         if self._far and self.table.cursor and not (self.selected or self.selected_array):
             words = (
-                "Only jobs of this host can be marked; c compares them with the job of another host under the cursor."
+                "Only jobs on this host can be marked; c compares them with the job under the cursor on another host."
             )
             self.notify(words, severity="warning")
         super().action_mark()

@@ -601,7 +601,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if not is_shared or self.session.readonly or os.path.lexists(mark):
             return
         self.notify(
-            "All free GPUs are selected. Press F2, then R, to start with the GPUs that speed up the job from now on.",
+            "All free GPUs are selected. Press F2, then R, to select only the GPUs that speed up the job, from now on.",
             timeout=_OFFER_S,
         )
         with contextlib.suppress(OSError, UserError):

@@ -302,7 +302,7 @@ class ProcessList(Filtered):
         if entry is None or self.session.actions.refused():
             return
         if entry.job:
-            self.notify(f"{_name(entry)} is a job already", severity="warning")
+            self.notify(f"{_name(entry)} is already a job", severity="warning")
             return
         self.session.actions.adopt(entry.process.pid, _name(entry))
 

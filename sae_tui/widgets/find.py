@@ -38,7 +38,7 @@ class Find(Dialog[str | None]):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Label(self.question, markup=False)
-            yield Input(placeholder="type a part of its name", compact=True)
+            yield Input(placeholder="type part of its name", compact=True)
             options = OptionList(markup=False, compact=True)
             options.can_focus = False
             yield options

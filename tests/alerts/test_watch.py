@@ -124,7 +124,7 @@ def gpus(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100
         (
             gpus(FINE, free_bytes=2 * GIB),
             30,
-            "the disk of the data folder has 2.0 GiB left",
+            "the data folder's disk has 2.0 GiB left",
             gpus(FINE),
             30,
         ),

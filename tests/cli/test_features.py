@@ -49,9 +49,9 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
 
 def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Shell, job_id: int) -> None:
     (line,) = shell.errors("features", job_id, "--sort", "stable", code=1)
-    assert line.startswith("sae-tui: error: --sort: no stability over seeds is stored; with several seeds")
+    assert line.startswith("sae-tui: error: --sort: no stability across seeds is stored; with several seeds")
     (line,) = shell.errors("features", job_id, "--search", "stable:>0.7", code=1)
-    assert line.startswith("sae-tui: error: stable: no stability over seeds is stored")
+    assert line.startswith("sae-tui: error: stable: no stability across seeds is stored")
     (file,) = shell.data.sae(job_id).rglob(FEATURES)
     file.write_bytes(features_file(stability=("F32", "f", [2], [0.25, 0.9375])))
     assert [one["latent"] for one in shell.json("features", job_id, "--sort", "stable")] == [1, 0]

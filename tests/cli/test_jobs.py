@@ -415,7 +415,7 @@ def test_a_failed_job_is_shown_with_its_cause_remedy_and_last_log_lines(shell):
     output = shell.run("job", job_id).stdout
     assert (output.count("SIGKILL"), output.count(last)) == (1, 1)
     assert "\nWhat to do: often the kernel's OOM killer" in output
-    assert f"`sae-tui resume {job_id}` starts it again, since it had saved no checkpoint\n" in output
+    assert f"`sae-tui resume {job_id}` starts it again, because it has not saved a checkpoint\n" in output
     assert f"\nLast lines of rank 0:\n  begins\n  {last}\n" in output
     assert shell.json("job", job_id)["error"] == error
 

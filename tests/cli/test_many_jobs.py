@@ -137,8 +137,8 @@ def test_a_job_that_is_not_being_evaluated_or_has_not_ended_is_skipped(shell):
     [
         (["1-2", "--to", "500"], "--to: 500 is out of range; give a priority from -100 to 100"),
         (["1"], "N: the priority is missing"),
-        (["1-2", "3"], "--to: the priority of several jobs is missing"),
-        (["1", "2", "3"], "--to: the priority of several jobs is missing"),
+        (["1-2", "3"], "--to: the priority for several jobs is missing"),
+        (["1", "2", "3"], "--to: the priority for several jobs is missing"),
         (["x", "3"], 'ID: must be a job id, a range like 3-9 or a #tag, not "x"'),
         (["x", "--to", "3"], 'ID: must be a job id, a range like 3-9 or a #tag, not "x"'),
     ],

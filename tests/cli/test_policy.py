@@ -51,7 +51,7 @@ def test_the_launch_screen_says_after_how_long_the_policy_stops_a_job(shell):
     set_policy(shell, 'max_time = "90m"\n')
     draft = job_form.Draft(job_form.flatten(to_table(load_any(shell.job_file))), {}, "cpu")
     reviewed = job_form.review(draft, [], shell.data, [], cuda=False)
-    assert reviewed.summary.endswith("stops after 1:30:00, as the policy of this machine says")
+    assert reviewed.summary.endswith("stops after 1:30:00, as this machine's policy requires")
 
 
 def test_a_damaged_policy_is_a_warning_at_launch_and_stops_no_job(shell):

@@ -65,7 +65,7 @@ def test_losses_on_other_texts_and_latents_on_other_rows_are_not_ranked() -> Non
     assert [found[name].mark for name in ("loss_with_sae", "dead")] == ["differs*", "differs"]
     assert list(limits_of(here, there)) == [
         "measured on 1,000 rows here, on 500 there",
-        "the language model read other texts, so its losses and scores are not ranked",
+        "the language model read different texts, so its losses and scores are not ranked",
     ]
 
 

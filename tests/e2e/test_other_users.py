@@ -303,7 +303,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes(ENTER, to="no values yet")
     goes("v", to="Report card")
     goes(ESC, "l", to=core("far log"))
-    goes(ESC, ESC, "C", to="Columns of the list of jobs")
+    goes(ESC, ESC, "C", to="Columns of the jobs list")
     goes(ESC, "I", to="Import the SAE in a folder")
     goes(ESC, "!", to="Messages")
     goes(ESC, ",", to=core("hook"))

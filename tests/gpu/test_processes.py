@@ -157,7 +157,7 @@ def test_a_signal_to_several_processes_reaches_those_that_still_exist_and_the_me
     other = replace(one, identity=replace_start(one))
     unseen = read(GpuProcess(UNSEEN, None, None, GIB))
     with pytest.raises(
-        UserError, match=r"SIGTERM was sent to none of 7 processes; .* exited; .*; 2 more did not get it"
+        UserError, match=r"SIGTERM was sent to none of 7 processes; .* exited; .*; 2 more did not receive it"
     ):
         send_signals([other] * 7, signal.SIGTERM, "simulated")
     assert spinning.poll() is None

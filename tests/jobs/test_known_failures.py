@@ -114,7 +114,7 @@ REPORTED = [
     ("dinov2#447", "ProcessGroupNCCL's watchdog got stuck for 600 seconds without making progress",
      "time-out", True, "stacks.txt"),
     ("", "NCCL communicator timed out", "time-out", True, "stacks.txt"),
-    ("", "made no step for 600 s and was ended: rank 1 is halted (SIGSTOP)", "time-out", True, "stacks.txt"),
+    ("", "took no step for 600 s and was ended: rank 1 is halted (SIGSTOP)", "time-out", True, "stacks.txt"),
     (
         "triton#11512", "OSError: [Errno 16] Device or resource busy: '/home/me/.triton/cache/tmp.pid_42'",
         "compiler", True, "TRITON_CACHE_DIR",

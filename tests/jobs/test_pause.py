@@ -312,7 +312,7 @@ def test_resuming_a_job_that_never_started_starts_it(box):
     edits.stop(box.data, job_id)
     box.wait_ended(job_id)
     assert box.resume(job_id).step == 0
-    assert box.messages(job_id, "resuming") == ["starts from step 0, since it had saved no checkpoint"]
+    assert box.messages(job_id, "resuming") == ["starts from step 0, because it has not saved a checkpoint"]
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.held) == (JobState.FINISHED, 1, False)
 

@@ -151,8 +151,8 @@ def test_a_halted_rank_is_named_and_its_job_is_restarted(box, impatient):
     job = box.wait_ended(job_id, timeout_s=60)
     assert (job.state, job.attempt, job.error) == (JobState.FINISHED, 2, None)
     (stalled,), (given_up,) = box.messages(job_id, "stalled"), box.messages(job_id, "given-up")
-    assert stalled.startswith("has made no step for")
-    assert given_up.startswith("made no step for")
+    assert stalled.startswith("has taken no step for")
+    assert given_up.startswith("took no step for")
     assert given_up.endswith("s and was ended: rank 1 is halted (SIGSTOP)")
     stacks = box.data.run(job_id).attempt(1) / "stacks.txt"
     assert box.messages(job_id, "stacks") == [f"rank 1 is halted (SIGSTOP); {stacks} contains the stacks of its ranks"]

@@ -77,7 +77,7 @@ def test_a_job_that_has_not_begun_stays_held_and_dependent_when_resumed(box, att
     job = box.job(job_id)
     if attempt:
         assert (job.held, job.after) == (False, ())
-        assert plan.sentence == "starts from step 0, since it had saved no checkpoint"
+        assert plan.sentence == "starts from step 0, because it has not saved a checkpoint"
         assert box.wait_ended(job_id).state == JobState.FINISHED
     else:
         assert (job.held, job.after) == (True, (first,))

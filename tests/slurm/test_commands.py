@@ -189,7 +189,7 @@ def test_near_its_time_limit_a_command_gets_its_stop_signal_and_may_be_queued_ag
     row = one.until_ended()
     assert (row.state, (tmp_path / "saved").exists()) == (state, True)
     if not requeue_on:
-        assert row.error == "was asked to stop because its time limit in SLURM was near"
+        assert row.error == "was asked to stop because its SLURM time limit was near"
 
 
 def test_a_command_cancelled_from_outside_gets_one_signal_and_fails_with_the_reason(run, cluster: Cluster) -> None:

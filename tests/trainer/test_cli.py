@@ -179,7 +179,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_even_if_a_rank_does_not_respond(
                 process.wait(1)
     output, errors = process.communicate(timeout=10)
     assert (process.returncode, output) == (EXIT_FAILED, "")
-    assert errors.splitlines()[-1] == "stopped immediately, without a checkpoint of the last steps"
+    assert errors.splitlines()[-1] == "stopped immediately, without saving a checkpoint of the latest steps"
     assert not Path(f"/proc/{rank}").exists()
 
 

@@ -96,12 +96,12 @@ class Cards:
         try:
             cards, lack = write_stability(folders, self._parallel.device, most)
         except Exception as error:
-            message = f"no stability over seeds: {first_line(error)}; `sae-train eval` adds it"
+            message = f"no stability across seeds: {first_line(error)}; `sae-train eval` adds it"
             return {STABILITY: ("warning", message, None)}
         if lack:
-            return {STABILITY: ("info", f"no stability over seeds: {lack}; `sae-train eval` adds it", None)}
+            return {STABILITY: ("info", f"no stability across seeds: {lack}; `sae-train eval` adds it", None)}
         shares = [f"{label} {card.stability.share:.1%}" for label, card in cards.items() if card.stability]
-        message = f"latents with a decoder cosine above {STABLE_COSINE} over the seeds: {', '.join(shares)}"
+        message = f"latents with a decoder cosine above {STABLE_COSINE} across seeds: {', '.join(shares)}"
         return {STABILITY: ("info", message, None)} if shares else {}
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:

@@ -135,18 +135,18 @@ Measured on {card.data.rows(card.figures.n_tokens)}; {_left_out(card.data)}.
 |---|---|
 {rows}
 
-Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
+Densities are counted in {BINS_PER_DECADE} bins per power of ten.{CARD_REST}
 {"".join(_latents(card.latents))}"""
 
 
 def _left_out(data: EvaluationData) -> str:
     """Return a clause listing the rows left out of all metrics."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
-    others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
+    others += [f"zero rows ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
         left_out = f"; {join_words(others)} are left out" if others else ""
         return f"no rows are left out because of their norm{left_out}"
-    far = f"rows of more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%})"
+    far = f"rows with more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%})"
     return f"{join_words([far, *others])} are left out"
 
 

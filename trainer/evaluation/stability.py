@@ -75,7 +75,7 @@ def _compared(saes: Mapping[str, ExportedSae]) -> dict[str, _Found]:
     for label, sae in saes.items():
         none = torch.zeros(sae.d_sae, device=sae.directions.device)
         found[label] = _Found(none, none.clone(), [])
-    for one, other in track([*itertools.combinations(saes, 2)], "stability over seeds"):
+    for one, other in track([*itertools.combinations(saes, 2)], "stability across seeds"):
         parts = [(sae.directions, sae.encoder_directions) for sae in (saes[one], saes[other])]
         for place, (mine, theirs) in enumerate(zip(*parts, strict=True)):
             for label, cosines in zip((one, other), nearest(mine, theirs), strict=True):

@@ -99,7 +99,7 @@ def _of_file(file: Path, text: TextSettings) -> Iterator[Document]:
     except UnicodeDecodeError:
         raise UserError(f"text.path: {file} is not UTF-8") from None
     except MemoryError:
-        raise UserError(f"text.path: {file} does not fit into memory; split it into smaller rows") from None
+        raise UserError(f"text.path: {file} does not fit in memory; split it into smaller rows") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"text.path: {file} cannot be read: {first_line(error)}") from None
 

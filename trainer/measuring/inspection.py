@@ -195,10 +195,11 @@ def _of_size(facts: Inspection) -> Iterator[InspectionFinding]:
     precision.
     """
     remedy = "multiply the rows by a constant before storing them"
+    distance = f"the rows' distance from their mean is {facts.scale:.2g}"
     if facts.scale > LARGEST_SPREAD:
-        yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
+        yield InspectionFinding("error", f"{distance}, which is too large for fp32", remedy)
     elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:
-        yield InspectionFinding("error", f"rows are {facts.scale:.2g} away from their mean: too small for fp32", remedy)
+        yield InspectionFinding("error", f"{distance}, which is too small for fp32", remedy)
     if facts.subnormal > MANY_SUBNORMAL:
         sentence = f"{facts.subnormal:.0%} of the nonzero values are below 6e-05, where fp16 loses precision"
         yield InspectionFinding("warning", sentence, "extract them again in bf16 or fp32")

@@ -60,8 +60,8 @@ def _occupied(run_dir: Path) -> str:
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
-        return f"--out: there is a run in {run_dir} already; choose another folder, or resume it"
-    ended = f"--out: there is a run in {run_dir} already, and it has no checkpoint"
+        return f"--out: {run_dir} already contains a run; choose another folder, or resume the run"
+    ended = f"--out: {run_dir} already contains a run, which has no checkpoint"
     return f"{ended}; remove the folder, choose another, or `resume` it from the beginning"
 
 
@@ -244,7 +244,7 @@ class Foreground:
         """Return the error from the rank that failed first; the other ranks only lost their connection to it."""
         first = first_failed(self._ranks)
         if self._is_killing and not (first and first.hangs):
-            return "stopped immediately, without a checkpoint of the last steps"
+            return "stopped immediately, without saving a checkpoint of the latest steps"
         if self._is_stopping and not (first and (first.recorded_error or first.was_killed)):
             return "interrupted before a checkpoint was saved"
         if not first:

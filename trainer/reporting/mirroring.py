@@ -120,7 +120,7 @@ class MirrorThread:
                 return
         chosen: type[Mirror] = catalog.entry(catalog.MIRRORS, self._name, "train.mirror").load()
         mirror = chosen(self._run)
-        self._tell(f"the metrics are also in {self._name}: {mirror.place}", "info")
+        self._tell(f"the metrics are also sent to {self._name}: {mirror.place}", "info")
         with contextlib.closing(mirror):
             while not self._is_over.wait(HAND_OVER_S):
                 self._hand_over(mirror)

@@ -251,7 +251,7 @@ class StoredProgress(RunProgress):
         self._store.let_go()
         if self._outage is None:
             self._outage = Outage(error, since)
-            _say(f"metrics cannot be stored and wait in memory: {error}")
+            _say(f"metrics cannot be stored and are kept in memory for now: {error}")
         self._outage.retry_at = time.monotonic() + RETRY_S
         if self._sign and self._heartbeat is not self._signed:
             self._signed = self._heartbeat

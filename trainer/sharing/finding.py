@@ -82,7 +82,7 @@ def saes_below(folder: Path) -> list[Path]:
 def _nothing(place: Path, form: str | None) -> str:
     if not os.path.lexists(place):
         hub = f"hf:{place}" if from_hub.parse(str(place)) else "the OWNER/NAME/FOLDER"
-        return f"there is nothing at {place}; give a folder, a file or {hub} of an SAE on the hub"
+        return f"there is nothing at {place}; give a folder or a file, or {hub} for an SAE on the hub"
     if not place.is_dir():
         return f"{place} is not an SAE file that can be imported; give its folder"
     if refused := _refused(place):

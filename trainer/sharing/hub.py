@@ -51,7 +51,7 @@ class Repository:
         with self._explained(f"uploading to {self.url}"):
             if self.is_new:
                 self._api.create_repo(self.name, private=not self.is_public)
-            self._api.create_commit(self.name, added, commit_message="Upload an SAE of sae-tui")
+            self._api.create_commit(self.name, added, commit_message="Upload an SAE from sae-tui")
 
     def _user(self) -> str:
         try:

@@ -100,7 +100,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
         raise UserError(f"{file} is not a complete safetensors file: {reason}") from None
     except MemoryError:
-        raise UserError(f"{file} does not fit into memory") from None
+        raise UserError(f"{file} does not fit in memory") from None
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
@@ -206,7 +206,8 @@ def taken(
         raise UserError(f"{file} has a tensor {others[0][:60]}, which no supported architecture uses")
     for name in theirs:
         if tensors[name].dtype not in _FLOATS:
-            raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not floats")
+            dtype = str(tensors[name].dtype).removeprefix("torch.")
+            raise UserError(f"{file}: {name} is {dtype}, not a floating-point type")
     for name in (names[ours] for ours in transposed):
         if tensors[name].dim() != 2:
             raise UserError(f"{file}: {name} is not a weight matrix")

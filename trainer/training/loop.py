@@ -75,7 +75,7 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
         if by_batch
         else "the SAE is not affected"
     )
-    return f"{whole:,} tokens do not fit into memory at once, so micro-batches have {size:,} tokens; {changes}"
+    return f"{whole:,} tokens do not fit in memory at once, so micro-batches have {size:,} tokens; {changes}"
 
 
 class Trainer:

@@ -263,7 +263,7 @@ _VALIDATED = fields(
     "Whether a job can run",
     {
         "valid": (bool, "Whether the job can run here; if not, the exit code is 1."),
-        "errors": (list_of(str), "Errors that keep the job from running, each as `setting: sentence`."),
+        "errors": (list_of(str), "Errors that prevent the job from running, each as `setting: sentence`."),
         "warnings": (list_of(str), "Warnings, each as `setting: sentence`."),
         "mode": (str | None, "Parallel mode; null if the job cannot run."),
         "memory_required": (int | None, "Memory that it needs on each GPU, in bytes; null if unknown."),
@@ -326,7 +326,7 @@ _REPORT = typed(
         "name": "Name of the job.",
         "rows": "All ways to run a training job; empty for other kinds of job.",
         "findings": "Advice and, for other kinds of job, what would keep the job from running.",
-        "price_per_gpu_hour": "Price that was given; null if no price was given.",
+        "price_per_gpu_hour": "The given price; null if no price was given.",
     },
     {"rows": list_of(_WAY), "findings": list_of(_FINDING)},
 )

@@ -110,7 +110,7 @@ def stop(data: DataDir, job_id: int) -> str:
         if not is_going(data, job_id):
             raise NotApplicable(f"job {job_id} is not being evaluated")
         control.request(job_id, "stop-evaluation")
-    return f"the evaluation of job {job_id} stops; earlier results are kept"
+    return f"the evaluation of job {job_id} is being stopped; earlier results are kept"
 
 
 def refuse(data: DataDir, job: Job) -> None:

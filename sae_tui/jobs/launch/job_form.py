@@ -216,7 +216,7 @@ def _review_files(
         return Review(None, tuple(problems), needed_bytes=needed_bytes, need=takes, best=best)
     text = kind.summary(job, look, device=device, past=past)
     if (limited := with_policy_limit(job, policy)) is not job:
-        text = f"{text} · stops after {limited.launch.time_limit}, as the policy of this machine says"
+        text = f"{text} · stops after {limited.launch.time_limit}, as this machine's policy requires"
     if waits := comes_after(writers_of(job, past)):
         text = f"{text} · {waits}, whose rows it reads"
     lack = look.lack if look.on_gpus else ""

@@ -54,12 +54,12 @@ def _problems_with_time(job: AnyJob, n_gpus: int, policy: Policy, limits: Limits
     except ValueError:
         return []  # the job file's checks report this
     if limit_s > longest_s:
-        at_most = f"the policy of this machine allows at most {duration(longest_s)}; lower it"
+        at_most = f"this machine's policy allows at most {duration(longest_s)}; lower it"
         return [Problem(_TIME, f"is {duration(limit_s)}, but {at_most}")]
     if limit_s <= now_s or not n_gpus:
         return []
     hours = policy.hours_with(lambda each: each.max_time_s is None or each.max_time_s >= limit_s)
-    message = f"is {duration(limit_s)}, and the policy now allows {duration(now_s)}, so the job waits for {hours}"
+    message = f"is {duration(limit_s)}, but the policy allows only {duration(now_s)} now, so the job waits for {hours}"
     return [Problem(_TIME, message, "warning")]
 
 
@@ -68,11 +68,13 @@ def _problems_with_gpus(n_gpus: int, policy: Policy, limits: Limits, past: Itera
     if not n_gpus or largest is None or most is None:
         return []
     if n_gpus > largest:
-        allowed = f"the policy of this machine allows each user {largest}"
+        allowed = f"this machine's policy allows each user only {largest}"
         return [Problem(_GPUS, f"asks for {plural(n_gpus, 'GPU')}, but {allowed}; ask for fewer")]
     if n_gpus > most:
         hours = policy.hours_with(lambda each: each.gpus_per_user is None or each.gpus_per_user >= n_gpus)
-        message = f"asks for {plural(n_gpus, 'GPU')}, and the policy now allows {most}, so the job waits for {hours}"
+        message = (
+            f"asks for {plural(n_gpus, 'GPU')}, but the policy allows only {most} now, so the job waits for {hours}"
+        )
         return [Problem(_GPUS, message, "warning")]
     user, host = user_name(), socket.gethostname()
     held = {uuid for job in past if (job.user, job.host) == (user, host) and _holds_gpus(job) for uuid in job.gpu_uuids}

@@ -81,7 +81,7 @@ class ResumePlan(msgspec.Struct, frozen=True):
         if self.counts == "attempt":
             return f"runs again from the start, as attempt {self.step}" if self.step > 1 else "starts"
         if not self.has_checkpoint:
-            return "starts from step 0, since it had saved no checkpoint"
+            return "starts from step 0, because it has not saved a checkpoint"
         return f"resumes from step {self.step}"
 
 

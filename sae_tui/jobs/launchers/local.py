@@ -26,7 +26,7 @@ from trainer.contract.wording import join_words
 KILL_AFTER_S = 5.0
 _DUMP_LIMIT_S = 20.0
 # Maps the state letters in /proc/<pid>/stat to descriptions. State "D" is brief unless a disk or a driver hangs.
-_ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
+_ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "is waiting for a disk or a driver"}
 
 
 class RankProcess(ChildRank, OneRank):

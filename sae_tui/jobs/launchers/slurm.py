@@ -190,7 +190,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         self._follow()
         news = [rank for rank in self.living if rank.read()]
         if news and self._is_near_its_limit:
-            self._tell("slurm", f"its time limit in SLURM is near, so {self._near_limit}", "warning")
+            self._tell("slurm", f"its SLURM time limit is near, so {self._near_limit}", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # Read the progress after the marks so that all progress made before a rank ended is stored.

@@ -128,7 +128,7 @@ class SlurmProgram(SlurmAttempt):
 
     @property
     def was_cut_short(self) -> str:
-        return "was asked to stop because its time limit in SLURM was near" if self._is_near_its_limit else ""
+        return "was asked to stop because its SLURM time limit was near" if self._is_near_its_limit else ""
 
     def how(self) -> str:
         """Return how the program ended, as a predicate like `ended with exit code 2`."""

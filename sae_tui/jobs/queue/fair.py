@@ -227,7 +227,7 @@ class Claims:
         if longest_s is not None and limit_s > longest_s:
             # The policy has changed since the launch. The job would wait forever, so its supervisor shortens its limit.
             return ""
-        return f"its time limit is {duration(limit_s)}, and the policy now allows {duration(most_s)}"
+        return f"its time limit is {duration(limit_s)}, but the policy allows only {duration(most_s)} now"
 
     def _array_obstacle(self, job: Job) -> str:
         if job.array is None or not job.array_limit:
@@ -242,7 +242,7 @@ class Claims:
         if most is None or not job.gpus_wanted:
             return ""
         if job.gpus_wanted > most:
-            return f"it needs {plural(job.gpus_wanted, 'GPU')}, and the policy now allows {most} for each user"
+            return f"it needs {plural(job.gpus_wanted, 'GPU')}, but the policy allows each user only {most} now"
         if job.user in self._not_passed:
             return f"job {self._not_passed[job.user]} is ahead in the queue"
         if held + job.gpus_wanted <= most:

@@ -247,7 +247,7 @@ class AttemptRunner:
             self._stacks.start()
         is_told = self._stacks is not None and not self._stacks.is_alive()
         if is_over and is_told and not self._given_up:
-            self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
+            self._given_up = f"took no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"
             self._tell("given-up", self._given_up, "error")
@@ -286,7 +286,7 @@ class AttemptRunner:
         # Read the policy here: it may have changed since the job started.
         stop_s = read_policy(self._data).stop_idle_s
         if stop_s is not None and idle_s >= stop_s and not watch.asked_to_stop:
-            self._stop_reason = f"{unused}, which the policy of this machine does not allow"
+            self._stop_reason = f"{unused}, which this machine's policy does not allow"
             watch.request_stop(self._stop_reason)
 
     def _dump(self, attempt: Attempt) -> None:

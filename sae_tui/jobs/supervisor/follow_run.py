@@ -271,7 +271,7 @@ class Watch:
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:
-            self._move(JobState.STALLED, f"has made no step for {self._stall.limit_s:.0f} s", "warning")
+            self._move(JobState.STALLED, f"has taken no step for {self._stall.limit_s:.0f} s", "warning")
         elif self._state == JobState.STALLED and not stalled:
             self._move(JobState.RUNNING, "is taking steps again")
 

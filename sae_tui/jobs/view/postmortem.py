@@ -126,7 +126,7 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
     step = _saved_step(paths)
     if step is None:
         return ""
-    return f"resumes it from step {step:,}" if step else "starts it again, since it had saved no checkpoint"
+    return f"resumes it from step {step:,}" if step else "starts it again, because it has not saved a checkpoint"
 
 
 def _saved_step(paths: RunPaths) -> int | None:

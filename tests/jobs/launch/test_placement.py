@@ -450,7 +450,8 @@ def test_the_summary_of_a_sweep_lists_as_many_saes_as_fit_on_a_line(box):
         return said(msgspec.structs.replace(config, sweep=axes), gpus=1)
 
     few = swept(SweepAxis("sae.k", (16, 32, 64)))
-    assert few.startswith("3 SAEs: k=16, k=32, k=64 · 1 GPU, single · ")
+    single = "(hierarchical_topk trains a single SAE for several k)"
+    assert few.startswith(f"3 SAEs: k=16, k=32, k=64 {single} · 1 GPU, single · ")
     many = swept(SweepAxis("sae.k", (4, 8)), SweepAxis("train.seed", tuple(range(10))))
     shown = ", ".join(f"k=4 seed={seed}" for seed in range(5))
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")

@@ -138,7 +138,7 @@ def test_a_seed_that_was_not_exported_and_wide_saes_are_not_compared(
     cards_of(trainer, job, kept).write()
     (_, level, message) = kept.events[-1]
     assert level == "info"
-    assert re.fullmatch("no stability over seeds: comparing [0-9]+ latents .*; `sae-train eval` adds it", message)
+    assert re.fullmatch("no stability across seeds: comparing [0-9]+ latents .*; `sae-train eval` adds it", message)
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])

@@ -78,7 +78,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_keeps_its_size(
     assert trials(tmp_path / "tight" / "0.log")[0] == ("8,192", "4,096")
     with contextlib.closing(SeriesReader(tmp_path / "tight" / "run" / "metrics.db")) as reader:
         (message,) = [event.message for event in reader.events() if event.kind == "halved"]
-    assert message.startswith("8,192 tokens do not fit into memory at once, so micro-batches have ")
+    assert message.startswith("8,192 tokens do not fit in memory at once, so micro-batches have ")
     assert message.endswith("; the SAE is not affected")
     assert abs(fvu["tight"] - fvu["roomy"]) < 1e-4
 

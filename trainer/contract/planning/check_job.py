@@ -171,7 +171,7 @@ class Proposal(Generic[J]):
             return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
         if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
             cores = plural(machine.cpu_count, "core")
-            message = f"starts {devices} processes on {cores}, which is slower than one process per core"
+            message = f"starts {devices} processes on {cores}; one process per core would be faster"
             return [Problem("launch.gpus", message, "warning")]
         return []
 

@@ -74,7 +74,8 @@ def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
     if asked in counts:
         return ""
     if not counts:
-        return f'{plural(devices, "GPU")} cannot spare {asked}; use 0 or "auto", or give launch.gpus at least 2'
+        remedy = 'use 0 or "auto", or set launch.gpus to at least 2 GPUs'
+        return f"{plural(devices, 'GPU')} cannot reserve {asked} for the model; {remedy}"
     works = f"{join_words([str(count) for count in counts])} {'works' if len(counts) == 1 else 'work'}"
     return f"with {devices} GPUs, only {works}, not {asked}: each training GPU needs the same number of model GPUs"
 

@@ -34,7 +34,7 @@ class Extract(msgspec.Struct, frozen=True):
     output: Annotated[str, about("Folder to write, with one subfolder per hook.", min_length=1)] = "activations"
     batch_tokens: BatchTokens = 8192
     max_norm: Annotated[
-        float, about("Leaves out rows whose norm exceeds this many times the median; 0: keeps all.", ge=0)
+        float, about("Leaves out rows whose norm exceeds this multiple of the median norm; 0: keeps all.", ge=0)
     ] = MAX_NORM
     skip_first: SkipFirst = 1
     keep_special: KeepSpecial = False

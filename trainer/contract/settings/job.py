@@ -66,7 +66,7 @@ class DataSettings(msgspec.Struct, frozen=True):
     max_norm: Annotated[
         float,
         about(
-            "Leaves out rows whose norm exceeds this many times the median; 0: only rows too large for fp32.",
+            "Leaves out rows whose norm exceeds this multiple of the median norm; 0: only rows too large for fp32.",
             advanced=True,
             ge=0,
         ),
@@ -371,7 +371,7 @@ class Launch(msgspec.Struct, frozen=True):
     stalled_after_s: Annotated[
         float,
         about(
-            "A job without a step for this long, or 10 × its median, is considered stalled.",
+            "A job is considered stalled if it completes no step for this long, or for 10 × its median step time.",
             unit="s",
             advanced=True,
             gt=0,

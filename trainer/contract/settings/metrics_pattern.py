@@ -44,7 +44,7 @@ def parse_pattern(text: str) -> MetricsPattern:
         if name is None:
             continue
         if spec or conversion or not _NAME.fullmatch(name):
-            raise ValueError("has a name that is not valid; a name in braces is like {loss} or {train/loss}")
+            raise ValueError("has an invalid name; names in braces look like {loss} or {train/loss}")
         if names and not literal:
             raise ValueError("has no text between two names; separate them, as in {step} {loss}")
         if name in names:

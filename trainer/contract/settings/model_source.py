@@ -37,7 +37,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     hook: Annotated[
         str,
         about(
-            "Hooks that are read: resid_post.12, .4-12, or resid_post for all layers, one SAE each; mlp: transcoders.",
+            "Hooks to read, one SAE each: resid_post.12, resid_post.4-12, resid_post for all layers; mlp: transcoders.",
             min_length=1,
         ),
     ]

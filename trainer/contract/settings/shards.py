@@ -216,7 +216,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
         if names:
             more = [f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else []
             listed = join_words([*map(ascii, sorted(names)[:_MOST_NAMES]), *more])
-            yield f"{plural(len(names), 'file')} of {root} skipped, {reason}: {listed}"
+            yield f"skipped {plural(len(names), 'file')} in {root} ({reason}): {listed}"
     if any(shard.dtype == "F64" for shards in of_files.values() for shard in shards):
         yield f"{root} stores float64, which is read as float32"
 

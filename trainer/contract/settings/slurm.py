@@ -63,7 +63,7 @@ def _check_words(job: AnyJob) -> Iterator[Problem]:
 def _check_options(job: AnyJob) -> Iterator[Problem]:
     for option in job.launch.sbatch_options or ():
         if not _OPTION.fullmatch(option):
-            message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'
+            message = f'must look like "--qos=high": on one line, with the value after "=", not {show(option)}'
             yield Problem("launch.sbatch_options", message)
         elif problem := _conflict_of(option.partition("=")[0]):
             yield Problem("launch.sbatch_options", problem)

@@ -150,7 +150,12 @@ def _tokens_per_step_on_one(job: JobConfig) -> int:
 
 
 def _sweep(job: JobConfig) -> str:
-    """Return a string like `3 SAEs: k=16, k=32, k=64`; if there are more than 6 SAEs, list only the first 5."""
+    """Return a string like `3 SAEs: k=16, k=32, k=64`; if there are more than 6 SAEs, list only the first 5.
+
+    For a sweep over k of a TopK SAE, mention that a single SAE can be trained for several k.
+    """
     labels = [label.replace(",", " ") for label in members(job)]
     shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
-    return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
+    is_over_k = [axis.path for axis in job.sweep] == ["sae.k"] and job.sae.architecture == "topk"
+    other = " (hierarchical_topk trains a single SAE for several k)" * is_over_k
+    return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}{other}"
