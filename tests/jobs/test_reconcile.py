@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -197,7 +198,11 @@ def test_without_usable_locks_only_a_rank_from_the_same_attempt_is_ended(box, tm
     with (
         subprocess.Popen(["tail", "-f", str(log)]) as reader,
         subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as rank,
+        contextlib.ExitStack() as stack,
     ):
+        # A failed assertion must not wait for the processes.
+        stack.callback(reader.kill)
+        stack.callback(rank.kill)
         reading = ProcessRef.of(reader.pid)
         add_rank(box, job_id, reading)
         add_rank(box, job_id, ProcessRef.of(rank.pid), number=1)
@@ -208,7 +213,6 @@ def test_without_usable_locks_only_a_rank_from_the_same_attempt_is_ended(box, tm
         assert rank.wait(30) == -signal.SIGKILL
         assert reading.send(signal.SIGSTOP)
         assert reading.is_alive()
-        reader.kill()
 
 
 def test_a_process_that_only_has_the_lock_file_open_does_not_hold_the_lock(box, orphan):
