@@ -3,7 +3,7 @@
 `sae_tui.run` and `sae_tui.job` launch and follow jobs from Python; see `sae_tui.api`.
 """
 
-# `typing` is not imported, because type checkers recognise this name without it.
+# Type checkers recognise this name, so `typing` need not be imported.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from sae_tui.api import Job, Result, UserError, job, run

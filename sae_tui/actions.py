@@ -61,7 +61,7 @@ def describe_launch(
 ) -> str:
     """Return a message about the launched jobs.
 
-    Wait up to 3 s for each job to start or to report why it is waiting; stop waiting when `is_over` returns True.
+    Wait up to 3 s for all jobs to start or report why they are waiting; stop waiting when `is_over` returns True.
 
     If `but` is not empty, it replaces the sentence saying that jobs keep running after the app quits.
     """
@@ -115,7 +115,7 @@ ONLY_SHOWN = "This view is read-only; start it without --readonly, or use `serve
 # The label of the button that makes a training run cool down before stopping.
 FINISH_EARLY = "Finish early"
 _BEGINS_WITHIN_S = 2.0
-# With this many jobs or more, a message only summarises the outcomes.
+# With this many jobs or more, a message contains a summary and the first failure instead of every outcome.
 _MANY = 4
 
 
@@ -213,7 +213,7 @@ class Actions:
         return view
 
     def refused(self) -> bool:
-        """Return True in read-only mode, and notify the user in that case."""
+        """Return whether the app is in read-only mode; if it is, notify the user."""
         if self._state.readonly:
             self._app.notify(ONLY_SHOWN, severity="warning")
         return self._state.readonly
@@ -338,7 +338,7 @@ class Actions:
     def resume(self, job_id: int) -> None:
         """Release a held or paused job; resume an ended job from its last good checkpoint.
 
-        An ended command starts again from the beginning; if it has finished, ask first.
+        A command that has ended starts again from the beginning; if its state is `finished`, ask first.
         """
         job = self.job(job_id)
         if job is None or self.refused():
@@ -406,7 +406,7 @@ class Actions:
         self.ask(question, yes, functools.partial(self._change_all, [job.id for job in jobs], change, done))
 
     def _change_all(self, job_ids: Sequence[int], change: Edit, done: str) -> str:
-        """Change the jobs and return a message: the outcome for a few jobs, otherwise a summary with the first failure.
+        """Change the jobs; return every outcome if there are few jobs, otherwise a summary with the first failure.
 
         Changes run one after the other, because each may depend on the previous one.
         """
@@ -484,7 +484,7 @@ class Actions:
     def empty_trash(self) -> None:
         """Permanently remove the deleted jobs.
 
-        Jobs that cannot be removed now are removed the next time an app starts.
+        Jobs that cannot be removed now are removed the next time the app starts.
         """
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._state.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])

@@ -178,7 +178,7 @@ def run(
     - `time`: the time limit, like `"4h"` or in seconds. `grace`: how long the program may take to stop before it is
       killed.
     - `env`: variables to set, added to the variables of this process. `folder`: the working directory.
-    - `retries`: how often the job is restarted if it fails, or if it exits with a code in `retry_on`.
+    - `retries`: how many times the job is restarted if it fails, or if it exits with a code in `retry_on`.
     - `requeue`: exit codes after which the job is queued again.
     - `metrics`: patterns that find metrics in the output, like `"step={step} loss={loss}"`.
     - `settings`: overrides like `"launch.partition=gpu"`.

@@ -49,7 +49,7 @@ _LEAVE_S = 5.0
 class OwnThreads(ThreadPoolExecutor):
     """Runs every call in a new daemon thread, so that a hung call never delays another.
 
-    The default executor of asyncio has only min(32, cores + 4) threads, so a few hung reads would block all actions.
+    asyncio's default executor has only min(32, cores + 4) threads, so a few hung reads would block all actions.
     """
 
     def __init__(self) -> None:

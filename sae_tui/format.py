@@ -25,7 +25,7 @@ _BEFORE_UNIT = re.compile(r"(?<=\d) (?=[KMGT]i?B\b|ms\b|s\b|min\b|h\b|d\b|%|°C|
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Return the text in exactly `width` cells, truncated with an ellipsis; make control characters visible."""
+    """Return the text padded or truncated (with "…") to exactly `width` cells; make control characters visible."""
     text = visible(text)
     if cell_len(text) > width:
         text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
@@ -97,7 +97,7 @@ def duration(seconds: float | None) -> str:
 
 
 def measured_duration(seconds: float) -> str:
-    """Return a duration like `duration`, but with seconds below ten minutes, like `2 min 30`."""
+    """Format a duration like `duration`, but include the seconds below ten minutes, as in `2 min 30`."""
     if seconds >= 90 and round(seconds) < 600:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02d}"
@@ -126,7 +126,7 @@ def columns(values: Sequence[float | None], width: int) -> Sequence[float | None
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
-    """Return a sparkline of `width` columns on an axis from 0 to `top`; columns for None stay empty."""
+    """Return a sparkline of `width` columns on an axis from 0 to `top`; columns without a value stay empty."""
     if not top:
         return " " * width
     return "".join(_block(value, top) for value in columns(values, width)).rjust(width)
@@ -148,8 +148,8 @@ def tall_sparkline(
 ) -> list[str]:
     """Return a sparkline of `height` rows, top row first, with the same axis and columns as `sparkline`.
 
-    `others` contains the values of another quantity. A column without a value shows a rail if an earlier column has a
-    value, or if `others` has one in the same column.
+    `others` contains the values of another quantity. From the first column in which either quantity has a value,
+    columns without a value show a rail.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))

@@ -30,7 +30,7 @@ class OwnCost:
 
 
 def own_cost(written_bytes: int, readings_s: Mapping[int, float]) -> OwnCost:
-    """Measure this process."""
+    """Measure this process's resource use."""
     import psutil
 
     process = psutil.Process()

@@ -39,8 +39,8 @@ def fault_of_trainer() -> str:
 def _fault() -> str:
     """Return why `import trainer` would not find this project's package, or "" if it would.
 
-    The name `trainer` is common: users have a trainer.py, and if PyPI's trainer package is also installed, its files
-    replace ours. The check does not run any code from the other package.
+    The name `trainer` is common: users may have their own trainer.py, and if PyPI's `trainer` package is also
+    installed, its files replace ours. The check does not run any code from the other package.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

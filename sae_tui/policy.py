@@ -1,8 +1,8 @@
 """A machine's policy: limits for all users' jobs, in one TOML file that only its owner can change.
 
-`/etc/sae-tui/policy.toml` applies to all users of the machine. If it does not exist, `policy.toml` in a data folder
-that a group shares applies to the jobs in that folder. A damaged file never stops a job: a setting that cannot be used
-is ignored, and `Policy.problems` says why.
+`/etc/sae-tui/policy.toml` applies to all users of the machine. If it does not exist, `policy.toml` in a group's shared
+data folder applies to the jobs in that folder. A damaged file never stops a job: a setting that cannot be used is
+ignored, and `Policy.problems` says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.wording import duration, join_words, plural
 NAME = "policy.toml"
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-# After this many seconds without using its GPUs, a job is pointed out. A policy cannot stop it earlier than that.
+# A job that has left its GPUs idle for this long is reported. A policy cannot stop it any earlier.
 IDLE_S = 1800.0
 LONGEST_S = 365 * 86_400.0
 _IDLE_TIMES = "a time of at least 30m, like 2h or 1d"
@@ -53,7 +53,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_time_s: float | None = None
 
     def or_larger(self, other: Limits) -> Limits:
-        """Return the larger of each limit."""
+        """Return the larger value of each limit."""
         return Limits(_larger(self.gpus_per_user, other.gpus_per_user), _larger(self.max_time_s, other.max_time_s))
 
     @property
@@ -181,12 +181,12 @@ class Policy(msgspec.Struct, frozen=True):
         return own_s if longest_s is None else min(own_s, longest_s)
 
     def hours_with(self, suffices: Callable[[Limits], bool]) -> str:
-        """Return in words the hours whose limits suffice, like `mon-fri 20:00-08:00`; "" if there are none."""
+        """Return the hours whose limits suffice, in words like `mon-fri 20:00-08:00`, or "" if there are none."""
         named = [hours.words for hours in self.hours if suffices(self.usual.or_larger(self._in(hours)))]
         return join_words(named) if named else ""
 
     def _in(self, hours: Hours) -> Limits:
-        """Return the limits during some hours; a limit that these hours do not set is the usual one."""
+        """Return the limits during `hours`; any limit that is not set there is the usual one."""
         return _completed(_limits(hours), self.usual)
 
 
@@ -252,7 +252,7 @@ def _distrust_of_place(path: Path, owners: Collection[int], root: Path) -> str:
 def _hours(listed: Any, usual: Limits, problems: list[Problem]) -> Iterator[Hours]:
     """Yield the `[[hours]]` sections that raise a limit and have no mistakes.
 
-    If a default replaced a mistake, the limits would apply at other times.
+    Replacing a mistake with a default would make the limits apply at the wrong times.
     """
     if not (isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed)):
         problems.append(Problem("hours", "must be sections: write [[hours]] and its keys below; it is ignored"))

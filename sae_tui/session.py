@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Gives the screens the current GPUs, jobs and settings; monitor and watcher threads keep them up to date."""
+    """Provides the current GPUs, jobs and settings to the screens; monitor and watcher threads keep them up to date."""
 
-    place = ""  # the jobs' host if it is not this one, in words that follow a job's number: " of gpu1"
+    place = ""  # follows a job's number to name its host; "" for this host
     go: Navigation  # set by the app once the router exists, because the router needs the session
 
     def __init__(

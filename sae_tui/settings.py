@@ -41,7 +41,7 @@ _Threshold = Annotated[float, Meta(ge=0, le=1000)]
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds to parse a larger file.
 _MOST_CHANGED = 64 << 10
-# Settings read only at app start, so a change requires a restart.
+# Settings that are read only when the app starts, so a change takes effect after a restart.
 AT_START = frozenset({"look"})
 
 
@@ -270,9 +270,7 @@ def save_settings(path: Path, settings: Settings) -> None:
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return the parsed content of the file, even if settings are invalid; raise `UserError` if the file cannot be
-    read.
-    """
+    """Return the file's parsed content, even if settings are invalid; raise `UserError` if it cannot be read."""
     return _text_and_table(path, Judged())[1] if os.path.exists(path) else {}
 
 

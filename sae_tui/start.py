@@ -122,8 +122,8 @@ def run_app(
 def _return_freed_memory() -> None:
     """Configure glibc's malloc so that freed memory is returned to the system.
 
-    By default, each thread may keep the largest buffer it has freed. After eight tours of all screens, these buffers
-    took up 40 MiB.
+    By default, each thread may keep the largest buffer it has freed. After opening all screens eight times, these
+    buffers took up 40 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         libc = ctypes.CDLL(None)

@@ -6,8 +6,8 @@ black.
 
 Colours have the same meaning in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power
 and progress; warning is heat. A variable `style-NAME` replaces the style NAME from `widgets/lines`, and `style256-NAME`
-and `style16-NAME` replace it in a terminal with that many colours: the nearest of 256 colours to a mixed colour has a
-different hue, or the same brightness as its neighbour in a ramp.
+and `style16-NAME` replace it in terminals with 256 and 16 colours. There, the closest available match for a mixed
+colour has a different hue, or the same brightness as its neighbour in a ramp.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ LIGHT = Theme(
         ),
     },
 )
-# All text has a contrast ratio of at least 7 to its background, even in the line under the cursor.
+# All text has a contrast ratio of at least 7 against its background, even in the line under the cursor.
 HIGH_CONTRAST = Theme(
     name="sae-high-contrast",
     primary="#5fd7ff",

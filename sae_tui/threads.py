@@ -1,4 +1,4 @@
-"""Runs calls that may never return in separate threads, for example calls to a driver or a hung disk."""
+"""Runs calls that may never return, for example to a driver or a hung disk, in separate threads."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from trainer.contract import paths
 # Use one thread, because several test processes share the cores, and PyTorch's threads spin while they wait for each
 # other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Under `nohup`, programs started by tests would inherit an ignored SIGHUP. A signal handler is not inherited, so set
+# Under `nohup`, programs that tests start would inherit an ignored SIGHUP. A signal handler is not inherited, so set
 # one.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
@@ -91,7 +91,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Print the tests that passed only on the second attempt, as the last line."""
+    """As the last line, print the tests that passed only on the second attempt."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and config.getoption("lf", default=False):
         print("flaky:", ", ".join(report.nodeid for report in reporter.stats.get("passed", [])) or "none")

@@ -1,4 +1,4 @@
-"""Tests of `sae_tui.run`, each with real jobs and a separate data folder."""
+"""Tests for `sae_tui.run`, each with real jobs and its own data folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataDir]:
-    """Set a new data folder, and kill what is left of its jobs."""
+    """Set a new data folder, and kill whatever is left of its jobs afterwards."""
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     data = DataDir(tmp_path / "data")
@@ -40,12 +40,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataDir]:
                     ref.send(signal.SIGKILL)
 
 
-def test_the_examples_in_the_docstrings_are_right() -> None:
+def test_the_examples_in_the_docstrings_are_correct() -> None:
     found = doctest.testmod(api, optionflags=doctest.ELLIPSIS)
     assert (found.failed, found.attempted) == (0, 5)
 
 
-def test_a_job_gets_its_settings_and_says_how_it_ended(tmp_path: Path, monkeypatch) -> None:
+def test_a_job_gets_its_settings_and_reports_how_it_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("OURS", "inherited")
     script = 'echo "$OURS $N $PWD {job_id}" "$1"; printf "\\033[2J\\n"; exit 5'
     job = sae_tui.run(
@@ -81,7 +81,7 @@ def test_a_job_that_ignores_its_stop_signal_can_be_killed() -> None:
     assert job.wait(60).signal == "SIGKILL"
 
 
-def test_a_job_waits_for_the_jobs_before_it_and_another_process_can_follow_it(tmp_path: Path) -> None:
+def test_a_job_waits_for_earlier_jobs_and_another_process_can_follow_it(tmp_path: Path) -> None:
     first = sae_tui.run(["sh", "-c", "while ! test -e go; do sleep 0.1; done"], gpus=0, folder=tmp_path)
     second = sae_tui.run(["echo", "second"], gpus=0, after=[first])
     third = sae_tui.run(["echo", "third"], gpus=0, after=second.id)
@@ -131,14 +131,14 @@ def test_a_job_waits_for_the_jobs_before_it_and_another_process_can_follow_it(tm
         ({"time": True}, "time: must be a time"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence_and_launches_nothing(data: DataDir, options, sentence: str) -> None:
+def test_a_wrong_argument_is_refused_in_one_sentence_and_launches_no_job(data: DataDir, options, sentence: str) -> None:
     with pytest.raises(sae_tui.UserError) as refusal:
         sae_tui.run(["true"], **{"gpus": 0} | options)
     assert str(refusal.value).startswith(sentence)
     assert not list((data.root / "runs").glob("*"))
 
 
-def test_a_single_value_is_a_list_of_one(data: DataDir) -> None:
+def test_a_single_value_is_treated_as_a_list_of_one(data: DataDir) -> None:
     job = sae_tui.run(["true"], gpus=0, hold=True, retry_on=3, requeue=4, tags="mine", env="A=1", metrics="loss {loss}")
     with contextlib.closing(Control(data.control_db, readonly=True)) as control:
         row = control.job(job.id)
@@ -156,7 +156,7 @@ def test_the_name_of_a_job_has_no_secrets_and_no_control_characters(data: DataDi
     assert name.isprintable()
 
 
-def test_the_number_of_lines_of_a_log_is_exact_and_never_negative() -> None:
+def test_the_requested_number_of_log_lines_is_exact_and_must_not_be_negative() -> None:
     job = sae_tui.run(["printf", "1\n2\n3\n"], gpus=0)
     assert job.wait(60).exit_code == 0
     assert [job.log(lines) for lines in (0, 1, 5, None)] == ["", "3\n", "1\n2\n3\n", "1\n2\n3\n"]
@@ -201,7 +201,7 @@ def test_importing_the_package_or_its_functions_loads_no_heavy_library() -> None
     assert done.stdout == "[]\n"
 
 
-def test_a_file_named_trainer_is_reported_instead_of_imported(tmp_path: Path) -> None:
+def test_a_file_named_trainer_is_reported_instead_of_being_imported(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("raise SystemExit('imported')")
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

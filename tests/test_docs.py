@@ -40,7 +40,8 @@ OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git"
           "rsync", "source", "ssh", "wandb"}  # fmt: skip
 # Example values for the placeholders in commands within sentences.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
-# Commands that a test can run because they change at most a name, tag or note, and flags that make them run forever.
+# Commands that a test can run because they change at most a name, tag or note, and flags that would make them run
+# forever.
 LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
          "tag", "validate"}  # fmt: skip
 GOES_ON = {"--watch", "-f", "--follow"}
@@ -97,7 +98,7 @@ def objection(argv: list[str]) -> str:
 
 
 def written_files() -> set[str]:
-    """Return the names of the files written by a reader of the docs, and the placeholder for another program's name."""
+    """Return the names of the files that readers of the docs write, and the placeholder for another program's name."""
     return {block.title for block in blocks("python")} | {"train.py"}
 
 
@@ -204,7 +205,7 @@ def record_jobs(data: DataDir) -> None:
 
 
 GUIDES = ROOT / "docs" / "contributing"
-# Patterns matching code that depends on a job's kind.
+# Patterns that match code that depends on a job's kind.
 _CLASSES = r"\b(?:ExtractJob|JobConfig|Outlook|ExtractionOutlook)\b"
 BY_CLASS = re.compile(rf"isinstance\([^()]*(?:\([^()]*\))?[^()]*{_CLASSES}|\bis {_CLASSES}")
 BY_NAME = re.compile(r"\bextracts\(|\b(?:ExtractJob|JobConfig)\.kind\b|\bis ExtractJob\b")
@@ -256,13 +257,13 @@ def asking(pattern: re.Pattern[str]) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in sources if pattern.search(path.read_text())}
 
 
-def test_only_the_modules_for_a_job_kind_check_the_class_of_a_job() -> None:
+def test_only_the_modules_for_a_job_kind_check_a_jobs_class() -> None:
     # Both modules use the parsed TOML table of a job file, not a job.
     by_table = {"sae_tui/jobs/output.py", "sae_tui/jobs/launch/resume.py"}
     assert asking(BY_CLASS) - OWN_FILES - by_table == set()
 
 
-def test_the_job_kind_guide_names_every_module_that_checks_the_kind_of_a_job() -> None:
+def test_the_job_kind_guide_names_every_module_that_checks_a_jobs_kind() -> None:
     guide = (GUIDES / "add-a-job-kind.md").read_text()
     assert [path for path in sorted(asking(BY_NAME)) if f"`{path}`" not in guide] == []
 

@@ -23,7 +23,7 @@ def test_host_load_readings_agree_with_the_operating_system() -> None:
     assert load.memory_total_bytes == psutil.virtual_memory().total
     assert abs((load.memory_used_bytes or 0) - (load.memory_total_bytes - psutil.virtual_memory().available)) < 1 << 30
     assert load.load == pytest.approx(os.getloadavg()[0], abs=2)
-    # A rate is known only after a previous reading.
+    # A rate is known only from the second reading on.
     assert (load.cpu_percent, load.disk_bytes_s, load.network_bytes_s) == (None, None, None)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SCREEN = ("textual", "rich")
 HEAVY = ("torch", "numpy")
 
-# This script imports modules one by one, and prints the forbidden modules loaded by each import.
+# This script imports modules one by one, and prints the forbidden modules that each import loads.
 WATCH = """
 import importlib, json, sys
 forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]
@@ -66,7 +66,7 @@ def loaded_by(names: list[str], forbidden: tuple[str, ...]) -> dict[str, list[st
         ("trainer", (*SCREEN, "sae_tui")),  # torch itself loads pynvml if it is installed
     ],
 )
-def test_no_module_of_a_package_loads_a_forbidden_module(package: str, forbidden: tuple[str, ...]) -> None:
+def test_no_module_in_a_package_loads_a_forbidden_module(package: str, forbidden: tuple[str, ...]) -> None:
     names = list(modules_below(package))
     assert names
     assert loaded_by(names, forbidden) == {}
@@ -113,7 +113,8 @@ def test_the_apps_command_line_loads_no_screen() -> None:
     assert loaded_by(["sae_tui.cli"], SCREEN) == {}
 
 
-# Modules that take a large part of a command's start-up time, for commands that need no job, and for lists.
+# Modules that would take a large part of a command's start-up time: for commands that need no job, and for commands
+# that only list GPUs or jobs.
 NEEDS_NO_JOBS = (
     "sae_tui.gpu.base",
     "sae_tui.jobs",
@@ -212,7 +213,7 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton", "pandas", "sqlite_ut
     assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
 
 
-def test_the_list_of_modules_for_these_tests_contains_every_module_in_a_package() -> None:
+def test_the_tests_of_imports_cover_every_module_in_both_packages() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
         for package in ("trainer", "sae_tui")
@@ -224,7 +225,7 @@ def test_the_list_of_modules_for_these_tests_contains_every_module_in_a_package(
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """Yield the imports of a module, including imports in functions and imports only for type checkers."""
+    """Yield the imports of a module, including imports in functions and imports that are only for type checkers."""
     file = ROOT.joinpath(*module.split("."))
     for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""Tests for the file with a machine's policy: where it is, who may write it, mistakes, and hours in a time zone."""
+"""Tests for the file with a machine's policy: where it is, who may write to it, mistakes, and hours in a time zone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_a_file_there_are_no_limits(place: Place) -> None:
     assert place.read().limits(0.0) == Limits()
 
 
-def test_the_systems_file_comes_before_the_one_in_a_shared_data_folder(place: Place) -> None:
+def test_the_systems_file_takes_precedence_over_the_one_in_a_shared_data_folder(place: Place) -> None:
     place.write(place.shared, "gpus_per_user = 2")
     assert (place.read().path, place.read().usual) == (place.shared, Limits(2))
     place.write(place.system, 'max_time = "1d"')
@@ -87,7 +87,7 @@ def test_a_data_folder_that_no_group_shares_has_no_policy_of_its_own(place: Plac
 
 
 @pytest.mark.parametrize("mode", [0o664, 0o646])
-def test_a_file_that_others_may_write_is_ignored(place: Place, mode: int) -> None:
+def test_a_file_that_others_may_write_to_is_ignored(place: Place, mode: int) -> None:
     place.write(place.shared, "gpus_per_user = 2")
     place.shared.chmod(mode)
     policy = place.read()
@@ -97,7 +97,7 @@ def test_a_file_that_others_may_write_is_ignored(place: Place, mode: int) -> Non
 
 
 @as_root
-def test_only_a_file_of_root_or_of_the_shared_folders_owner_is_believed(place: Place) -> None:
+def test_only_a_file_owned_by_root_or_by_the_shared_folders_owner_is_trusted(place: Place) -> None:
     place.write(place.shared, "gpus_per_user = 2")
     os.chown(place.shared, OTHER_USER, -1)
     assert place.read().usual == Limits()
@@ -121,7 +121,7 @@ def test_a_user_cannot_write_a_policy_for_the_machine(place: Place) -> None:
     assert str(place.read().problems[0]).endswith(f"{place.system.parent} belongs to uid {OTHER_USER}")
 
 
-def test_a_systems_folder_that_others_may_write_is_not_believed(place: Place) -> None:
+def test_a_system_folder_that_others_may_write_to_is_not_trusted(place: Place) -> None:
     place.write(place.system, "gpus_per_user = 2")
     place.system.parent.chmod(0o777)
     assert place.read().usual == Limits()
@@ -162,7 +162,7 @@ def test_a_link_or_a_pipe_is_not_read(place: Place, tmp_path: Path) -> None:
         ('[[hours]]\ndays = ["sunday"]', 'hours 1: days: must be a list of days like ["sat", "sun"], not ["sunday"]; '),
     ],
 )
-def test_a_mistake_is_named_in_one_sentence_and_ignored(place: Place, text: str, said: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence_and_ignored(place: Place, text: str, said: str) -> None:
     policy = place.read(text)
     (problem,) = policy.problems
     assert said in str(problem)
@@ -172,12 +172,12 @@ def test_a_mistake_is_named_in_one_sentence_and_ignored(place: Place, text: str,
 def test_a_mistake_leaves_the_other_settings_in_force(place: Place) -> None:
     policy = place.read('gpus_per_user = 4\nmax_time = "soon"\n[[hours]]\nend = "x"\ngpus_per_user = 8\n')
     assert len(policy.problems) == 2
-    # Hours with a mistake would apply at other times than intended.
+    # Hours with a mistake would apply at the wrong times.
     assert (policy.usual, policy.largest) == (Limits(4), Limits(4))
 
 
 @given(content=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
-def test_no_content_of_the_file_raises_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_file_content_raises_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     folder = tmp_path_factory.mktemp("policy")
     (folder / "root").mkdir()
     place = Place(folder)
@@ -203,11 +203,11 @@ def test_no_content_of_the_file_raises_an_error(tmp_path_factory: pytest.TempPat
         ("2026-11-08 23:59", Limits(6, 4 * 3600.0)),
     ],
 )
-def test_larger_limits_apply_in_their_hours_also_after_midnight(place: Place, when: str, limits: Limits) -> None:
+def test_larger_limits_apply_during_their_hours_even_past_midnight(place: Place, when: str, limits: Limits) -> None:
     assert place.read(NIGHTS).limits(at(when)) == limits
 
 
-def test_hours_follow_the_clock_of_their_time_zone_when_it_is_changed(place: Place) -> None:
+def test_hours_follow_daylight_saving_time_in_their_time_zone(place: Place) -> None:
     policy = place.read(NIGHTS)
     # On 25 October 2026, the clocks in Berlin go back: a night lasts 13 hours.
     for day in ("2026-10-23", "2026-10-26"):
@@ -217,7 +217,7 @@ def test_hours_follow_the_clock_of_their_time_zone_when_it_is_changed(place: Pla
     assert datetime.fromtimestamp(at("2026-10-26 20:00"), ZoneInfo("UTC")).hour == 19
 
 
-def test_every_process_uses_the_machines_time_zone_whatever_its_own_is(
+def test_every_process_uses_the_machines_time_zone_regardless_of_its_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = NIGHTS.replace('time_zone = "Europe/Berlin"\n', "")
@@ -279,7 +279,7 @@ def test_hours_include_exactly_the_minutes_between_their_start_and_end(days, sta
     assert Hours(days=days, start=start, end=end).include(local) == included
 
 
-def test_the_policy_in_words(place: Place) -> None:
+def test_the_policy_is_described_in_words(place: Place) -> None:
     assert place.read(NIGHTS).sentences == [
         "4 GPUs for each user, jobs of at most 4 h 00 min",
         "mon-fri 20:00-08:00: 8 GPUs for each user, jobs of at most 12 h 00 min",

@@ -1,4 +1,4 @@
-"""Tests that all packages installed by `make`, except torch, are pinned by hash."""
+"""Tests that all packages that `make` installs, except torch, are pinned by hash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def locked(name: str) -> dict[str, str]:
 
 
 def wanted(*extras: str) -> set[str]:
-    """Return the names of the packages required by pyproject.toml, including build requirements."""
+    """Return the names of the packages that pyproject.toml requires, including build requirements."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     of_extras = [entry for extra in extras for entry in project["project"]["optional-dependencies"][extra]]
     entries = [*project["build-system"]["requires"], *project["project"]["dependencies"], *of_extras]

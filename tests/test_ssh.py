@@ -50,5 +50,5 @@ def test_arguments_reach_the_remote_program_unchanged_even_if_it_is_in_a_home_fo
     assert said(command, home) == "rename|7|a 'b' $(id) \"c\"; *|"
 
 
-def test_a_command_that_the_user_is_told_to_run_finds_a_program_in_a_home_folder(home: Path) -> None:
+def test_a_command_shown_to_the_user_finds_a_program_in_a_home_folder(home: Path) -> None:
     assert said(by_hand("gpu1", "tag 7 --add WORD"), home) == "tag|7|--add|WORD|"

@@ -1,4 +1,4 @@
-"""The command `sae-train`: train in the foreground, resume, export, estimate, measure, or run as a rank."""
+"""The `sae-train` command: train in the foreground, resume, export, estimate, measure, or run as a rank."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
-    """Return the job; raise `JobFileError` if the job would run a model's own code and no flag allows that."""
+    """Return the job; raise `JobFileError` if the job would run a model's own code and no flag allows it."""
     # The job's Python interpreter and sbatch options need no check here: only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job

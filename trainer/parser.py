@@ -1,4 +1,4 @@
-"""The command-line parser of `sae-train`."""
+"""The `sae-train` command-line parser."""
 
 from __future__ import annotations
 

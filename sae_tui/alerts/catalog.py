@@ -1,4 +1,4 @@
-"""The kinds of alerts. Each kind declares a measured value, its bound, and how long the value must exceed the bound."""
+"""Defines the kinds of alerts: for each, a measured value, its bound, and how long the value must be out of bounds."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class MeasuredValue(NamedTuple):
 
 
 class AlertKind(NamedTuple):
-    """A kind of alert. `setting` names the setting for the bound or, for a flag, for how long the flag must stay set.
+    """A kind of alert. `setting` names the setting that holds the bound or, for a flag, how long it must stay set.
 
-    The alert is cleared once the value has been better than the bound by `slack` for `clear_s` seconds.
+    The alert is cleared once the value has been better than the bound by more than `slack` for `clear_s` seconds.
     """
 
     name: str

@@ -6,11 +6,11 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-# The value used when the measured object, such as a removed GPU, no longer exists.
+# The value of an object that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert raised three times within an hour is flapping. So that a periodic fault does not raise an alert each time, a
-# flapping alert is cleared only after 5 min of good values, or twice the longest good period in the last hour if that
-# is longer.
+# An alert raised three times within an hour is flapping. It is cleared only after 5 min of good values, or after twice
+# the longest good period in the last hour if that is longer, so that a periodic fault does not raise an alert each
+# time.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
@@ -40,7 +40,7 @@ class Hysteresis:
         self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 
     def changes(self, value: float | None, now: float) -> bool:
-        """Process a value (None: unknown); return whether it raises or clears the alert.
+        """Process a value, which is None if unknown; return whether it raises or clears the alert.
 
         An unknown value does not change the alert.
         """

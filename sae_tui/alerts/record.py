@@ -1,4 +1,4 @@
-"""Stores the alerts from the last day: one file per host in the data folder, written by the app holding the lock."""
+"""Stores the alerts from the last day: one file per host in the data folder, written by the app that holds the lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Time
 
 DAY_S = 86_400.0
-# The maximum number of stored alerts. Even a broken sensor that changes once per minute raises fewer alerts per day.
+# The maximum number of stored alerts. Even a broken sensor that flips once a minute raises fewer alerts than this per
+# day.
 MOST = 1000
 MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
@@ -67,7 +68,8 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return the alerts to store.
 
-    The 24 hours end at the latest alert if that is earlier than `now`, so no alert is deleted if the clock is ahead.
+    If the latest alert is earlier than `now`, count the 24 hours back from that alert, so that no alert is deleted when
+    the clock is ahead.
     """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)

@@ -59,8 +59,8 @@ _FAILURES = {
 
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# After a report, changes of the same kind are collected for this many seconds before the next report. GPUs that fail
-# together are detected one by one, but should cause only one report.
+# How long after a report to collect further changes of the same kind before reporting them together. GPUs that fail
+# together are detected one by one, but should not each cause a report.
 GROUP_S = 5.0
 
 
@@ -99,7 +99,7 @@ class Alerts:
 
     @property
     def recent(self) -> list[Alert]:
-        """This host's alerts stored in the file, oldest first."""
+        """This host's alerts to store in the file, oldest first."""
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: AlertReadings) -> list[Alert]:
@@ -145,7 +145,7 @@ class Alerts:
         return [self._begin(kind, measured, flaps=state.flaps) if state.is_raised else self._end(key)]
 
     def _news(self, changed: list[Alert]) -> list[Alert]:
-        """Return the alerts to report now: at most one per kind in `GROUP_S`, merged from all pending changes."""
+        """Return the alerts to report now: at most one per kind every `GROUP_S`, merged from all pending changes."""
         for alert in changed:
             self._pending.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
         now = self._clock()
@@ -218,7 +218,7 @@ class AlertWatcher:
     """Checks for alerts at regular intervals, on a separate thread because reading the free disk space may hang.
 
     `samples` returns None until the GPUs are known. `changed` contains the alerts raised or cleared since the start,
-    oldest first; `on_change` is called after each addition. If several apps run on a host, only the app holding the
+    oldest first; `on_change` is called after each addition. If several apps run on a host, only the app that holds the
     lock writes the file and runs the user's command.
     """
 
@@ -234,7 +234,7 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        # Failures in checks, the alert file and the user's command, each as one sentence.
+        # Problems with the checks, the alert file and the user's command, each described in one sentence.
         self.problems: tuple[str, ...] = ()
         self._data, self._on_change, self._readonly = data, on_change, readonly
         self.change(settings)
@@ -383,5 +383,5 @@ def sentence_of(alert: Alert) -> str:
 
 
 def title_of(alert: Alert) -> str:
-    """Return the title of the alert's kind; if this version does not know the kind, return the kind's name."""
+    """Return the title of an alert's kind, or the kind's name if this version does not know the kind."""
     return next((kind.title for kind in KINDS if kind.name == alert.kind), alert.kind)

@@ -1,6 +1,6 @@
 """Opens and closes screens above the dashboard.
 
-Other screens are imported when first opened, because importing all of them took a tenth of the startup time.
+Other screens are imported when first opened, because importing all of them would take a tenth of the startup time.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _without_features(ids: list[str]) -> str:
 def _on_known_features(job: AnyJob, file: Path, n_seeds: int) -> AnyJob:
     """Return the job with `DATA` and `n_seeds` seeds, but keep any synthetic data and list of seeds from its file.
 
-    Raise `UserError` for a job that would get no figures.
+    Raise `UserError` for a job that the arena cannot compare.
     """
     if job.kind != TRAINING:
         raise UserError(f'{file}: the arena compares training jobs, and this one has kind = "{job.kind}"')

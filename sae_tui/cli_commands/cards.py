@@ -44,7 +44,7 @@ def show_card(context: CommandContext, job_id: int, number: int) -> None:
 
 
 def show_differences(context: CommandContext, job_id: int, number: int | None, against: CardName) -> None:
-    """Print how each figure of a report card differs from another one; if `number` is None, use the current one."""
+    """Print how a report card's figures differ from another card's; if `number` is None, use the current card."""
     other_id = job_id if against.job_id is None else against.job_id
     with existing(context.data, other_id) as control:
         jobs = control.job(job_id), control.job(other_id)
@@ -68,7 +68,7 @@ def show_differences(context: CommandContext, job_id: int, number: int | None, a
 
 
 def _chosen(context: CommandContext, job: Job, number: int | None, flag: str) -> Mapping[str, Version]:
-    """Return a job's report cards with this number or, if it is None, the current ones, keyed by their SAE's label."""
+    """Return a job's report cards with this number (if None, the current ones), keyed by their SAE's label."""
     versions = versions_of(context.data.sae(job.id))
     if not versions:
         raise UserError(flag + _why_no_card(job))
@@ -164,6 +164,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: CommandContext, job_id: int, number: int) -> dict[str, Path]:
-    """Return a dict mapping each SAE's label to its feature file, if still stored."""
+    """Return a dict mapping each SAE's label to its feature file, if the file is still stored."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

@@ -57,7 +57,7 @@ def ids_and_tags(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]
 
 
 def complete_in_shell(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Print the code for the shell's start-up file; with `--install`, write the file loaded by the shell."""
+    """Print the code for the shell's start-up file; with `--install`, write the file that the shell loads."""
     shell = flags.shell or (_own_shell() if flags.install else None)
     if shell not in SHELLS:
         raise _which_shell()
@@ -96,7 +96,7 @@ def _login_shell() -> str:
 
 
 def _install(context: CommandContext, shell: str) -> int:
-    """Write the completion script to the file loaded by the shell; refuse to overwrite another program's file."""
+    """Write the completion script to the file that the shell loads; refuse to overwrite another program's file."""
     file, content = file_for(shell), _marked(_script(shell), shell)
     try:
         # Every new shell runs this file, so its folder must be trustworthy.

@@ -30,7 +30,7 @@ from trainer.contract.output import show_text
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
-# Clients are disconnected after this many seconds.
+# Clients are disconnected after this time.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
 # After `REST_AFTER_S` seconds without a request, the driver is closed; the next request waits up to `WAKE_S` seconds

@@ -297,7 +297,7 @@ def stop(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _confirm_stop(context: CommandContext, flags: argparse.Namespace, chosen: Selection) -> None:
-    """Ask for confirmation if more than a few jobs that have started would be stopped."""
+    """Ask for confirmation before stopping `MANY` or more jobs that have started."""
     started = [job.id for job in chosen.jobs.values() if not job.state.is_final and job.state != JobState.QUEUED]
     if len(started) < MANY or flags.yes or context.as_json:
         return
@@ -333,7 +333,7 @@ def _whose_log(job: JobView, rank: int) -> str:
 
 
 def _refuse_other_logs(job: JobView, flags: argparse.Namespace) -> None:
-    """Raise `UserError` if this kind of job has no such log."""
+    """Raise `UserError` if the job does not have the requested log."""
     n_logs = n_logs_of(job)
     if flags.rank >= n_logs:
         instead = f"give --rank 0 to {n_logs - 1}" if n_logs > 1 else "leave --rank out"

@@ -36,7 +36,7 @@ from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import join_words, plural, ranges
 
-# For an array with at most this many jobs, a command prints one line per job.
+# For an array of up to this size, a command prints one line per job.
 MOST_LISTED = 8
 
 
@@ -93,7 +93,7 @@ def launch(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 class Array(NamedTuple):
-    """How many of an array's jobs may run at once; None means no limit."""
+    """The number of an array's jobs that may run at once; None means no limit."""
 
     at_once: int | None = None
 
@@ -193,7 +193,7 @@ def _stands(context: CommandContext, flags: argparse.Namespace, job_id: int, job
 
 
 def _check_all(context: CommandContext, jobs: Sequence[AnyJob], promises: Promises) -> list[Placement]:
-    """Return the jobs' placements and print warnings; raise `JobFileError` listing all errors in the first bad job."""
+    """Return the jobs' placements and print warnings; raise `JobFileError` with all errors in the first invalid job."""
     checks, places, warnings = _Checks(context, promises), [], dict[str, None]()
     try:
         with Progress("check", to_descriptor=False):

@@ -227,7 +227,7 @@ def make_parser(open_app: Command, words: Collection[str] | None = None) -> Comm
     """Return the parser for all commands and their flags; without a command, `open_app` runs.
 
     If `words` is given, add only the flags of commands among these words, because adding the flags of all commands
-    takes a third of the start-up time.
+    takes a third of the startup time.
     """
     shared = _shared_flags()
     parser = CommandParser(

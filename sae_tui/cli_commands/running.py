@@ -106,11 +106,11 @@ def _name(flags: argparse.Namespace, argv: Sequence[str], values: Mapping[str, s
     """Return the job's name: the given name and the grid values, or the command; then the array index."""
     axes = "".join(f" {name}={value}" for name, value in values.items() if name != INDEX)
     stem = flags.name or _name_of_command(flags, argv)
-    # A name taken from the command already shows the values, unless it was cut.
+    # A name taken from the command already shows the values, unless it was truncated.
     is_whole = not flags.name and len(stem) < LONGEST_NAME
     shows_index = is_whole and "{" + INDEX + "}" in (flags.shell or " ".join(flags.argv))
     index = f" [{values[INDEX]}]" if flags.array and not shows_index else ""
-    # All jobs in a grid share the beginning of the name, so cut the beginning rather than the values.
+    # All jobs in a grid share a name prefix, so truncate the prefix rather than the values.
     end = ("" if is_whole else axes)[: LONGEST_NAME - len(index) - 1] + index
     return stem[: LONGEST_NAME - len(end)] + end
 
@@ -121,7 +121,7 @@ def _name_of_command(flags: argparse.Namespace, argv: Sequence[str]) -> str:
 
 
 def _combinations(axes: Sequence[str], array: ArraySpec | None) -> list[dict[str, str]]:
-    """Return each combination's values: `lr=1e-3,3e-4` and `seed=0,1` give four, repeated for each index in `array`.
+    """Return each combination's values: `lr=1e-3,3e-4` and `seed=0,1` make four, repeated for each index in `array`.
 
     Without `array`, the jobs in a grid are numbered from 0.
     """
@@ -152,7 +152,7 @@ def _axis(axis: str) -> tuple[str, list[str]]:
 
 
 def _refuse_unused(values: Mapping[str, str], words: Sequence[str]) -> None:
-    """Raise `JobFileError` if a grid name is not used anywhere, because its values would all give the same job."""
+    """Raise `JobFileError` if a grid name is not used anywhere, because all its values would produce the same job."""
     unused = [name for name in values if name != INDEX and not any("{" + name + "}" in word for word in words)]
     if unused:
         raise _wrong_grid(f"{unused[0]} is not used; write {{{unused[0]}}} in the command or in --env")

@@ -25,7 +25,7 @@ def send(context: CommandContext, flags: argparse.Namespace) -> int:
 
 
 def _jobs(context: CommandContext, flags: argparse.Namespace) -> list[str]:
-    """Return the text of the job files; the other host applies the overrides again, with each value of a grid."""
+    """Return the text of the job files; the other host applies the overrides again, with each value in a grid."""
     files = getattr(flags, "jobs", [])
     overrides = [*flags.overrides, *grid(flags.grid)[0]] if files else []
     return [dump_job(read_job(file, overrides, None, consent_of(context, flags))) for file in files]

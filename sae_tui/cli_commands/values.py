@@ -1,4 +1,4 @@
-"""Parses flag values: numbers, shares, prices, times and sizes. An invalid value causes a one-line error."""
+"""Parses flag values: numbers, shares, prices, times and sizes. An invalid value produces a one-line error."""
 
 from __future__ import annotations
 

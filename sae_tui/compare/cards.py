@@ -55,8 +55,8 @@ class Difference(msgspec.Struct, frozen=True):
         """
         if self.change is None or self.here is None or self.there is None:
             return "missing"
-        # If an error is unknown, compare the displayed text, because two measurements of the same SAE differ in the
-        # eighth digit.
+        # If an error is unknown, compare the displayed text rather than the values, because two measurements of the
+        # same SAE differ in the eighth digit.
         if self.here.text == self.there.text if self.least is None else abs(self.change) <= self.least:
             return "same"
         better = self.here.series.better
@@ -73,7 +73,7 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def signed(self) -> str:
-        """The signed difference, or "" if both look the same; if it rounds to 0, it has one significant digit."""
+        """The signed difference, or "" if both look the same; if it would round to 0, show one significant digit."""
         change, series = self.change, self.figure.series
         if change is None or (self.here and self.there and self.here.text == self.there.text):
             return ""

@@ -19,7 +19,7 @@ COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
 def picture_title(comparison: Comparison) -> str:
-    """Return the image's title: the metric and the names of the runs."""
+    """Return the image's title: the metric and the runs' names."""
     names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in comparison.saes)
     return f"{title_of(comparison.metric)}: {', '.join(names)}"
 
@@ -30,7 +30,7 @@ def write_picture(path: Path, comparison: Comparison, view: CurveView, *, force:
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
-    """Write every value of one metric, or of all metrics, as a tidy CSV; raise `UserError` as `write_picture` does."""
+    """Write every value of one metric, or of all metrics, as tidy CSV; raise `UserError` as `write_picture` does."""
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 

@@ -23,7 +23,7 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The difference between a value and the best value, and the significance threshold with an explanation."""
+    """A value's distance from the best value, and the distance above which it is significant, with an explanation."""
 
     lead: float
     least: float

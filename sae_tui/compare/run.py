@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class ComparedSae(msgspec.Struct, frozen=True):
-    """An SAE to compare: the only SAE of a run, or one of a sweep.
+    """An SAE to compare: a run's only SAE, or one SAE from a sweep.
 
     `latest` maps each metric to its latest value. If the SAE has a report card, the card's values are included under
     names that start with `card_`.
@@ -52,7 +52,7 @@ class ComparedSae(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A metric of an SAE, or of a run whose SAEs share the metric; `sae` is the SAE's index in the comparison."""
+    """A metric's curve for an SAE, or for a run whose SAEs share it; `sae` is the SAE's index in the comparison."""
 
     label: str
     sae: int

@@ -101,7 +101,7 @@ def _curve(trace: Trace, box: PlotArea, style: int) -> Iterator[str]:
 
 
 def _entry(trace: Trace, style: int) -> Iterator[str]:
-    """Draw a trace's line in the legend, with its latest value."""
+    """Draw a trace's legend entry, with its latest value."""
     x, y = _RIGHT + 16, _TOP + _LINE * style + 6
     colour, dash, _ = _style(style)
     yield f'<path d="M{x},{y}h24" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'

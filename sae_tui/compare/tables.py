@@ -49,7 +49,8 @@ _BY_SEED = ("heldout_fvu", "heldout_l0", "card_fvu", "card_l0")
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Token counts within this factor of each other are considered equal, because a run always ends with a complete step.
 LIKE = 1.02
-# This value is listed with the settings, because an automatic batch size is smaller in a short run.
+# Listed with the settings because it can differ even when they do not: an automatic batch size is smaller in a short
+# run.
 TOKENS_PER_STEP = "tokens per step"
 # Prefixes of training settings, which are meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
@@ -187,7 +188,7 @@ def _is_imported(sae: ComparedSae) -> bool:
 
 
 def results(saes: Sequence[ComparedSae], settings: Settings | None = None) -> list[ComparisonRow]:
-    """Return a row for each result, final or provisional; with `settings`, also the energy's price and CO₂."""
+    """Return a row for each result, final or provisional; with `settings`, also for the energy's price and CO₂."""
     lines = []
     for result in results_of(saes):
         values = tuple(value_of(sae, result.name) for sae in saes)
@@ -318,7 +319,7 @@ def _with_tokens(line: ComparisonRow, result: ComparedFigure, saes: Sequence[Com
 
 
 def _leads(values: Sequence[float | None], result: ComparedFigure) -> bool:
-    """Return whether the best value differs enough from the second best; most results have no minimum difference."""
+    """Return whether the best value is far enough ahead of the second best; most results have no minimum lead."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
         return True
@@ -356,7 +357,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return a dict mapping the index of each other value with known noise to the best value's lead over that value."""
+    """Return the best value's lead over each other value with known noise, by that value's index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}

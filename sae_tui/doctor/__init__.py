@@ -1,1 +1,1 @@
-"""Checks this machine, session and terminal for problems affecting training. This package contains no UI code."""
+"""Checks this machine, session and terminal for problems that affect training. This package contains no UI code."""

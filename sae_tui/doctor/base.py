@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class GpuReadings(msgspec.Struct, frozen=True):
-    """One reading from all GPUs, or the `problem` preventing it, with a `remedy`. `cuda` is False for simulated GPUs.
+    """One reading of all GPUs, or the `problem` that prevents it, with a `remedy`. `cuda` is False for simulated GPUs.
 
     `samples` contains only the visible GPUs; the environment may hide some of the `n_gpus` GPUs.
     """
@@ -70,7 +70,7 @@ class CheckedMachine:
         python: str = "",
     ) -> None:
         self.data = data
-        # Whether the data folder does not respond, for example because its file server hangs.
+        # True once the data folder has failed to respond, for example because its file server hangs.
         self.is_silent = False
         # The Python interpreter used for training, if it is in another environment, or "" for this one.
         self.python = python
@@ -84,7 +84,7 @@ class CheckedMachine:
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
-        """The size of the terminal in columns and lines, or None without a terminal."""
+        """The terminal's size in columns and lines, or None without a terminal."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
                 terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
@@ -94,7 +94,7 @@ class CheckedMachine:
         return None
 
     def program(self, name: str) -> str | None:
-        """Return the path to a program found in the user's PATH, or None."""
+        """Return the path to a program found in the user's PATH, or None if it is not there."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
@@ -155,7 +155,7 @@ def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
 
 
 def environment_at_start() -> dict[str, str]:
-    """Return the environment as passed by the shell, because Python itself adds LC_CTYPE under LANG=C."""
+    """Return the environment as the shell passed it, because Python itself adds LC_CTYPE under LANG=C."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

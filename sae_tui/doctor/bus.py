@@ -19,9 +19,9 @@ from trainer.contract.planning.hardware import MeasuredHardware, Speeds, read_bo
 from trainer.contract.runs import nccl
 from trainer.contract.wording import join_words, plural, rate
 
-# All ranks import torch, taking most of this time if torch is on a network disk.
+# All ranks import torch, which takes most of this time if torch is on a network disk.
 LIMIT_S = 120.0
-# The speed achieved by a PCIe 4.0 slot with 16 lanes through host memory.
+# The speed of a 16-lane PCIe 4.0 slot when data passes through host memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when these GPUs are idle"
 
@@ -150,7 +150,7 @@ def _judge(probed: Probed) -> Finding:
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
-    """Report the GPU pairs slower than half the median speed."""
+    """Report the GPU pairs whose speed is below half the median."""
     if len(probed.pairs) < 2:
         return
     usual = statistics.median(probed.pairs.values())

@@ -13,7 +13,7 @@ from trainer.contract.wording import join_words, plural
 
 # PCI device classes: display controllers, which include most GPUs, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
-# Integrated graphics in a Ryzen reserve 0.5 to 2 GiB; the smallest GPUs supported by ROCm have 8 GiB.
+# Integrated graphics in a Ryzen CPU reserve 0.5 to 2 GiB of memory; the smallest GPUs that ROCm supports have 8 GiB.
 _SMALLEST_GPU_BYTES = 4 << 30
 
 
@@ -83,7 +83,7 @@ def check_gpu_count(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def gpus_on_the_bus(box: CheckedMachine) -> str:
-    """Return each vendor's number of GPUs on the PCI bus in words, including GPUs without a driver.
+    """Describe how many GPUs from each vendor are on the PCI bus, including GPUs without a driver.
 
     Integrated graphics identified by their driver are omitted, because they are not used for training.
     """

@@ -68,7 +68,7 @@ PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
-# Checks using the data folder. If the folder's disk hangs, the remaining checks in this set are skipped because they
+# Checks that use the data folder. If the folder's disk hangs, the remaining checks in this set are skipped because they
 # would hang too.
 OF_FOLDER: frozenset[Check] = frozenset(
     (

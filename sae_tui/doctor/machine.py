@@ -1,4 +1,4 @@
-"""Checks operating-system limits affecting multi-process jobs."""
+"""Checks operating-system limits that affect multi-process jobs."""
 
 from __future__ import annotations
 

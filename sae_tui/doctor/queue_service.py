@@ -1,4 +1,4 @@
-"""Checks whether the queue restarts after a machine reboot, and installs a user service for this."""
+"""Checks whether the queue restarts after a reboot, and installs a user service that restarts it."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def install(box: CheckedMachine) -> None:
 
 
 def name_of(data: DataDir) -> str:
-    """Return the name of the user service for a data folder; each folder has its own service."""
+    """Return the name of a data folder's user service; each folder has its own."""
     return f"sae-tui-queue-{hashlib.sha256(os.fsencode(data.root)).hexdigest()[:8]}.service"
 
 
 def unit(data: DataDir) -> str:
-    """Return the unit file of the user service for a data folder."""
+    """Return the unit file for a data folder's user service."""
     program, *words = map(_quoted, [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)])
     # systemd expands variables only in arguments, not in the program path.
     return _UNIT.format(command=" ".join([program, *(word.replace("$", "$$") for word in words)]))

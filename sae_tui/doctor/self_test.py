@@ -68,7 +68,7 @@ def check_training(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def _vendor_of_torch(box: CheckedMachine, vendors: list[str]) -> str:
-    """Return the vendor of the GPUs supported by the training environment's PyTorch."""
+    """Return the vendor whose GPUs the training environment's PyTorch supports."""
     with judged_by(look(box.python).packages if box.python else None):
         return vendor_of_build(vendors)
 

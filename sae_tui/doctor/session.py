@@ -22,7 +22,7 @@ KEEP = "`loginctl enable-linger` once; later jobs then start outside your sessio
 
 
 def check_logout(box: CheckedMachine) -> Iterator[Finding]:
-    """Report whether jobs survive a logout, based on the control group of this process."""
+    """Report whether jobs survive a logout, based on this process's control group."""
     user = box.environ.get("USER") or user_name()
     group = _control_group(box)
     if not (box.root / "run/systemd/system").exists():

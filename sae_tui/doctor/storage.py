@@ -73,7 +73,7 @@ def check_file_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_store_lock(box: CheckedMachine) -> Iterator[Finding]:
-    """Report a stopped process holding the job store's lock, which blocks all other processes."""
+    """Report a stopped process that holds the job store's lock and thereby blocks all other processes."""
     pid = holder_of(box.data.control_db)
     if pid and is_halted(pid):
         sentence, _, remedy = describe_holder(pid).partition("; ")
@@ -94,7 +94,7 @@ def check_locks(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_sqlite(_: CheckedMachine) -> Iterator[Finding]:
-    """Check SQLite's version: up to 3.51.2, except in two patched branches, concurrent writers can corrupt a WAL."""
+    """Check SQLite's version: before 3.51.3, except on two patched branches, concurrent writers can corrupt a WAL."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")

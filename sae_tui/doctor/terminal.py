@@ -61,7 +61,7 @@ def check_size(box: CheckedMachine) -> Iterator[Finding]:
 
 
 def check_multiplexer(box: CheckedMachine) -> Iterator[Finding]:
-    """Report tmux or screen; jobs do not need them, but they keep the app open after a disconnect."""
+    """Report whether tmux or screen is in use; jobs do not need them, but they keep the app open after a disconnect."""
     if box.environ.get("TMUX"):
         yield Finding("ok", "tmux", "inside tmux: you can detach, and attach again from anywhere")
     elif box.environ.get("STY"):

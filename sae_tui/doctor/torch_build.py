@@ -1,4 +1,4 @@
-"""Checks, in a separate process, whether the torch imported by ranks suits the driver and the GPUs."""
+"""Checks, in a separate process, whether the torch that ranks import works with the driver and the GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainer.contract.wording import join_words, plural
 
 # The time limit for importing torch; the first import from a network disk takes half a minute.
 LIMIT_S = 60.0
-# Compute capabilities of GPUs, such as GeForce, with an fp64 speed 1/32 or 1/64 of their fp32 speed.
+# Compute capabilities of GPUs, such as GeForce models, whose fp64 speed is 1/32 or 1/64 of their fp32 speed.
 _SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
 _ADAM_IN_FP32 = (2, 8)
-# Skip garbage collection and torch's shutdown, which are not needed here and took a third of the time.
+# Skip garbage collection and torch's shutdown, which are not needed here and take a third of the time.
 _ASK = """
 import gc
 gc.disable()
@@ -42,9 +42,9 @@ os._exit(0)
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """The torch imported by ranks. `cuda`, `hip` (ROCm) and `nccl` are the versions it was built with.
+    """The torch that ranks import. `cuda`, `hip` (ROCm) and `nccl` are the versions it was built with.
 
-    `nccl_installed` is the version of the installed package; `amd_archs` are AMD GPU architectures.
+    `nccl_installed` is the installed NCCL package's version; `amd_archs` are AMD GPU architectures.
     """
 
     version: str
@@ -76,7 +76,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def check_torch(box: CheckedMachine) -> Iterator[Finding]:
-    """Check whether torch, NCCL and Triton suit the driver and the GPUs."""
+    """Check whether torch, NCCL and Triton work with the driver and the GPUs."""
     if not box.python and (missing := missing_of_trainer()):
         sentence = f"the app shows GPUs and jobs, but training needs {join_words(missing)}"
         yield Finding("error", "torch", sentence, f"run `{install('train')}`")
@@ -119,7 +119,7 @@ def _ask(box: CheckedMachine) -> tuple[TorchBuild | None, str]:
 
 
 def _vendors(gpus: GpuReadings) -> list[Vendor]:
-    """Return the vendors of the GPUs."""
+    """Return the GPUs' vendors."""
     names = dict.fromkeys(sample.vendor for sample in gpus.samples if sample.vendor)
     return [VENDORS[name] for name in names] or [vendor_to_name(gpus.source_name)]
 
@@ -127,8 +127,8 @@ def _vendors(gpus: GpuReadings) -> list[Vendor]:
 def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, vendor: Vendor | None) -> Finding:
     """Check that torch is built for these GPUs, and that the driver supports its CUDA version.
 
-    A driver supports all CUDA versions up to its own major version, with any minor version. `vendor` is the vendor of
-    the GPUs torch is built for, or None if the machine has no such GPUs.
+    A driver supports every minor version of all CUDA major versions up to its own. `vendor` is the vendor whose GPUs
+    torch is built for, or None if the machine has no such GPUs.
     """
     driver = gpus.facts.cuda
     if not build.runtime:
@@ -153,7 +153,7 @@ def _suits_driver(box: CheckedMachine, build: TorchBuild, gpus: GpuReadings, ven
 
 
 def _knows_gpus(build: TorchBuild, gpus: GpuReadings) -> Iterator[Finding]:
-    """Report the GPUs that torch cannot use: it has neither compiled code for their major compute capability nor PTX.
+    """Report the GPUs that torch cannot use: it lacks both compiled code for their major compute capability and PTX.
 
     Code for AMD GPUs runs on a single architecture only.
     """

@@ -19,7 +19,7 @@ OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 
 
 def check_owner(box: CheckedMachine) -> Iterator[Finding]:
-    """Report the data folder's owner, and the group sharing it."""
+    """Report the data folder's owner, and the group that shares it."""
     root = box.data.root
     if not os.path.exists(root):
         return
@@ -76,7 +76,7 @@ def _lets_in(folder: Path, whom: int) -> bool:
 
 
 def check_links(box: CheckedMachine) -> Iterator[Finding]:
-    """Report symbolic links in place of folders where sae-tui writes and deletes files."""
+    """Report symbolic links that stand in for folders in which sae-tui writes and deletes files."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):

@@ -64,8 +64,8 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 class CapacityShares:
     """The share (0 to 1) of the GPUs' total capacity in use in each interval.
 
-    Each interval includes only the GPUs that reported the value. A share is None if no GPU reported the value, or if a
-    GPU has no reading in the interval.
+    For each interval, only the GPUs that reported the value are included. A share is None if no GPU reported the value,
+    or if a GPU has no reading in the interval.
     """
 
     memory: Sequence[float | None]
@@ -108,5 +108,5 @@ def _not_none(values: Iterable[Number | None]) -> list[Number]:
 
 
 def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
-    """Return the pairs without None."""
+    """Return only the pairs in which neither value is None."""
     return [(one, other) for one, other in pairs if one is not None and other is not None]

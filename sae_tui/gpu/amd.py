@@ -28,7 +28,7 @@ ENERGY_EVERY = 10
 LARGEST_PID = 1 << 22  # Linux's limit.
 MIB = 1 << 20
 PROCESS = "amdsmi_get_gpu_process_info"
-# Power limits above this value are in microwatts, as reported by ROCm 6 and 7; lower limits are in watts.
+# Power limits above this value are in microwatts, as reported by ROCm 6 and 7; smaller values are in watts.
 MOST_WATTS = 100_000
 # Partition modes that split a GPU, unlike SPX.
 PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
@@ -36,7 +36,7 @@ _SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
 
 
 class Amd:
-    """All AMD GPUs on this machine, with AMD SMI's indices, which follow PCI bus order."""
+    """All AMD GPUs on this machine, with the same indices as in AMD SMI, which follow PCI bus order."""
 
     name = "amdsmi"
     cuda = True
@@ -190,12 +190,12 @@ class _AmdGpu:
         }
 
     def _unread(self) -> dict[str, Any]:
-        """Return the sample fields for an unreadable GPU: a fault, or no fields if no sensor has ever responded."""
+        """Return an unreadable GPU's fields: a fault, or none if no call failed and no sensor has ever responded."""
         code = self._asking.code
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        # Another GPU may respond next, so reread the identity.
+        # A different GPU may respond next time, so reread the identity then.
         self._asic = None
         self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.gpu(code)

@@ -1,6 +1,6 @@
 """Reads an AMD GPU's details.
 
-A read takes four driver calls with each process list, and about a dozen while the GPU's page is open.
+This takes four driver calls each time the processes are listed, and about a dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AmdDetails:
         self._slowdown_c: int | None = None
 
     def temperature_c(self, asking: Asking) -> float | None:
-        """Return the hot-spot temperature, which triggers throttling, or the edge temperature if it is unsupported."""
+        """Return the hot-spot temperature, which triggers throttling, or, if unsupported, the edge temperature."""
         smi = self._smi
         current = smi.AmdSmiTemperatureMetric.CURRENT
         answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
@@ -131,7 +131,7 @@ class AmdDetails:
         return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()
 
     def _violations(self) -> tuple[str, ...] | None:
-        """Return the throttling reasons for an MI300 or later chip; the driver takes 0.1 s to measure these."""
+        """Return the throttling reasons for an MI300 or later chip; the driver takes 0.1 s to measure them."""
         answer = self._asking.ask("amdsmi_get_violation_status", self._handle) or {}
         if all(not isinstance(answer.get(name), bool) for name in VIOLATIONS):
             return None

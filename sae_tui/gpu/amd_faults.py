@@ -9,7 +9,7 @@ import os
 
 from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
-# Error codes for values not provided by the GPU, the driver or this version of the library. Other codes are
+# Error codes for values not provided by the GPU, the driver or this version of the library. All other codes indicate
 # failures.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10

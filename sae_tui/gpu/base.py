@@ -32,13 +32,13 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
-# If more used memory than this belongs to no listed process, an unlisted process must be using the GPU.
-# A desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
+# If more memory than this is in use without belonging to a listed process, an unlisted process must be using the GPU. A
+# desktop uses less, and older drivers report only 0.3 to 0.9 GB as used on an idle GPU.
 UNSEEN_BYTES = 1 << 30
 # The minimum GPU memory of a compute process, which is the size of a CUDA context.
 CONTEXT_BYTES = 100 << 20
 LATCHED_PERCENT = 100
-# A desktop occasionally raises utilisation to at most this percentage.
+# A desktop occasionally raises utilisation, but only up to this percentage.
 IDLE_PERCENT = 5
 # Limits for values from files that other users may have written; the limits keep sums and tables valid.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
@@ -229,7 +229,7 @@ class GpuSample:
 
     @property
     def is_latched(self) -> bool:
-        """True if the GPU reports full utilisation although no process uses its memory, as Blackwell does after a kill.
+        """True if a GPU without processes reports full utilisation, as Blackwell GPUs do after a process is killed.
 
         The reported utilisation stays at 100 % until a process creates a CUDA context.
         """
@@ -298,7 +298,7 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 def is_identified(sample: GpuSample) -> bool:
-    """Return whether a sample contains the GPU's real UUID and not the placeholder used before the UUID was read."""
+    """Return whether a sample contains the GPU's real UUID rather than the placeholder used until the UUID is read."""
     return sample.failed.get("uuid") != "unknown"
 
 

@@ -46,7 +46,7 @@ def vendor_of(source: object, index: int) -> str:
 
 @runtime_checkable
 class RememberingSource(Protocol):
-    """A source whose driver has buffered readings before the app reads a GPU for the first time."""
+    """A source whose driver already holds buffered readings when the app first reads a GPU."""
 
     def buffered(self, index: int) -> tuple[RingReading, ...]:
         """Return a GPU's buffered readings, oldest first, after the GPU has been read once; may block like `sample`."""

@@ -27,10 +27,10 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """A GPU's details and condition at one time; `None` means "sensor not supported".
+    """A GPU's details and condition at one point in time; `None` means "sensor not supported".
 
     `energy_j` is the energy used since the driver was loaded, and `ecc_corrected` is the number of memory errors
-    corrected since the last reset. Percentages of multiprocessors are means since the previous reading. `failed` lists
+    corrected since the last reset. The multiprocessor percentages are means since the previous reading. `failed` lists
     the fields with impossible values, each with the reason.
     """
 

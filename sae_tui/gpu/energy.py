@@ -11,7 +11,7 @@ MOST_W = 5000.0
 
 
 class EnergyReading(NamedTuple):
-    """A stored reading: its time in seconds since the epoch, the power, and the energy used since driver load."""
+    """A stored reading: the time (in s since the epoch), the power, and the energy used since the driver was loaded."""
 
     timestamp: float
     power_w: float | None = None
@@ -37,9 +37,9 @@ class Used(NamedTuple):
 class GpuMeter:
     """Measures the energy used by one GPU since `begin`; readings must arrive in chronological order.
 
-    The energy used between two counter readings is their difference, even across a gap. Where there are no
-    counter readings, power is integrated by the trapezoidal rule. The first power reading is also used for the time
-    before it, and the last one for the time after it, for up to `LONGEST_GAP_S` each.
+    The energy used between two counter readings is their difference, even across a gap. Where there are no counter
+    readings, power is integrated using the trapezoidal rule. The first power reading is also used for the time before
+    it, and the last one for the time after it, for up to `LONGEST_GAP_S` each.
     """
 
     def __init__(self, begin: float) -> None:
@@ -48,8 +48,8 @@ class GpuMeter:
         self._last: EnergyReading | None = None
         self._newest: float | None = None
         self._counter: EnergyReading | None = None
-        # The energy used since the last counter reading, from power readings. The next counter reading replaces this
-        # value.
+        # The energy used since the last counter reading, computed from power readings. The next counter reading
+        # replaces it.
         self._pending = Used()
         self._settled = Used()
 

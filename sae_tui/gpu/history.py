@@ -23,8 +23,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
-# A store write is reported as hung after this many seconds. A write normally takes less than a second, plus up to 5 s
-# of waiting for another writer.
+# A write to the store that takes longer than this is reported as hung. A write normally takes less than a second, plus
+# up to 5 s spent waiting for another writer.
 SILENT_AFTER_S = 30.0
 # Each minute's row is computed from stored readings so that it is correct even if two processes write it.
 ROLL_UP = (
@@ -78,7 +78,7 @@ class Recorder:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be stored, for example because a disk does not respond, or None."""
+        """Why nothing can be stored, for example because a disk does not respond, or None if there is no problem."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the GPU history has not been stored for {silent_s:.0f} s: {self._path} does not respond"
@@ -195,7 +195,7 @@ class Recorder:
         If none of `rows` is stored, return those later than all stored readings.
         """
         times = [row.timestamp for row in rows]
-        # The GPU may have had another index before, so search all GPU indices on this host.
+        # The GPU may previously have had a different index, so search all GPU indices on this host.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]
@@ -218,7 +218,7 @@ class Recorder:
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
     def _open(self) -> sqlite3.Connection:
-        """Open the store; the next turn then determines again which readings the store contains."""
+        """Open the store, and make the next turn determine again which readings the store contains."""
         self._stored = {}
         return open_writer(self._path, "gpu")
 

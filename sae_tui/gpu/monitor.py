@@ -24,11 +24,11 @@ from trainer.contract.paths import DataDir
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
-# Within this many seconds, another process has stored all samples that it took before this process started.
+# After this time, another process has stored all the samples that it took before this process started.
 STORED_BY_S = 6.0
 # Without a persistence daemon, the driver must first initialise the GPUs, which takes several seconds per GPU.
 OPENING_S = 15.0
-# The time limit for pausing; it lets the app be suspended even if a driver or disk hangs.
+# The time limit for pausing, so that the app can be suspended even if a driver or disk hangs.
 _PAUSE_LIMIT_S = 3.0
 
 
@@ -45,7 +45,7 @@ class Monitor:
         retention: Retention | None = None,
         only: Collection[int] = (),
     ) -> None:
-        """Take the source, and the indices of the GPUs to show; if `only` is empty, show all."""
+        """Prepare to sample all of the source's GPUs, and to show those in `only`, or all if it is empty."""
         self.source_name = source.name
         self.cuda = source.cuda
         self.stuck = False
@@ -56,7 +56,8 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # The UUIDs of the GPUs whose rings have been filled, by whether this was the final read of the store.
+        # The GPUs (index and UUID) whose rings have been filled: by an early read of the store (False) and by the final
+        # one (True).
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
@@ -127,7 +128,7 @@ class Monitor:
         self._sampler.read_now()
 
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
-        """Turn reading processes' shares on or off: with each process list or, if `every_sample`, with each sample."""
+        """Start or stop reading processes' shares with each process list or, if `every_sample`, with each sample."""
         self._sampler.want_shares(wanted, every_sample=every_sample)
 
     def shares(self, index: int) -> Mapping[int, ProcessShares]:
@@ -163,7 +164,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # Invalid contents of the store must not end this thread.
+                # Invalid data in the store must not end this thread.
                 self._past_problem = f"the stored GPU history cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

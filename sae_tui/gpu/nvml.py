@@ -27,7 +27,7 @@ LARGEST_PID = 1 << 22  # Linux's limit. Drivers 535.43 to 535.86 return pids lik
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# While an unlisted process is using a GPU, the GPU's process list is read every second, but its condition less often.
+# A GPU's process list may be reread early, for example on request, but its condition is reread at most this often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
 # An upper bound on how many times a process opens the driver.
@@ -49,7 +49,7 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA GPUs on this machine, with NVML's indices, which do not change when a GPU fails.
+    """All NVIDIA GPUs on this machine, with the same indices as in NVML, which do not change when a GPU fails.
 
     MIG slice indices follow the GPU indices.
     """

@@ -1,6 +1,6 @@
 """Reads an NVIDIA GPU's details from NVML.
 
-A read takes five driver calls with each process list, and about two dozen while the GPU's page is open.
+This takes five driver calls each time the processes are listed, and about two dozen while the GPU's page is open.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ _CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
 _SENT, _RECEIVED = 0, 1
 _MEMORY_V2 = 0x2000028
 _MOST_NVLINKS = 18
-# Throttling reasons by bit. "Idle" is omitted, because an idle GPU lowers its clocks only because it has no work.
+# Throttling reasons by bit. "Idle" is omitted: an idle GPU lowers its clocks only because it has no work.
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",

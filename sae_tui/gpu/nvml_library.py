@@ -48,6 +48,6 @@ def _installed() -> Iterator[str]:
     """Yield the path of each library file loaded by this process, even if the file was replaced."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
-    # For a path that it knows, the loader returns the library in memory, so use a different spelling of the path.
+    # For a path it has loaded before, the loader returns the library in memory, so spell the path differently.
     same = "./" * next(_spellings)
     yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import psutil
 
 Owner = tuple[str | None, str | None]
-# Owners are cached for this long because reading a process's owner takes 0.4 ms and a new thread.
+# Owners are cached for this long because reading a process's owner takes 0.4 ms and requires a new thread.
 _REUSED_S = 10.0
 _MOST_KNOWN = 4096
 # Cached owners by pid and start time, each with the monotonic time at which it expires.
@@ -26,7 +26,7 @@ _known: dict[tuple[int, float], tuple[Owner, float]] = {}
 
 
 def process_on_gpu(pid: int, memory_used_bytes: int | None, kind: ProcessKind | None = None) -> GpuProcess:
-    """Return a process listed by a driver, with its owner and its ancestors; reading these takes 15 µs each."""
+    """Return a process listed by a driver, with its owner and its ancestors; reading each of the two takes 15 µs."""
     return GpuProcess(pid, *owner(pid), memory_used_bytes, ancestors_of(pid), kind)
 
 

@@ -65,7 +65,7 @@ class ProcessDetails:
 
     @property
     def key(self) -> Hashable:
-        """A value that stays the same while the process exists; another process with its pid has a different key."""
+        """A value that is constant while the process exists; a later process with the same pid has a different key."""
         return self.pid, self.identity
 
 
@@ -239,7 +239,7 @@ class Surroundings:
 def surroundings(process: ProcessDetails) -> Surroundings:
     """Read a process's working folder, program and environment; only its user and root may do so.
 
-    The result contains secrets, hidden by `Surroundings.shown`.
+    The result contains secrets, which `Surroundings.shown` hides.
     """
     if process.identity is None:
         return Surroundings()

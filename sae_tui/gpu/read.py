@@ -21,8 +21,8 @@ from sae_tui.threads import on_thread
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# The first probe starts this many seconds after a GPU is lost. The delay doubles after each probe, up to a maximum,
-# since a probe takes 0.3 s of CPU time.
+# The delay between the loss of a GPU and the first probe, and the longest delay between probes. The delay doubles after
+# each probe because a probe takes 0.3 s of CPU time.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
@@ -59,7 +59,7 @@ class Probe:
         return bool(found)
 
     def _read(self) -> set[int]:
-        """Return the indices of the GPUs readable by a new process."""
+        """Return the indices of the GPUs that a new process can read."""
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             done = subprocess.run(
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT_S, check=True

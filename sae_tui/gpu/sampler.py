@@ -101,13 +101,13 @@ class Sampler:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stop all threads; return False if one is stuck in the driver, so that only `os._exit` ends the process."""
+        """Stop all threads; return False if one is stuck in the driver and only `os._exit` can end the process."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._hurry()
         deadline = time.monotonic() + timeout
-        # Join the first thread before the others, which it starts: once it has exited, no thread is added.
+        # Join the first thread before the others, which it starts: once it has exited, no more threads are added.
         ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is SamplerStatus.READY:
             ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
@@ -155,7 +155,7 @@ class Sampler:
         return {index: gpu.took_s for index, gpu in enumerate(self._gpus)}
 
     def want_shares(self, wanted: bool, *, every_sample: bool = False) -> None:
-        """Turn reading processes' shares on or off: with each process list or, if `every_sample`, with each sample."""
+        """Start or stop reading processes' shares with each process list or, if `every_sample`, with each sample."""
         self._shares_with_every_sample = every_sample
         if wanted == self._shares_wanted:
             return
@@ -278,8 +278,8 @@ class Sampler:
         while self._is_current(gpu):
             # Float sums are not exact, so allow a margin of half an interval.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Also list the processes once an unlisted process begins to use the GPU. A process in another container is
-            # never listed, so trying with every sample would double the number of driver calls.
+            # Also list the processes when an unlisted process begins to use the GPU, but only one time: a process in
+            # another container is never listed, so trying with every sample would double the number of driver calls.
             due = due or (gpu.sample.is_used_unseen and not was_unseen) or n_asked != self._n_asked
             n_asked, was_unseen = self._n_asked, gpu.sample.is_used_unseen
             try:
@@ -446,7 +446,7 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
-    """Set an unhealthy sample's `unread_since` to when a previously readable GPU became unreadable."""
+    """Set an unhealthy sample's `unread_since` to the time when the previously readable GPU became unreadable."""
     return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 

@@ -106,7 +106,7 @@ def masked_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def masked_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Mask the secrets in the command line and the variables of a job file; keep its other settings.
+    """Mask the secrets in a job file's command line and variables; keep its other settings.
 
     `settings` maps paths like `command.argv` to values.
     """

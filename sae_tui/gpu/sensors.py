@@ -1,8 +1,8 @@
 """Declares GPU sensors once, as fields of a reading, for all views and the JSON output.
 
 Drivers sometimes return impossible values, such as a number with all bits set, or a negative number that was converted
-to an unsigned one. Readings from all vendors are checked, because a single impossible value would make the sums, stored
-values and plots for all GPUs wrong.
+to an unsigned one. Readings from all vendors are checked, because a single impossible value would corrupt the sums,
+stored values and plots for all GPUs.
 """
 
 from __future__ import annotations

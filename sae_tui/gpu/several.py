@@ -97,7 +97,7 @@ class Several:
         """Return the combined facts from all vendors, with this source's GPU indices."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._gpus) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        # Software missing for one vendor is not a fault if another vendor's GPUs work.
+        # Missing software for one vendor is not a fault if another vendor's GPUs work.
         unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}

@@ -88,7 +88,7 @@ class Simulated:
         return self._gpus[index].details(self._clock(), sample)
 
     def shares(self, index: int, sample: GpuSample) -> Mapping[int, ProcessShares]:
-        """Return shares that divide the GPU's utilisation equally between its processes; none of them uses video."""
+        """Return shares that divide the GPU's utilisation equally among its processes; the video units are unused."""
         pids = [process.pid for process in sample.processes or ()]
         each = (sample.utilization or 0) / max(1, len(pids))
         return dict.fromkeys(pids, ProcessShares(round(each), round(_BANDWIDTH_SHARE * each), 0, 0))

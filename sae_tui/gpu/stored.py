@@ -24,8 +24,8 @@ from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# The history is read in windows of this many seconds, and all rows of a window are read before the first is yielded.
-# A statement left open while a user pages through the output would prevent truncation of the write-ahead log.
+# The history is read in windows of this length, and all rows in a window are read before the first is yielded. A
+# statement left open while a user pages through the output would prevent the write-ahead log from being truncated.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_GPUS = 100_000
@@ -34,7 +34,7 @@ AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
 # The primary key contains the GPU index; an index belongs to one GPU at a time. The UUID identifies that GPU. Each row
-# of `places` is a GPU index with the time ranges to read. CROSS JOIN keeps the order of the tables so that each row of
+# of `places` is a GPU index with the time ranges to read. CROSS JOIN preserves the table order so that each row of
 # `places` becomes a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"

@@ -18,7 +18,7 @@ from trainer.contract.store.database import transaction
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# Below these limits, free pages are kept for the next rows and not returned to the file system.
+# Below these limits, free pages are kept for future rows instead of being returned to the file system.
 SLACK, SLACK_PAGES = 0.1, 1000
 # Rewriting a file of this size takes a second and temporarily requires twice the file's size on disk.
 SMALL_BYTES = 128 << 20

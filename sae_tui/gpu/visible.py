@@ -51,7 +51,7 @@ def of_these(samples: Iterable[GpuSample], only: Collection[int]) -> tuple[GpuSa
 
 
 def refuse_missing(only: Iterable[int], samples: Sequence[GpuSample]) -> None:
-    """Raise `UserError` if any of these indices belongs to no GPU."""
+    """Raise `UserError` if one of these indices does not belong to any GPU."""
     indices = [sample.index for sample in samples]
     if missing := [index for index in only if index not in indices]:
         raise UserError(f"--only: there is no GPU {missing[0]} here; this machine has {ranges(indices)}")
@@ -60,7 +60,7 @@ def refuse_missing(only: Iterable[int], samples: Sequence[GpuSample]) -> None:
 def count_visible(n_visible: int, n_gpus: int, source_name: str, *, n_shown: int | None = None) -> str:
     """Return a string like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`, or "" if no GPU is hidden.
 
-    `n_shown` is the number of visible GPUs that `--only` leaves.
+    `n_shown` is the number of visible GPUs left after applying `--only`.
     """
     n_shown = n_visible if n_shown is None else n_shown
     causes = [_variables(source_name)] if n_visible < n_gpus else []

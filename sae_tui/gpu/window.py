@@ -1,4 +1,4 @@
-"""Reads GPU history in a given number of columns: one GPU's latest intervals, or a stored time span for any GPUs."""
+"""Reads GPU history in a given number of columns: a GPU's latest intervals, or a stored span for any number of GPUs."""
 
 from __future__ import annotations
 

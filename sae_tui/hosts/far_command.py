@@ -55,7 +55,7 @@ class FarCommand:
     """A command on another host. The host is not trusted: its output is filtered before it reaches the terminal."""
 
     def __init__(self, host: str, request: Request, ssh: Sequence[str], *, prefix: str = "") -> None:
-        """Prepare the command; `prefix` is put before each line of its output."""
+        """Prepare the command; `prefix` is prepended to each line of its output."""
         self._host, self._request, self._prefix = host, request.encoded(), prefix
         self._argv = login_argv(host, ["receive"], ssh)
         self._is_greeted, self._noise = False, 0
@@ -118,7 +118,7 @@ class FarCommand:
         return _ADVISED.sub(rf"\g<0> on {self._host}", line)
 
     def _is_greeting(self, line: bytes) -> bool:
-        """Return whether a line is the greeting and not the output of a login script; refuse other versions."""
+        """Return whether a line is the greeting rather than a login script's output; refuse other protocols."""
         try:
             hello = decode(line)
         except ValueError:

@@ -37,7 +37,7 @@ class Refused(Exception):
 def messages(link: Link) -> Iterator[Message]:
     """Yield the greeting and the messages that follow.
 
-    Raise `Refused` for another protocol, an invalid message, or a host that was silent for too long.
+    Raise `Refused` for a different protocol, an invalid message, or a host that was silent for too long.
     """
     lines = link.lines()
     try:
@@ -53,9 +53,9 @@ def messages(link: Link) -> Iterator[Message]:
 
 
 def cut_if_silent(link: Link) -> None:
-    """Stop a connection that has sent nothing for too long; a host may take longer for its greeting.
+    """Stop a connection that has been silent for too long; a host is allowed more time to send its greeting.
 
-    ssh detects a broken connection, but not a host that hangs while the connection works. Any byte counts as a
+    ssh detects a broken connection, but not a host that hangs while the connection itself is fine. Any byte counts as a
     heartbeat, because a message with many jobs can take more than 30 s over a slow connection.
     """
     silent_s = time.monotonic() - link.heard[0]
@@ -104,7 +104,7 @@ class HostFollower:
         self.cut()
 
     def cut(self) -> None:
-        """Stop ssh; the thread then restarts ssh."""
+        """Stop ssh; the thread then restarts it."""
         if link := self._link:
             link.stop()
 

@@ -50,7 +50,7 @@ _LOCKED_AFTER_S = 60.0
 # numbers of files, points and events.
 _MOST_BYTES, _LARGEST_LOG = 1 << 30, 4 << 20
 _MOST_FILES, _MOST_POINTS, _MOST_EVENTS = 5000, 5_000_000, 100_000
-# A feature file is sent only on request and may be large, so it is read faster than messages that were not requested.
+# A feature file is sent only on request and may be large, so it may be read faster than unrequested messages.
 _FEATURES_BYTES_S = 64 << 20
 _ANOTHER_BOOT = "of-another-host"
 
@@ -58,8 +58,8 @@ _ANOTHER_BOOT = "of-another-host"
 class CopyState(msgspec.Struct, frozen=True):
     """Whether a copy is complete, when it was last up to date, and why it is not being updated.
 
-    `sentence` follows the host's name, or is "". `features` maps SAE labels to the stamps of the feature files on the
-    other host.
+    `sentence` gives this reason, worded to follow the host's name, or is "". `features` maps SAE labels to the stamps
+    of the feature files on the other host.
     """
 
     is_complete: bool = False
@@ -76,7 +76,7 @@ class JobCopy:
     ) -> None:
         """Create the folder; raise `OSError` or `UserError` if that is impossible. `start` does the rest in a thread.
 
-        `argv` and `features` are the commands that write the job and its feature files.
+        `argv` and `features` are the commands whose output is the job and its feature files.
         """
         self.host, self.job_id, self.state = host, job_id, CopyState()
         self.on_change = on_change
@@ -208,7 +208,7 @@ class JobCopy:
 
 
 class CopiedFiles:
-    """Writes what another host sends into a data folder; raises `ValueError` for anything that no sae-tui sends."""
+    """Writes what another host sends into a data folder; raises `ValueError` for anything no sae-tui would send."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.has_news = False
@@ -225,7 +225,7 @@ class CopiedFiles:
         self._one_write = threading.Lock()
 
     def begin(self) -> None:
-        """Expect all data again, because a new connection begins; create the folders and the store if necessary."""
+        """Expect all data again for a new connection; create the folders and the store if necessary."""
         with self._one_write:
             self._begins = True
             self._delete(path for path in self._begun if not path.endswith(FEATURES))
@@ -254,7 +254,7 @@ class CopiedFiles:
             self._delete(path for path in self._sizes | self._begun if path.endswith(FEATURES))
 
     def delete_gone(self, paths: Iterable[str]) -> None:
-        """Delete the files that no longer exist on the other host, once all its data has been received."""
+        """Once all data has been received, delete the files that no longer exist on the other host."""
         with self._one_write:
             gone = self._unconfirmed.union(paths).intersection(self._sizes)
             self._delete(gone)
@@ -269,7 +269,7 @@ class CopiedFiles:
                 file.unlink(missing_ok=True)
 
     def _place(self, path: str) -> Path:
-        """Return where a file is stored; the protocol has checked its path."""
+        """Return where a file is stored; the protocol has already checked its path."""
         kind, *names = path.split("/")
         root = self._data.run(self._job_id).root if kind == "run" else self._data.sae(self._job_id)
         return root.joinpath(*names)
@@ -293,8 +293,8 @@ class CopiedFiles:
         assert self._control is not None
         if row.job.id != self._job_id or row.first > min(self._n_events, _MOST_EVENTS):
             raise ValueError("a row that was not requested")
-        # With this machine's boot id, the copy counts as a local job, so that its files never say that its host is
-        # silent. Without a process id, no process here can be mistaken for the job's supervisor.
+        # With this machine's boot id, the copy counts as a local job, so its host is never reported as silent. Without
+        # a process id, no process here can be mistaken for the job's supervisor.
         job = msgspec.structs.replace(
             short_lists(row.job), boot_id=boot_id(), machine_id=None, supervisor_pid=None, supervisor_start=None
         )

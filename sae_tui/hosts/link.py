@@ -26,7 +26,7 @@ _LEAVE_S = 1.0
 
 
 class Allowance:
-    """A token bucket limiting reads to `bytes_s` bytes per second, plus a burst after a pause."""
+    """A token bucket that limits reads to `bytes_s` bytes per second, plus a burst after a pause."""
 
     def __init__(self, bytes_s: float = _BYTES_S, burst: float = _BURST) -> None:
         self._bytes_s, self._burst = bytes_s, burst
@@ -72,7 +72,7 @@ class Link:
         return [printable(line.strip()) for line in lines if line.strip()]
 
     def stop(self, cause: Cause | None = None) -> None:
-        """Stop the process; `lines` then ends too. `cause` is the other host's fault, if there is one."""
+        """Stop the process; `lines` then ends too. `cause` says what the other host did wrong, if anything."""
         self.cut_for = cause
         self._stopped.set()
         signal_all(self._process, signal.SIGTERM)

@@ -29,16 +29,16 @@ LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
 MOST_PROCESSES = 8  # per GPU
 _NOT_OF_SAMPLES = ("holder", "use", "processes", "sensors")
 MOST_SENSORS = 50  # per GPU
-MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that it fits into one line
-_MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST_GPUS}  # in the lists of a job
+MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # maximum per message, so that a message fits in one line
+_MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST_GPUS}  # in a job's lists
 # Limits for the details of one job: events and ranks per message, curve points per message, file bytes per message, the
 # size of a file, and the number of curves. A sweep of 64 SAEs has 2000 curves.
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
 MOST_CURVES, MOST_SAES, MOST_GONE = 5000, 200, 2000
 
-# A job's files that can be read from another host. A label is the name of a folder, which has at most 255 bytes. `\Z`
-# excludes a line break at the end.
+# A job's files that can be read from another host. A label is a folder name, which has at most 255 bytes. Unlike `$`,
+# `\Z` does not match before a trailing line break.
 _LABEL = r"[A-Za-z0-9][A-Za-z0-9_.,=+-]{0,254}"
 LABEL = rf"^({_LABEL})?\Z"
 PATH = (
@@ -48,7 +48,7 @@ PATH = (
 )
 
 Use = Literal["dim", "good", "warn"]
-# Older versions do not know the plain style for a GPU in use.
+# Older versions do not know the plain style for a GPU in use, so "warn" is sent instead.
 _SENT = {"text": "warn"}
 Reading = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Share = Annotated[int, Meta(ge=0, le=100)]
@@ -74,7 +74,7 @@ class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RemoteGpu(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The latest sample from a GPU, a description of its holder, and the processes using most of its memory."""
+    """A GPU's latest sample, a description of its holder, and the processes that use the most memory on it."""
 
     index: FewAtOnce
     uuid: str
@@ -154,7 +154,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     imported: bool = False
 
     def view(self, host: str) -> JobView:
-        """Return the job as a view of a job on `host`; fields that were not sent are empty."""
+        """Return this record as the view of a job on `host`; fields that were not sent are empty."""
         device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
         fields = msgspec.structs.asdict(self)
         if fields.pop("imported"):
@@ -238,7 +238,7 @@ class UpToDate(msgspec.Struct, frozen=True, tag="up to date", omit_defaults=True
     """All data has been sent.
 
     `features` maps the label of each SAE with a feature file to the file's stamp. `gone` lists the files that were sent
-    over this connection and no longer exist.
+    over this connection but no longer exist.
     """
 
     features: Annotated[dict[Annotated[str, Meta(pattern=LABEL)], Stamp], Meta(max_length=MOST_SAES)] = {}
@@ -311,7 +311,7 @@ def decode(line: bytes) -> Message:
 
 
 def fitted(message: S, most_bytes: int = LONGEST_LINE) -> S:
-    """Return the message with its longest texts cut and ending with "…", so that its line has at most `most_bytes`."""
+    """Return the message with its longest texts truncated with "…", so that its line has at most `most_bytes`."""
     longest = most_bytes
     while line_size(message) > most_bytes:
         longest //= 2

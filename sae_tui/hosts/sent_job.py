@@ -48,8 +48,8 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Point, SeriesReader
 from trainer.contract.store.rows import Job
 
-# The number of points sent first for all curves together, and the minimum and maximum number per curve. A longer curve
-# is sent as means over buckets of steps, because a screen shows at most a few hundred points of a curve.
+# The number of points initially sent for all curves together, and the minimum and maximum number per curve. A longer
+# curve is sent as means over buckets of steps, because a screen shows at most a few hundred points of a curve.
 _FIRST_POINTS, _FEWEST_POINTS, _MOST_POINTS = 20_000, 100, 2000
 _LOG_END, _MOST_LOGS = 64 << 10, 8
 _OF_SAE = ("cfg.json", CARD, SUMS)
@@ -108,7 +108,7 @@ class SentJob:
         return [_fitted(row) for row in rows]
 
     def _read_run(self) -> list[Message]:
-        """Return what the run has written; after a `StoreError`, the next call reads the same data again."""
+        """Return what the run has written since the last call; after a `StoreError`, the next call rereads it."""
         sent = self._sent_run.copy()
         found: list[Message] = []
         self._run.poll(lambda reader: found.extend(sent.news(reader) if reader else ()))
@@ -116,7 +116,7 @@ class SentJob:
         return found
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        """Yield the small files, each with its path in messages."""
+        """Yield the small files, each with the path used for it in messages."""
         assert self._job is not None
         number, attempt = self._job.attempt, self._paths.attempt(self._job.attempt)
         yield "run/job.toml", self._paths.job_file
@@ -141,7 +141,7 @@ class SentJob:
         return {label: Stamp(*stamp) for label, stamp in stamps.items() if stamp}
 
     def _file(self, path: str, file: Path) -> Iterator[Message]:
-        """Yield the content of a file if it has changed; leave out links, and files that change while they are read."""
+        """Yield a file's content if it has changed; leave out links, and files that change while being read."""
         stamp = _stamp(file)
         if stamp is None or stamp == self._sizes.get(path) or stamp[0] > LARGEST_FILE:
             return
@@ -153,7 +153,7 @@ class SentJob:
                 yield from parts
 
     def _gone(self, files: Mapping[str, Path]) -> tuple[str, ...]:
-        """Return the files that were sent and no longer exist, and forget them."""
+        """Return the files that were sent but no longer exist, and forget them."""
         gone = [path for path in self._sizes if path not in files or not _stamp(files[path])]
         for path in gone[:MOST_GONE]:
             del self._sizes[path]
@@ -166,7 +166,7 @@ class SentJob:
         yield from ((f"run/logs/{name}.log", self._paths.logs / f"{name}.log") for name in names)
 
     def _log(self, path: str, file: Path) -> Iterator[Message]:
-        """Yield what was appended to a log; if a lot was appended or the log is new, yield only the end of the log."""
+        """Yield what was appended to a log; if a lot was appended or the log is new, yield only the log's end."""
         stamp = _stamp(file)
         if stamp is None or stamp == self._sizes.get(path):
             return
@@ -222,7 +222,7 @@ class _SentRun:
 
 
 def _fitted(row: JobRow) -> JobRow:
-    """Return a row that fits into a line. Its config is sent completely or not at all, because it is read as TOML."""
+    """Return a row that fits in a line. Its config is sent completely or not at all, because it is read as TOML."""
     config = row.job.config if line_size(row.job.config) < LONGEST_LINE // 4 else ""
     row = fitted(_with_config(row, ""), LONGEST_LINE // 4 * 3)
     return _with_config(row, config)
@@ -278,7 +278,7 @@ def _part(reader: SeriesReader, name: str, rank: int, points: list[Point]) -> Cu
 
 
 def _packed(parts: Iterable[CurvePart]) -> Iterator[Curves]:
-    """Pack the parts of many curves into few messages."""
+    """Pack the parts of many curves into a few messages."""
     packed: list[CurvePart] = []
     n_points = n_bytes = 0
     for part in parts:

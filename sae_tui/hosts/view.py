@@ -24,11 +24,11 @@ class ConnectionStage(StrEnum):
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host with its latest GPUs and jobs; `sentence` follows the host's name and explains why the host is not
-    connected.
+    """A host with its latest GPUs and jobs.
 
-    `since` (seconds since the epoch) is the time when the stage began; for SILENT, it is the time when data last
-    arrived. `problem` and `jobs_problem` are reported by the host.
+    `sentence` explains why the host is not connected, worded to follow the host's name. `since` (seconds since the
+    epoch) is the time when the stage began; for SILENT, it is the time when data last arrived. `problem` and
+    `jobs_problem` are reported by the host.
     """
 
     name: str

@@ -57,7 +57,7 @@ def asked_of(config: str) -> Asked:
 
 
 def stored_with(jobs: Iterable[Job]) -> str:
-    """Return a phrase naming the files that are deleted together with these jobs."""
+    """Return a phrase that names the files deleted together with these jobs."""
     return max((asked_of(job.config).stored for job in jobs), key=len, default=_TRAINING.stored)
 
 

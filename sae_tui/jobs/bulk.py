@@ -31,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class NothingToDo(NotApplicable):
-    """Raised for a job already in the desired state, such as an ended one; for a single job, this is not an error."""
+    """Raised for a job already in the desired state, such as one that has ended; not an error for a single job."""
 
 
 def change_all(data: DataDir, job_ids: Sequence[int], change: Change) -> Iterator[Outcome]:
@@ -68,7 +68,7 @@ def attempt(job_id: int, act: Callable[[int], str]) -> Outcome:
 
 
 def unless_ended(request: Request) -> Change:
-    """Return a change that makes a request to an active job, and does not apply to a job that has ended."""
+    """Return a change that sends a request to an active job, but does not apply to a job that has ended."""
 
     def change(data: DataDir, control: Control, job_id: int) -> str:
         has_ended = control.job(job_id).state.is_final

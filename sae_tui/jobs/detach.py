@@ -44,7 +44,7 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
 
 
 def start_queue(data: DataDir, command: Sequence[str] = QUEUE) -> None:
-    """Start this user's queue process unless it is already running; return once it runs (after about 0.1 s).
+    """Start this user's queue process unless it is already running; return once it is running (after about 0.1 s).
 
     Raise `UserError` if it does not start.
     """

@@ -1,4 +1,4 @@
-"""The energy used by a job, and the resulting cost and CO₂ emissions according to the settings."""
+"""A job's energy use, and the resulting cost and CO₂ emissions at the rates in the settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import number
 
-# If energy was measured for less than this share of a job's time, the user is informed. The limit is below 1 because
-# the last readings may not be stored yet when a job ends.
+# If energy was measured for less than this share of a job's time, the measurement counts as incomplete. The limit is
+# below 1 because the last readings may not be stored yet when a job ends.
 WHOLE = 0.98
 
 
 class Energy(NamedTuple):
-    """The energy used by a job; unknown values are None.
+    """A job's energy use; unknown values are None.
 
     `energy_share` is the share of the job's time during which energy was measured.
     """
@@ -28,7 +28,7 @@ class Energy(NamedTuple):
 
 
 def energy_of(job: Job, settings: Settings) -> Energy:
-    """Return the energy used by a job; all fields are None if nothing was measured."""
+    """Return a job's energy use; all fields are None if nothing was measured."""
     if job.energy_wh is None or not job.energy_known_s or not job.energy_s:
         return Energy()
     priced, kwh = settings.price_per_kwh > 0, job.energy_wh / 1000

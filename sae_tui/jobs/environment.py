@@ -133,7 +133,7 @@ class Environment(msgspec.Struct, frozen=True):
 
     @property
     def packages(self) -> OtherInterpreter:
-        """The installed packages, in the form required by the job checks."""
+        """The installed packages, in the form that the job checks require."""
         if (answer := self.answer) is None:
             return OtherInterpreter(self.python)
         build = (answer.torch.version, answer.torch.runtime) if answer.torch else ("", "")
@@ -184,7 +184,7 @@ class Environment(msgspec.Struct, frozen=True):
 
 
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
-    """Return the environment of an interpreter; if it is not cached, run the interpreter for at most `limit_s`."""
+    """Return an interpreter's environment; if it is not cached, run the interpreter for at most `limit_s`."""
     path = named_python.whole(python)
     if why := named_python.refusal(python):
         return Environment(path, failure=why)
@@ -268,7 +268,7 @@ def _fingerprint(path: str, seen: Environment) -> object:
 
 def _ask(path: str, limit_s: float) -> Environment:
     argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
-    # Older interpreters lack the option -P and import modules from their working folder, so run the script in a folder
+    # Older interpreters lack the -P option and import modules from their working folder, so run the script in a folder
     # owned by root.
     environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
     try:

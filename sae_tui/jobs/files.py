@@ -11,7 +11,7 @@ from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
-    """Return whether a folder was deleted, or False if this is unknown, for example because a file server fails."""
+    """Return whether a folder was deleted, or False if this is unknown, for example because of a file server error."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -22,7 +22,8 @@ class LiveRun:
         self._follower = StoreFollower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # The warning that the run is overfitting, or None. A warning from before the latest resume does not count.
+        # The warning that the run is overfitting, or None if there is none. A warning from before the latest resume
+        # does not count.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:
@@ -44,7 +45,7 @@ class LiveRun:
 
     @property
     def seeds(self) -> Seeds | None:
-        """The SAEs that differ from `best_sae` only in the seed, with the spread of their values, or None."""
+        """The SAEs that differ from `best_sae` only in the seed, with their values' spread, or None if none do."""
         return seeds_in(self.latest, self.best_sae)
 
     def fields(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def is_here(job: Job) -> bool:
 
     A job with the current boot id is on this machine. If the boot ids differ, the host names are compared, unless
     different machine ids show that another machine has the same name. Equal machine ids prove nothing: machines created
-    from the same image share their id.
+    from the same image have the same id.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True

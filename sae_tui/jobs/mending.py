@@ -39,7 +39,7 @@ ORPHANS_S = 60.0
 
 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
-    """End the jobs of a host that is permanently gone, and yield a message for each job.
+    """End the jobs on a host that is permanently gone, and yield a message for each job.
 
     If `host` is "", end only jobs that cannot be alive on any host, and yield a message for each job whose host has
     long been silent. Never change jobs that were recently active. Raise `UserError` if `host` has no active jobs.
@@ -93,7 +93,7 @@ def record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
 
 
 def is_on_cluster(job: Job) -> bool:
-    """Return whether a scheduler runs a job on other machines; also True if this version lacks the job's backend."""
+    """Return whether a scheduler runs a job on other machines, or True if this version lacks the job's backend."""
     return job.backend not in LAUNCH_BACKENDS or bool(LAUNCH_BACKENDS[job.backend].cluster)
 
 
@@ -146,7 +146,7 @@ def _has_not_begun(data: DataDir, job: Job) -> bool:
 
 
 def _queue_again(control: Control, job: Job) -> bool:
-    """Put a job back into its place in the queue, unless it was asked to stop."""
+    """Put a job back in its place in the queue, unless it was asked to stop."""
     if control.open_requests(job.id) & {"stop", "kill"}:
         return _end(control, job, JobState.STOPPED, "stopped before its program was started", "info", {})
     fields: dict[str, Any] = {"attempt": max(0, job.attempt - 1), "started": None, "queued": job.queued}

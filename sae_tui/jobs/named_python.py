@@ -42,7 +42,7 @@ def unset_line() -> str:
 
 
 def whole(python: str | None) -> str:
-    """Return an interpreter's path with `~` expanded; keep symbolic links, as they identify the environment."""
+    """Return an interpreter's path with `~` expanded; keep symbolic links, because they identify the environment."""
     return os.path.expanduser(python) if python else ""
 
 

@@ -105,7 +105,7 @@ def kind_of(config: str) -> KindEntry:
 
 @functools.lru_cache(maxsize=4096)
 def time_limit_s(config: str) -> float | None:
-    """Return the time limit in a recorded job file in seconds, or None."""
+    """Return a recorded job file's time limit in seconds, or None if it has none."""
     # Parsing takes 0.3 ms, and most jobs have no time limit.
     launch = table_of(config).get("launch") if "time_limit" in config else None
     limit = launch.get("time_limit") if isinstance(launch, dict) else None

@@ -1,4 +1,4 @@
-"""The environment of a job: the variables, limits and umask of the shell that launched it.
+"""A job's environment: the variables, limits and umask of the shell that launched it.
 
 The job may start days later, from the queue process, whose own environment comes from another shell.
 
@@ -66,7 +66,7 @@ class ProgramEnvironment(msgspec.Struct, frozen=True):
 
 
 def active_environment(variables: Mapping[bytes, bytes]) -> str:
-    """Return the active virtual environment or conda environment like `conda environment base`, or ""."""
+    """Describe the active virtual or conda environment, like `conda environment base`; return "" if none is active."""
     if folder := variables.get(b"VIRTUAL_ENV"):
         return f"virtual environment {printable(os.fsdecode(folder))}"
     name = variables.get(b"CONDA_DEFAULT_ENV") or variables.get(b"CONDA_PREFIX")

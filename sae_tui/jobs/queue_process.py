@@ -1,4 +1,4 @@
-"""The queue process: manages all of a user's queued jobs on this host, and starts each job's supervisor at its turn.
+"""The queue process: manages a user's queued jobs on this host, and starts each job's supervisor when its turn comes.
 
 `python -P -m sae_tui.jobs.queue_process DATA_DIR` forks it into the background, unless it is already running. All its
 state is in the store and the run folders, so killing it loses nothing: the next command or app that runs starts it
@@ -43,7 +43,7 @@ from trainer.contract.store.states import JobState
 TICK_S = 0.25
 # How often to check whether other users' processes have left a GPU. Reading the GPUs takes 0.1 s of CPU time.
 READ_EVERY_S = 15.0
-# The queue is planned again after this time even if nothing has changed, as reservations depend on the time.
+# The queue is planned again after this time even if nothing has changed, because reservations depend on the time.
 PLAN_EVERY_S = 60.0
 # The maximum number of supervisors started in one round. Each start takes 0.15 s, and a round must be short so that
 # requests are noticed soon.
@@ -101,7 +101,7 @@ class QueueProcess:
         return not self._jobs and not os.path.lexists(self._data.control_db)
 
     def _wait(self) -> None:
-        """Wait for a tick or a supervisor's exit; after an exit, plan again, as its job may need another supervisor."""
+        """Wait for a tick or a supervisor's exit; after an exit, plan again, because its job may need a new one."""
         poller = select.poll()
         for pidfd in self._supervisors.values():
             poller.register(pidfd, select.POLLIN)
@@ -248,7 +248,7 @@ class QueueProcess:
         return self._refused_until.get(job.id, 0.0) <= time.monotonic()
 
     def _begin(self, job: Job) -> str:
-        """Start a job's supervisor, which then locks the GPUs; return why this failed, or ""."""
+        """Start a job's supervisor, which then locks the GPUs; return why this failed, or "" on success."""
         if not self._installed.restart_if_replaced():
             return "sae-tui is being upgraded"
         try:

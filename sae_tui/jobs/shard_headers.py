@@ -141,7 +141,7 @@ def answer_of(
 ) -> bytes | None:
     """Return the last line printed by a trainer command, or None if `is_over` returns True before the command exits.
 
-    `python` is the interpreter running the command, or None for the app's own. Raise `UserError` if the command
+    `python` is the interpreter that runs the command, or None for the app's own. Raise `UserError` if the command
     fails.
     """
     # Hide the GPUs because no GPU is reserved for this command.

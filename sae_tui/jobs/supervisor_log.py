@@ -13,7 +13,7 @@ from trainer.contract.errors import UserError
 
 def note(text: str) -> None:
     """Write a line with the current time to stderr. Importing `logging` would use 1 MB in the queue process."""
-    # Ignore errors, as the log may be on a full disk.
+    # Ignore errors, because the log may be on a full disk.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()

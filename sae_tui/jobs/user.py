@@ -1,4 +1,4 @@
-"""Determines the user's login name, which is recorded as the owner of each job, and the user's home folder."""
+"""Determines the user's login name, which is recorded as each job's owner, and the user's home folder."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Total:
     share: float | None
     history: Sequence[float | None]
     style: str
-    load: str = "text"  # the style by load
+    load: str = "text"  # the style for the load
     # The upper end of the axis, in the same unit as the text.
     ceiling: float | None = None
 

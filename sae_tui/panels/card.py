@@ -114,7 +114,7 @@ def card_lines(
 
 
 def _wrapped(title: str, text: str, width: int, style: str = "label") -> list[Line]:
-    """Return text after its title, wrapped and indented to the title's width."""
+    """Return a title followed by text, which is wrapped and indented to the title's width."""
     first, *others = wrap(text, max(10, width - len(title) - 1)) or [""]
     own = "text" if style == "label" else style
     indent = " " * (len(title) + 1)

@@ -157,7 +157,7 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 
 
 def process_lines(view: HostView, width: int) -> list[Line]:
-    """Return lines with a host's GPUs, each followed by the processes using most of its memory."""
+    """Return lines with a host's GPUs, each followed by the processes that use the most of its memory."""
     lines: list[Line] = []
     for gpu in view.gpus:
         head = f"GPU {gpu.index} {short_name(gpu.name)}"

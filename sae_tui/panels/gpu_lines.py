@@ -37,7 +37,7 @@ _WIDE_HOLDER, _HOLDER = 24, 13
 
 @dataclass(frozen=True, slots=True)
 class LineLayout:
-    """The widths of the columns that fit, a bar, the history after each meter, and the gap after a history."""
+    """The widths of the columns that fit, of a bar, of the history after each meter, and of the gap after a history."""
 
     widths: Mapping[GpuColumn, int]
     bar: int

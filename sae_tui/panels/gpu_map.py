@@ -81,7 +81,7 @@ def _short(row: GpuRow, column: GpuColumn) -> str:
 
 
 def _reason(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return lines saying since when a GPU cannot be read, and why."""
+    """Return lines that say since when a GPU has been unreadable, and why."""
     words, style = row.fault
     words = words[2:].removeprefix("since ")
     lines = textwrap.wrap(words, max(1, width), max_lines=height, placeholder="…") if height and width else []

@@ -99,7 +99,7 @@ class GpuPicker(KeyedTable):
         return sorted(self.chosen)
 
     def choose_cpu(self, processes: int) -> None:
-        """Select this many CPU processes and no GPUs; 0 selects none."""
+        """Select `processes` CPU processes and no GPUs; 0 selects none."""
         if processes != self.cpu_processes:
             self.cpu_processes, self.any_gpus, self.chosen = processes, 0, frozenset()
             self._show()

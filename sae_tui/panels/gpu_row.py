@@ -57,7 +57,7 @@ class GpuRow:
         return " cursor" if self.has_cursor else ""
 
     def load(self, field: str) -> str:
-        """Return the style for a field's value, by its load."""
+        """Return the style for a field's value, depending on its load."""
         return load_style(self.sample, field, self.settings)
 
 
@@ -152,7 +152,7 @@ def meter_bar(row: GpuRow, meter: Meter, width: int) -> Line:
 
 
 def history(row: GpuRow, meter: Meter, width: int, height: int) -> list[str]:
-    """Return the rows of a history whose maximum leaves an eighth of a cell free below the row above."""
+    """Return a history as rows; even its maximum leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
     eighths, top = 8 * height, meter.top(row.sample)

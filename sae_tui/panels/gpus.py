@@ -74,7 +74,7 @@ class GpuPanel(LineView, can_focus=True):
         return [line for each in words.splitlines() for line in textwrap.wrap(each, space, break_on_hyphens=False)]
 
     def scroll_gpus(self, pages: int) -> None:
-        """Scroll down by this many pages, or up if negative."""
+        """Scroll down by `pages` pages, or up if the number is negative."""
         if self._rows:
             grid = self._grid()
             self._first += pages * grid.count_fitting(self._space) * grid.columns

@@ -33,7 +33,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.seeds import without_seed
 from trainer.contract.store.states import JobState
 
-# The number of a program's metrics in the headline.
+# The maximum number of a program's metrics in the headline.
 _MOST_OWN = 3
 
 
@@ -186,7 +186,7 @@ def _failure_text(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """Return wordings for a rank's peak memory and its estimate, most detailed first, or [] if both are unknown."""
+    """Return texts for a rank's peak memory and its estimate, most detailed first, or [] if both are unknown."""
     # Before the launch, show the memory needed on a GPU, because a process on a simulated GPU needs a different amount.
     used, expected = job.peak_memory_bytes, job.card_memory_bytes or job.estimated_memory_bytes
     most = f"{gibibytes(used)} used" if used else ""
@@ -202,7 +202,7 @@ def memory_words(job: JobView) -> list[str]:
 
 
 def _memory(job: JobView, width: int) -> str:
-    """Return the most detailed memory wording that fits into `width` cells."""
+    """Return the most detailed memory text that fits into `width` cells."""
     wordings = (f"  memory: {words}" for words in memory_words(job))
     return next((words for words in wordings if cell_len(words) <= width), "")
 

@@ -66,7 +66,7 @@ def _speed(job: JobView) -> Span:
 
 
 def _judged(name: str) -> Callable[[JobView], Span]:
-    """Return a function for an SAE's metric; a command has none."""
+    """Return a function that returns the cell for an SAE's metric, which is empty for a command."""
     return lambda job: EMPTY if kind_of(job.config).is_program else judged_span(job, name)
 
 
@@ -271,7 +271,7 @@ class ColumnsDialog(Dialog[tuple[str, ...] | None]):
             self._table.action_move(0)
 
     def action_sort(self, reverse: bool) -> None:
-        """Sort by the column under the cursor; sort by the same column again in the other direction."""
+        """Sort by the column under the cursor; if the jobs are already sorted by it, reverse their order."""
         order = COLUMNS[self._table.cursor].order if self._table.cursor else ""
         if not order:
             self.notify("The jobs cannot be sorted by this column.", severity="warning")

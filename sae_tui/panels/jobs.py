@@ -83,7 +83,7 @@ class JobsPanel(KeyedTable):
         """Show the jobs. `nothing` explains why the table is empty, and is "" if no job has been launched yet.
 
         `above` is this host's heading and `below` contains the rows for other hosts, if any. Unless `folds`, show each
-        job of an array as its own row, as with a filter. With `families`, also fold jobs and their clones.
+        job in an array as its own row, as when a filter is set. With `families`, also fold jobs and their clones.
         """
         self.empty = nothing or self.steps
         entries = fold(jobs, families=families) if folds else list(jobs)
@@ -155,7 +155,7 @@ class JobsPanel(KeyedTable):
 
     @property
     def n_folded(self) -> int:
-        """How many fewer rows the table has because of arrays."""
+        """The number of table rows saved by folding arrays; an unfolded array needs one additional row."""
         return sum(-1 if one.id in self._opened else len(one.jobs) - 1 for one in self.arrays.values())
 
     def show_steps(self, steps: Sequence[Line]) -> None:
@@ -223,7 +223,7 @@ def array_row(array: ArrayView, names: Sequence[str], *, is_open: bool, marked: 
 
 
 def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = False, below: bool = False) -> Row:
-    """Return a job's row with the columns `names`; it is indented if it is `below` its array's row."""
+    """Return a job's row with the columns `names`; if it is `below` its array's row, indent it."""
     names = SHOWN if names is None else names
     words, empty = _instead_of_values(job)
     cells: list[Span] = [
@@ -233,7 +233,7 @@ def job_row(job: JobView, names: Sequence[str] | None = None, *, marked: bool = 
     ]
     spill = [_NAME] if kind_of(job.config).is_program else []
     if words:
-        # Columns with a `drop` are missing in narrow windows, so the words need one without it.
+        # Columns with a `drop` are missing in narrow windows, so put the words in a column without a `drop`.
         stays = (at for at, name in enumerate(names, len(LEADING)) if name in empty and not COLUMNS[name].column.drop)
         if place := next(stays, None):
             cells[place] = words

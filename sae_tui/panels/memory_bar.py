@@ -110,7 +110,7 @@ def bar(need: Need, capacity: FreeMemory, width: int) -> Line:
 
 
 def _scale(need: Need, capacity: FreeMemory) -> tuple[float | None, float]:
-    """Return the free memory of each rank, or None if it is unknown, and the memory at the end of the bar."""
+    """Return the free memory per rank, or None if it is unknown, and the memory that the whole bar represents."""
     free = None if capacity.free_bytes is None else capacity.free_bytes / need.sharing
     return free, max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
 

@@ -88,7 +88,7 @@ def _plot(shown: Sequence[Trace], view: CurveView, width: int, height: int) -> l
 def _y_axis(values: Sequence[float], view: CurveView, height: int) -> tuple[float, float, dict[int, str]]:
     """Return the range of the y axis and its labels by row; `values` are logarithms on a logarithmic scale.
 
-    On a linear scale, other screens use the same axis for the metric.
+    On a linear scale, the metric has the same axis as on other screens.
     """
     word = word_of(view.metric)
     if not view.log:

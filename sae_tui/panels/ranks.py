@@ -64,7 +64,7 @@ class RanksPanel(DetailPanel):
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
-    """Return title, metric and width of the columns that fit into a panel of this width in cells."""
+    """Return the title, metric and width of each column that fits into a panel of `width` cells."""
     fitting, left = [], width - SIGN - LEAST_SPARK
     for column in COLUMNS:
         left -= column[2]

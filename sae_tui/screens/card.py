@@ -170,7 +170,7 @@ class CardScreen(Evaluates, FramedScreen):
             self.app.push_screen(Find("Compare with which report card?", things), self._compare_with(event.others))
 
     def _compare_with(self, others: list[OtherCard]) -> Callable[[str | None], None]:
-        """Return the function called with the name of the chosen report card."""
+        """Return the function to call with the name of the chosen report card."""
         by_name = {one.name: one for one in others}
 
         def take(name: str | None) -> None:

@@ -65,7 +65,7 @@ _RESTED_S = 0.2
 
 
 class Dashboard(FramedScreen):
-    """Shows the GPUs as totals, lines, cards or a map; the jobs table takes the remaining rows."""
+    """Shows the GPUs as totals, lines, a card view or a map; the jobs table takes up the remaining rows."""
 
     BINDINGS = [
         Binding("V", "toggle_view", "View", id="dashboard.view", group=GPUS,
@@ -129,7 +129,7 @@ class Dashboard(FramedScreen):
 
     @property
     def _others(self) -> DashboardHosts | None:
-        """Draws the other hosts, if any are monitored."""
+        """The object that draws the other hosts, or None if none are monitored."""
         return self.panels.others
 
     def _of_hosts(self) -> DashboardHosts | None:
@@ -237,7 +237,7 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _arrange(self, n_gpus: int) -> PanelHeights:
-        """Set the heights of the panels; if there is space for a preview now, have the job under the cursor read."""
+        """Set the panel heights; if there is now space for a preview, start reading the job under the cursor."""
         before, rows = self.panels.rows, self.panels.apply(n_gpus)
         if rows.preview and not (before and before.preview):
             self._selected()
@@ -309,7 +309,7 @@ class Dashboard(FramedScreen):
             panel.select(str(job_id))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Act on a job only while no other panel has the focus."""
+        """Allow actions on a job only while no other panel has the focus."""
         if action in _ON_JOBS and self.focused is not None:
             return self.query_one(JobEdits) in self.focused.ancestors
         return super().check_action(action, parameters)

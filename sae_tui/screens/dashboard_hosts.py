@@ -27,12 +27,12 @@ from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 
-# The actions, as named by `offers_for`, possible on another host's job.
+# The actions that are possible on another host's job, as named by `offers_for`.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log", "clone"})
 # The offset between the GPU indices of consecutive hosts, to keep the indices unique.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
-# A GPU in use by others is not a warning.
+# Do not show a GPU in use by others as a warning.
 _STYLES = {"warn": "text"}
 _FEWEST_LINES = 3  # minimum number of panel lines; below this, the panel scrolls
 _SHARE = 2  # other hosts' GPUs take at most half of the window's rows

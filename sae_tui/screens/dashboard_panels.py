@@ -112,7 +112,7 @@ class DashboardPanels:
         self._screen.query_one(_FOCUSED[self.lower]).focus()
 
     def apply(self, n_gpus: int) -> PanelHeights:
-        """Compute the rows for each panel; set them if the layout has changed."""
+        """Compute the number of rows for each panel, and set it if the layout has changed."""
         contents = self._contents(n_gpus)
         rows, view = arrange(*self._screen.size, contents, self.lower), self.view_of(n_gpus)
         if (rows, view) != self._applied:
@@ -135,7 +135,7 @@ class DashboardPanels:
             self._screen.set_focus(next(filter(_is_displayed, widgets), None))
 
     def forget(self) -> None:
-        """Set all heights again at the next `apply`."""
+        """Make the next `apply` set all heights again."""
         self._applied = None
 
     def _contents(self, n_gpus: int) -> Contents:

@@ -34,8 +34,8 @@ class PanelHeights:
     """The number of rows inside each panel's frame, or 0 if the panel is hidden.
 
     `plot` is the height of each of the four totals plots, or 0 if each total is a single line. `per_gpu` is the number
-    of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `is_side_by_side`, the
-    preview is next to the jobs.
+    of lines per GPU; if not all GPUs fit into `gpus`, they scroll. With `is_side_by_side`, the preview is next to the
+    jobs.
     """
 
     frame: Frame
@@ -50,24 +50,24 @@ class PanelHeights:
 
     @property
     def chrome(self) -> int:
-        """The number of rows taken by a panel's frame."""
+        """The number of rows that a panel's frame takes up."""
         return FRAMES[self.frame]
 
     @property
     def height(self) -> int:
-        """The number of rows taken by all panels, including their frames."""
+        """The number of rows that all panels take up, including their frames."""
         stacked = [self.totals, self.gpus, self.processes, self.jobs, 0 if self.is_side_by_side else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What there is to show in the panels, in rows.
+    """The contents to show in the panels, measured in rows.
 
-    `n_active` jobs run or wait, `is_running` is True if any of them runs, and `n_processes` is the number of
-    processes on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of tiles. `previews`
-    means that a job can be previewed. `taken` is the number of rows taken by the panel for other hosts, and `words` the
-    number taken by the explanation if there are no GPUs.
+    `n_active` jobs run or wait, `is_running` is True if any of them runs, and `n_processes` is the number of processes
+    on the GPUs. With `is_card_view` or `tiles`, `n_gpus` is the number of rows of tiles. `previews` means that a job
+    can be previewed. `taken` is the number of rows that the panel for other hosts takes up, and `words` is the number
+    of rows for the explanation if there are no GPUs.
     """
 
     n_gpus: int
@@ -92,7 +92,7 @@ _Wishes = Iterator[Mapping[str, int]]
 
 @functools.lru_cache(maxsize=16)  # called several times per tick, mostly with the same arguments
 def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> PanelHeights:
-    """Return the rows for each panel in a window of `width` x `height` cells; header and footer take one row each.
+    """Return the rows for each panel in a window of `width` x `height` cells; header and footer take up one row each.
 
     If there are no jobs, their panel explains what to do. `lower` names the panel that has the lower part to itself.
     """
@@ -130,7 +130,7 @@ def _least(rows: PanelHeights, space: int, contents: Contents, lower: Lower) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Lists what to do with the rows that remain, the most useful first."""
+    """Lists the uses for the remaining rows, most useful first."""
 
     width: int
     height: int
@@ -138,7 +138,7 @@ class _Layout:
     least: PanelHeights
 
     def wishes(self, lower: Lower) -> _Wishes:
-        """Yield the heights to reach, each as the fields of `PanelHeights` to raise."""
+        """Yield the desired heights, each as the `PanelHeights` fields to raise."""
         if lower in ("processes", "gpus"):
             yield from self._gpu_lines(always=True) if lower == "gpus" else ()
         elif lower == "jobs" or not self.of.n_gpus:

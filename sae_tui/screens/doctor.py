@@ -52,7 +52,7 @@ class DoctorScreen(FramedScreen):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """Take two functions yielding findings; `probe` finds more problems, but uses the GPUs."""
+        """Prepare to run two functions that yield findings; `probe` finds more problems, but uses the GPUs."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False

@@ -30,7 +30,7 @@ from trainer.contract.settings.catalog import READ_FORMATS, WRITTEN_FORMATS
 
 
 class _SaeDialog(Dialog[None]):
-    """A form for work that the trainer does. Escape closes the dialog, but the work continues."""
+    """A form for work done by the trainer. Escape closes the dialog, but the work continues."""
 
     DEFAULT_CSS = """
     _SaeDialog { align: center middle; }

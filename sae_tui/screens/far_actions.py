@@ -1,4 +1,4 @@
-"""The actions on other hosts' jobs: stop, pause and resume; every other action says where it can be done."""
+"""The actions on other hosts' jobs: stop, pause and resume; for the rest, a message says what to run on that host."""
 
 from __future__ import annotations
 

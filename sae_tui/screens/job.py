@@ -311,7 +311,7 @@ class JobScreen(Evaluates, FramedScreen):
         return launch_line(view.config, view.name)
 
     def action_copy_snippet(self) -> None:
-        """Show and copy Python that loads the SAE; another press shows the next way to load it."""
+        """Show and copy Python code that loads the SAE; pressing the key again shows the next way to load it."""
         snippets = loading_snippets(self._sae_folder)
         if not snippets:
             self.notify(f"Job {self.job_id} has no SAE to load yet.", severity="warning")

@@ -122,7 +122,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review, so that later keys must wait too."""
+        """Whether a key press is still waiting for a review, in which case later key presses must wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:

@@ -171,7 +171,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._asked = self._reviewed = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # True until the next review chooses the best GPUs.
+        # True if the next review is to choose the best GPUs.
         self._wants_best = False
         # The values and preset used to fill the form. Any value that differs from these was changed by the user.
         self._start: dict[str, Any] = {}
@@ -476,7 +476,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.screen.refresh_bindings()
 
     def _environment_words(self, *, is_clean: bool) -> str:
-        """Return which environment the program gets."""
+        """Return a description of the program's environment."""
         if self.origin is not None and self.origin.parent:
             return f"as for {self.origin.which}"
         active = "clean" if is_clean else active_environment(os.environb)
@@ -494,7 +494,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key is still waiting for a review, so that later keys must wait too."""
+        """Whether a key press is still waiting for a review, in which case later key presses must wait too."""
         return self._then is not None or self._wants_best
 
     def _typed_into(self, form: SettingForm) -> tuple[dict[str, Any], dict[str, str]]:
@@ -583,7 +583,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return picker.gpus != before
 
     def _always_best(self) -> None:
-        """Save in the settings that the launch screen selects the best GPUs."""
+        """Change the settings so that the launch screen selects the best GPUs."""
         if self.session.actions.refused():
             return
         try:
@@ -617,7 +617,7 @@ def _is_of_another_user(choice: GpuChoice) -> bool:
 
 
 def _label(path: str, setting: Setting, names: Counter[str]) -> str:
-    """Return a setting's name, with its section if several sections have a setting of this name."""
+    """Return a setting's name, with its section if several sections have a setting with this name."""
     if setting.is_command_line:
         return "command line"
     return path if names[setting.name] > 1 else setting.name

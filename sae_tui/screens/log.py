@@ -119,7 +119,7 @@ class LogScreen(FramedScreen):
         self._title()
 
     def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> Reader:
-        """Return a reader following the chosen log; it calls `on_lines` from any thread."""
+        """Return a reader that follows the chosen log; it may call `on_lines` from any thread."""
         chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
         return LogReader(chosen, on_lines)
 
@@ -130,7 +130,7 @@ class LogScreen(FramedScreen):
 
     @property
     def place(self) -> str:
-        """The job's host, in words that follow the job's number, or "" for this host."""
+        """Text that follows the job's number to name its host, or "" for this host."""
         return ""
 
     @on(Lines)

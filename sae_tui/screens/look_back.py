@@ -42,7 +42,7 @@ class LookBack(Generic[T]):
         """Data was read and should be drawn."""
 
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
-        """Take the screen to notify, and a function for reading a subject's last seconds as at most n columns."""
+        """Use `read` to read a subject's last seconds into at most n columns, and notify `screen` of the data."""
         self._screen, self._read = screen, read
         self._place = 0  # index into `SPANS_S` plus 1; 0 means the latest samples
         self._due = 0.0  # time of the next read

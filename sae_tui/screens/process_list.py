@@ -338,7 +338,7 @@ def _whose(entries: Sequence[ProcessRow]) -> str:
 
 
 def _others(entries: Sequence[ProcessRow]) -> str:
-    """Return which jobs have ranks besides these, and what happens to those ranks."""
+    """Return a sentence saying that other ranks of these entries' jobs will exit too, or "" if there are none."""
     n_chosen = Counter(entry.job.id for entry in entries if entry.job and entry.rank is not None)
     sizes = {entry.job.id: entry.job.world_size for entry in entries if entry.job}
     jobs = [f"job {job_id}" for job_id, n in n_chosen.items() if n < sizes[job_id]]

@@ -1,4 +1,4 @@
-"""The page of one process: graphs of its recent use, and everything known about it."""
+"""The page for one process: graphs of its recent resource use, and everything known about it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KINDS = {"C": "compute", "G": "graphics", "C+G": "compute and graphics"}
 
 
 def fact_lines(process: ProcessDetails, around: Surroundings, width: int) -> list[Line]:
-    """Return the lines of a process's facts in `width` cells."""
+    """Return the facts about a process, as lines of `width` cells."""
     known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
     return [line for name, value in known for line in _entry(name, value, width)]
 
 
 def environment_lines(around: Surroundings, width: int, *, whole: bool = False) -> list[Line]:
-    """Return the lines of a process's environment in `width` cells; with `whole`, include possibly secret values."""
+    """Return a process's environment as lines of `width` cells; with `whole`, include possibly secret values."""
     lines: list[Line] = []
     for place, (name, value) in enumerate(around.shown(whole=whole)):
         lines += [*([] if place else [_AIR]), *_entry("" if place else "environment", f"{name}={value}", width)]
@@ -87,7 +87,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 class _Graph:
     """A graph's field, title, style and formatter. `top` returns the end of its axis for the highest value drawn.
 
-    The axis is labelled with its end divided by `unit`.
+    The label at the end of the axis is that value divided by `unit`.
     """
 
     field: str

@@ -85,7 +85,7 @@ class Quitter:
     """
 
     def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
-        """Take a function for quitting the app with an exit code, and one for restoring the terminal immediately."""
+        """Use `quit_app` to quit the app with an exit code, and `restore` to restore the terminal immediately."""
         self.code = 0
         self._quit_app, self._restore = quit_app, restore
         self._signalled, self._signal = os.pipe()
@@ -171,7 +171,7 @@ class TerminalDriver(LinuxDriver):
     def run_input_thread(self) -> None:
         """Read keys until `disable_input` is called.
 
-        Textual checks for overdue keys only every 0.1 s, which delays the escape key and the exit by that long.
+        Textual checks for overdue keys only every 0.1 s, which delays the escape key and the exit by up to that long.
         """
         parser, decoder = PacketParser(), TerminalDecoder()
         watched = [self.fileno, self._input_ends]
@@ -284,7 +284,7 @@ class Stopper:
     """
 
     def __init__(self, app: Any) -> None:
-        """Take an app with `pause_reading` and `resume_reading`."""
+        """Use the methods `pause_reading` and `resume_reading` of `app`, if it has them."""
         self._app = app
         self._is_requested = self._is_stopping = False
 
@@ -318,7 +318,7 @@ def has_shell() -> bool:
 
 @contextlib.contextmanager
 def give_away(app: App[None]) -> Iterator[None]:
-    """Give the terminal to another program; raise `SuspendNotSupported` if the app has no terminal.
+    """Hand the terminal over to another program; raise `SuspendNotSupported` if the app has no terminal.
 
     ctrl+c and ctrl+\\ in that program do not quit the app, and the shell handles ctrl+z, whereas Textual would stop the
     app even if no shell can continue it. Exceptions are raised after the block, because Textual takes back the terminal

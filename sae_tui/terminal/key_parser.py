@@ -31,10 +31,10 @@ from textual.message import Message
 
 # At least this many characters in one read, some of them not bound to a command, are treated as pasted text.
 FEWEST_PASTED = 4
-# An escape is a key if nothing follows it for this many seconds. Terminals send a sequence in one write, which slow
+# An escape counts as a key if nothing follows it for this long. Terminals send a sequence in one write, which slow
 # connections rarely split. Any other beginning of a sequence is kept for `constants.ESCAPE_DELAY`.
 _ESCAPE_S = constants.ESCAPE_DELAY if "ESCDELAY" in os.environ else 0.025
-# A paste is considered complete if no more text arrives for this many seconds.
+# A paste is considered complete if no more text arrives for this long.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
 # Escape followed by another key in one read. This excludes alt with backspace, tab, b or f, which terminals send for

@@ -32,8 +32,8 @@ LONGEST_MESSAGE = 256 << 10
 _LEAST_COST = 512
 # A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that disappears without closing, such as a sleeping laptop, is detected after 1.5 times this interval. The
-# interval must be long because a slow connection may queue the ping behind a lot of output.
+# A browser that disappears without closing the connection, for example on a sleeping laptop, is detected after 1.5
+# times this interval. The interval must be long because a slow connection may queue the ping behind a lot of output.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # maximum number of columns, and of lines
 _MOST_COMPLAINTS = 8
@@ -58,7 +58,7 @@ Tell = Callable[[int, str], None]
 
 
 async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[[str], None]) -> int:
-    """Serve sessions, each a process of `argv`, until a signal stops the server; return 128 plus the signal number.
+    """Serve sessions (processes running `argv`) until a signal stops the server; return 128 plus the signal number.
 
     Call `tell` with the port and the address once the server is reachable, and `warn` with the reason when a session
     fails.

@@ -1,1 +1,1 @@
-"""Widgets depending on Textual and, within this project, only on the settings in the contract."""
+"""Widgets that depend on Textual and, within this project, only on `format`, `theme` and the contract's settings."""

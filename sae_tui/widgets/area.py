@@ -35,8 +35,9 @@ def area(
 ) -> list[Line]:
     """Return the heading and, below it, `height` rows of `width` cells each.
 
-    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, drawn
-    as a rail from the first value of the history or of another quantity, `others`. `cursor` is a column to mark.
+    `history` contains values from 0 to 1, as shares of `ceiling`, the upper end of the axis. None leaves a gap, which
+    is drawn as a rail after the first value in the history or in `others`, another quantity. `cursor` is a column to
+    mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [

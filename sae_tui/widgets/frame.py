@@ -21,7 +21,7 @@ FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # rows taken by
 # A smaller window shows only the top line of each frame, with the title. Below `RULED_FROM_ROWS`, there are no frames.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
-# The number of seconds after which the memory of a closed screen is freed.
+# The delay between closing a screen and freeing its memory.
 _FREED_AFTER_S = 2.0
 
 
@@ -56,7 +56,7 @@ class FramedScreen(Screen[None]):
         self._fit_frames(self.size)
 
     def _on_screen_resume(self, event: ScreenResume) -> None:
-        """Keep the styles that Textual set on mounting, because setting them again takes half of the time to open.
+        """Keep the styles that Textual set on mounting, because setting them again takes half of the opening time.
 
         They change only if another theme was chosen while this screen was closed.
         """
@@ -66,7 +66,8 @@ class FramedScreen(Screen[None]):
     def on_unmount(self) -> None:
         """Free this screen soon, because its objects refer to each other, and five closed forms would take up 15 MB.
 
-        Freeing it takes 30 ms, so wait until the next screen is drawn and its first keys are probably handled.
+        Freeing it takes 30 ms, so wait until the next screen has been drawn and its first keys have probably been
+        handled.
         """
         # The timer has its own context, because Textual's context refers to this screen.
         asyncio.get_running_loop().call_later(_FREED_AFTER_S, _free_closed, context=Context())
@@ -98,7 +99,7 @@ def _free_closed() -> None:
     """Free closed screens with the lines they rendered.
 
     Textual 8.2 caches background colours under keys that contain a widget's rendered lines. This cache would keep the
-    lines of the last 1,024 widgets, 6 MiB for each tour of all screens.
+    lines of the last 1,024 widgets, 6 MiB each time all screens are opened.
     """
     StylesCache.get_inner_outer.cache_clear()
     gc.collect()

@@ -33,7 +33,7 @@ PALETTE = {
     "good": "$text-success",
     "warn": "bold $text-warning",
     "bad": "bold $text-error",
-    # A reading by its load.
+    # The styles for a reading, by its load.
     "low": "$text-success",
     "middle": "$text-warning",
     "high": "bold $text-error",

@@ -43,7 +43,7 @@ class LogView(LineView, can_focus=True):
         self.n_found = 0
         # The text to show if there are no lines.
         self._nothing = ""
-        # The unfinished line of each source; their rows are the last ones.
+        # Each source's unfinished line; these lines take up the last rows.
         self._unfinished: dict[str, str] = {}
 
     @property
@@ -78,7 +78,7 @@ class LogView(LineView, can_focus=True):
         return self.size.width - (11 if self.names else 1)
 
     def show_unfinished(self, lines: Mapping[str, str]) -> None:
-        """Show the line that each source is writing below the other lines, in place of its previous unfinished line."""
+        """Show each source's current line below the other lines, in place of its previous unfinished line."""
         if lines:
             self._take_unfinished()
             self._unfinished |= lines

@@ -155,7 +155,7 @@ def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[i
 
 
 def _round_step(low: float, high: float, most: int) -> float:
-    """Return a round distance with at most `most` multiples between `low` and `high`, both widened to multiples."""
+    """Return a round step of which at most `most` fit between `low` and `high`, both widened to multiples of it."""
     exponent = math.floor(math.log10((high - low) / most))
     steps = (factor * 10.0**power for power in range(exponent, exponent + 3) for factor in _ROUND)
     for step in steps:

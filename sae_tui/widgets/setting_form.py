@@ -82,7 +82,7 @@ _Section = tuple[str, list[Field]]
 
 
 class CommandLine(Input):
-    """A command line in one line, as typed in a shell. The up key asks the form for earlier command lines."""
+    """A one-line field for a command line, as typed in a shell. The up key asks the form for earlier command lines."""
 
     BINDINGS = [
         Binding("up", "earlier", "Earlier", id="form.earlier", tooltip="Earlier command lines, the newest first"),
@@ -110,7 +110,7 @@ _MOST_LINES = 3
 
 
 class FieldHelp(Static):
-    """The full help of the field with the focus, below the form; hidden while no field has the focus."""
+    """The full help for the focused field, below the form; hidden while no field has the focus."""
 
     DEFAULT_CSS = """
     FieldHelp { display: none; padding: 0 1; color: $text-muted; }
@@ -131,7 +131,7 @@ class FieldHelp(Static):
             for name in ("-wrong", "-warned"):
                 self.set_class(row.has_class(name), name)
         n_lines = min(_MOST_LINES, len(wrap(text, self._width))) if text else 0
-        # Change the layout only if the height changes, because this takes 50 ms for a form with all settings.
+        # Change the layout only if the height changes, because a new layout takes 50 ms for a form with all settings.
         self.update(text, layout=False)
         if n_lines != self._n_lines:
             self._n_lines = n_lines
@@ -146,7 +146,7 @@ class FieldHelp(Static):
         return max(20, parent.content_size.width - 2)
 
 
-# Widths of the parts of a row in cells; the value takes this share of the row.
+# The widths of the parts of a row, in cells, and the share of the row that the value takes up.
 _LABEL_WIDTH, _LEAST_VALUE_WIDTH, _VALUE_SHARE = 25, 22, 0.3
 _GAP = "  "
 
@@ -193,7 +193,7 @@ class SettingRow(Horizontal, can_focus=True):
         self.screen.set_focus(self.fill())
 
     def focus_on_click(self) -> bool:
-        """Wait for the whole click, because it would go to an editor created when the button is pressed."""
+        """Do not create the editor until the click is complete, because otherwise the click would go to the editor."""
         return False
 
     def on_click(self, event: Click) -> None:
@@ -284,7 +284,7 @@ class SettingRow(Horizontal, can_focus=True):
 
     @property
     def _value_width(self) -> int:
-        """The width of the value and of its editor. A command line takes the whole width, with its hint below it."""
+        """The width of the value and of its editor. A command line takes up the full width, with its hint below it."""
         width = self.size.width
         if self.field.setting.is_command_line:
             return max(0, width - _LABEL_WIDTH)
@@ -343,7 +343,7 @@ class SettingRow(Horizontal, can_focus=True):
         return "required" if self.field.setting.required else self.field.show(self.field.setting.default) or "none"
 
 
-# A form is divided into at most this many columns, which are next to each other in a wide window.
+# The maximum number of columns in a form; in a wide window, they are next to each other.
 _COLUMNS = 3
 
 
@@ -385,7 +385,7 @@ class SettingForm(Vertical):
     }
     SettingForm:ansi > .row--placeholder { background: ansi_default; color: ansi_default; text-style: underline dim; }
     """
-    # The styles of all rows are here, because styles in each row would take as long as its editor.
+    # The styles of all rows are defined here, because styles in each row would take as long as its editor.
     COMPONENT_CLASSES = {
         "row--label", "row--unusual", "row--changed", "row--hint", "row--wrong", "row--warned",
         "row--typed", "row--chosen", "row--arrow", "row--placeholder", "row--overridden",

@@ -1,4 +1,4 @@
-"""A checkbox with a state readable without colours."""
+"""A checkbox whose state is recognisable without colours."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_a_command_that_exceeds_its_limit_is_killed_with_its_children(tmp_path):
+def test_a_command_that_exceeds_its_time_limit_is_killed_with_its_children(tmp_path):
     file = tmp_path / "pid"
     child = ["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]
     with pytest.raises(UserError, match="took longer"):

@@ -1,4 +1,4 @@
-"""Tests for when an alert starts and ends, given values over time."""
+"""Tests for when an alert starts and ends as a value changes over time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
 
 
 def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[tuple[int, bool]]:
-    """Return when, in seconds, an alert starts (True) or ends (False), given (time, value) pairs."""
+    """Given (time, value) pairs, return the times in seconds at which an alert starts (True) or ends (False)."""
     state = Hysteresis(RULE, is_raised=is_raised)
     return [(now, state.is_raised) for now, value in values if state.changes(value, now)]
 
@@ -33,7 +33,7 @@ def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[
         (((0, 90), (10, 90)), [(10, True)]),
     ],
 )
-def test_an_alert_begins_and_ends_only_after_its_delay(values, expected):
+def test_an_alert_starts_and_ends_only_after_its_delay(values, expected):
     assert changes(*values) == expected
 
 
@@ -41,7 +41,7 @@ def test_a_stored_alert_stays_active_until_its_value_recovers():
     assert changes((0, BETWEEN), (100, BAD), (101, GOOD), (131, GOOD), is_raised=True) == [(131, False)]
 
 
-def test_a_rule_without_delays_changes_at_once():
+def test_a_rule_without_delays_raises_and_clears_its_alert_immediately():
     state = Hysteresis(Rule(1, 1, 0, 0))
     assert [state.changes(value, 0.0) for value in (0, 1, 1, 0)] == [False, True, False, True]
 
@@ -70,7 +70,7 @@ def test_an_alert_that_returns_irregularly_is_reported_only_a_few_times_an_hour(
     assert len(changed_at) <= 16
 
 
-def test_an_alert_that_returns_after_more_than_half_an_hour_does_not_flap():
+def test_an_alert_that_returns_after_more_than_half_an_hour_is_not_flapping():
     state = Hysteresis(RULE)
     changed_at = [now for now in range(24 * 3600) if state.changes(BAD if now % 2400 < 60 else GOOD, now)]
     assert len(changed_at) == 2 * 36

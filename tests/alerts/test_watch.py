@@ -1,4 +1,4 @@
-"""Tests for the alerts raised by given GPU and disk readings, and for how alerts are stored."""
+"""Tests for the alerts that GPU and disk readings raise, and for how alerts are stored."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def gpus(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100
     ],
     ids=[kind.name for kind in KINDS],
 )
-def test_each_alert_begins_and_ends_after_its_delay(bad, after_s, words, good, over_s):
+def test_each_alert_starts_and_ends_after_its_delay(bad, after_s, words, good, over_s):
     days = Days()
     assert days.last(after_s, bad) == []
     assert days.last(2, bad) == [words]
@@ -204,7 +204,7 @@ def test_gpus_lost_one_after_another_are_reported_every_few_seconds():
     assert len(days.alerts.active) == 64
 
 
-def test_the_alert_command_gets_the_number_of_gpus():
+def test_the_alert_command_gets_the_indices_and_number_of_gpus():
     days = Days()
     days.last(15, lost(1, 2, 3, 7))
     message = as_message(days.alerts.turn(lost(1, 2, 3, 7))[0])
@@ -240,7 +240,7 @@ def test_an_alert_shows_when_its_sensor_stopped_answering():
     assert days.last(61, gpus(FINE)) == ["GPU 3: heat (cleared)"]
 
 
-def test_a_clock_temporarily_far_ahead_deletes_no_alert():
+def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alerts():
     kept = [alert(cleared=BEGIN - 100), alert(kind="lost", cleared=BEGIN - 50)]
     days = Days(stored=(*kept,))
     days.now = 400 * DAY_S
@@ -291,7 +291,7 @@ def test_alerts_are_kept_for_a_day_after_they_end(data):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '[{"kind": "heat"}]', "null"])
-def test_a_damaged_file_is_read_as_no_alerts(data, content):
+def test_a_damaged_alert_file_is_read_as_empty(data, content):
     data.alerts("box").write_text(content)
     assert read_alerts(data) == []
 
@@ -435,7 +435,7 @@ class Free(NamedTuple):
     free: int
 
 
-def test_a_failure_to_run_the_alert_command_is_reported_and_the_next_alert_runs_it(data, monkeypatch):
+def test_a_failure_of_the_alert_command_is_reported_and_the_next_alert_still_runs_it(data, monkeypatch):
     ran = []
 
     def run(command, message):

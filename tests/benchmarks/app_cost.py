@@ -2,9 +2,9 @@
 
 python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs `sae-tui` from the working folder in a pseudo-terminal, on simulated NVML GPUs with constantly changing values and
-with jobs logging one step per second. Prints each result as a share of its limit (2.0 CPU-s per minute, 60 MiB, 3
-KB/s). The start-up time is compared with the start-up time of a Textual app that shows a single word.
+Runs `sae-tui` from the working folder in a pseudo-terminal, with simulated NVML GPUs whose values change constantly,
+and with jobs that log one step per second. Prints each result as a percentage of its limit (2.0 CPU-s per minute, 60
+MiB, 3 KB/s). The start-up time is compared with that of a Textual app that shows a single word.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(folder: Path) -> Path:
-    """Compile a fake libnvidia-ml.so.1, and return its folder."""
+    """Compile a fake libnvidia-ml.so.1 and return its folder."""
     target = folder / "libnvidia-ml.so.1"
     flags = ["-O2", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
     subprocess.run(["gcc", *flags, "-o", str(target), str(FAKE_NVML / "fake_nvml.c"), "-lm", "-lpthread"], check=True)
@@ -107,7 +107,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, str]) -> float:
-    """Start an app, and return the seconds until it has drawn the text `shown`."""
+    """Start an app and return how many seconds it takes to draw the text `shown`."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for(shown)
     seconds = time.monotonic() - terminal.started
@@ -120,7 +120,7 @@ def start(argv: list[str], shown: str, columns: int, rows: int, env: dict[str, s
 def keep_training(data: DataDir, n_jobs: int) -> None:
     """Record running jobs on this host, and log one step per second for each job while this process is running.
 
-    This process acts as the supervisor for the jobs.
+    This process acts as the jobs' supervisor.
     """
     fields = {"host": socket.gethostname(), "total_steps": 10_000, "created": time.time()}
     jobs = [record_job(data, f"job {n + 1}", JobState.RUNNING, **fields) for n in range(n_jobs)]

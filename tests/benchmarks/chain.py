@@ -3,12 +3,12 @@
     make model && .venv/bin/python tests/benchmarks/chain.py [--tokens 100_000] [--layers 12 20] [--json FILE]
 
 SmolLM2-135M reads the Python reference manual, or the text in `--text FILE`. Both trainers get the same rows in the
-same order, and the same d_sae, k, batch size and number of steps. All other settings are each trainer's defaults.
-`trainer eval` evaluates both SAEs on the same held-out rows and, spliced into the model, on the same text. This text
-was not used for extraction. Probes are trained if sae-probes is installed. Then the model is run in turn by our
-extraction, a plain loop using the transformers library, and SAELens, `--repeats` times each (`peers/reading.py`). The
-fastest run of each reader is reported. `loader.py` measures the read speed for stored rows. The duration of each stage
-is also printed.
+same order, and the same d_sae, k, batch size and number of steps. All other settings keep each trainer's defaults.
+`trainer eval` evaluates both SAEs on the same held-out rows and, spliced into the model, on the same text, which was
+not used for extraction. Probes are trained if sae-probes is installed. Then our extraction, a plain loop using the
+transformers library, and SAELens take turns running the model, `--repeats` times each (`peers/reading.py`). Each
+reader's fastest run is reported. `loader.py` measures how fast stored rows are read. The duration of each stage is also
+printed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Chain:
             yield result
 
     def _asked(self) -> reading.Asked:
-        """Write the text and the model in the formats required by the readers."""
+        """Write the text and the model in the formats that the readers require."""
         from support.real_model import FILE, why_not, write_text
 
         options, text = self.options, self.folder / "text.jsonl"
@@ -134,7 +134,7 @@ class Chain:
         return self._trainer("extract", job)
 
     def _layer(self, layer: int) -> dict[str, Any]:
-        """Train our SAE and SAELens's SAE on the rows of one layer, and evaluate both."""
+        """Train our SAE and SAELens's SAE on one layer's rows, and evaluate both."""
         rows = f"rows/resid_post.{layer}"
         with self._timed(f"inspect {layer}"):
             facts = self._trainer("inspect", rows)
@@ -186,7 +186,7 @@ class Chain:
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
-        """Return the tokens/s for each reader; readers take turns, so other load affects all of them equally."""
+        """Return each reader's tokens/s; the readers take turns, so that other load affects them all equally."""
         rates = {kind.name: 0.0 for kind in reading.READERS}
         for _ in range(self.options.repeats):
             for kind in reading.READERS:
@@ -259,7 +259,7 @@ def filled(title: str, columns: Any, rows: Any) -> Table:
 
 
 def per_layer(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the results for each layer, with the extraction results added."""
+    """Return each layer's name and results, with the extraction results added."""
     return [(layer, told | {"extracted": result["extracted"]}) for layer, told in result["layers"].items()]
 
 

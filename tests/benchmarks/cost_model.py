@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# The d_in, d_sae, k, and number of tokens per rank and step for each shape.
+# Each shape's d_in, d_sae, k, and number of tokens per rank and step.
 SHAPES = ((64, 1024, 16, 4096), (384, 3072, 32, 4096), (384, 16384, 32, 4096), (768, 6144, 32, 1024))
 ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
 

@@ -2,8 +2,8 @@
 
 python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
-Every trial launches jobs with one or two CPU ranks in the same way as the app, in its own data folder. A row is printed
-after each fault, followed by the violated guarantees. On a busy machine, the times are upper bounds. One trial of all
+Every trial has its own data folder and launches jobs with one or two CPU ranks just as the app does. A row is printed
+after each fault, followed by any violated guarantees. On a busy machine, the times are upper bounds. One trial of all
 faults takes about 10 minutes on two idle cores. Injecting host faults requires gcc, and root privileges to create
 namespaces.
 """
@@ -29,7 +29,7 @@ from faults.real_job import Result, undisturbed
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault, its guarantees, the meaning of its measured seconds, and the function that injects it once."""
+    """A fault, its guarantees, what its measured seconds mean, and the function that injects it once."""
 
     what: str
     seconds: str

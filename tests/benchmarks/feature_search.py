@@ -23,7 +23,7 @@ SEARCHES = ("w1x", "w123x", "x9", "1", "w", "nothing")
 
 
 def write(folder: Path, n_latents: int) -> float:
-    """Write examples made of random tokens; return the CPU seconds spent computing the tensors."""
+    """Write examples that consist of random tokens; return the CPU seconds spent computing the tensors."""
     contexts = Contexts(n_latents, N_CONTEXTS)
     weights = 1 / torch.arange(1, N_TOKENS + 1, dtype=torch.float64)
     tokens = torch.multinomial(weights, n_latents * N_CONTEXTS * WIDTH, replacement=True)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _time(features: Features, words: str) -> float:
-    """Return the CPU time for a search rather than its wall time, because the machine may have other load."""
+    """Return a search's CPU time rather than its wall time, because the machine may be under other load."""
     begun = time.process_time()
     features.search(words)
     return time.process_time() - begun

@@ -7,9 +7,9 @@ and clocks; steps with a cold kernel cache; a stopped and resumed job with CUDA 
 one GPU; waits, resuming and memory. The other parts are injected failures, kernels, learning curves, other kinds of
 SAE, a launched job and other trainers. With several GPUs, there are additional parts for the bus, every parallel mode,
 NCCL's memory and a killed rank. Each part is a process with a time limit, so a part that hangs or crashes does not
-affect the others. Parts that cannot run here, or for which no time is left, are reported as "not run". The exit code is
-1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the table in
-docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, only to test this script.
+affect the others. Parts that cannot run here, or that the remaining time is too short for, are reported as "not run".
+The exit code is 1 if a part fails. `--record` adds the results to `gpu_days.json`, which `gpu_days.py` converts to the
+table in docs/performance.md. With `--gpus cpu`, the same parts run on a CPU, which only serves to test this script.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from trainer.ranks.devices import torch_vendor, visible_gpus
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
-# The d_in, d_sae, k and token count for each shape in gpu_profile.py, and for a small shape for CPUs.
+# The d_in, d_sae, k and token count of each shape in gpu_profile.py, and of a small shape for CPUs.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
-# `FIRST` lists the kinds of SAE timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
+# `FIRST` lists the kinds of SAE that are timed first for each shape, and `KINDS` lists all kinds. With `dead`, some
 # latents are dead and AuxK is active.
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
@@ -52,7 +52,7 @@ KINDS = (
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
 # Files with kernel cases that need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU is
-# slow and runs only the cases in `CASES_OF_CPU`.
+# slow, so it runs only the cases in `CASES_OF_CPU`.
 NOT_FOR_GPUS = (
     "fake_cuda/kernel_cases.py",
     "training/graph_replay_cases.py",
@@ -63,12 +63,12 @@ NOT_FOR_GPUS = (
 )
 CASES_OF_CPU = "metrics/interval_cases.py"
 # The maximum number of processes for testing kernels. Compiling each of the 600 kernels takes 0.3 to 1 s, and each
-# process takes half a GB of GPU memory.
+# process uses half a GB of GPU memory.
 MOST_PROCESSES = 8
-# The settings for each mode, and its minimum number of GPUs.
+# Each mode's settings, and the minimum number of GPUs that it needs.
 MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
-# The time limits in seconds for all parts on one GPU and for all parts on several GPUs, and the minimum remaining time
-# in seconds required to start a part.
+# The total time limits in seconds for the parts on one GPU and for the parts on several GPUs, and the minimum time in
+# seconds that must be left for a part to be started.
 LIMIT_S, LEAST_S = {False: 480.0, True: 300.0}, 5.0
 OK, WRONG, NOT_RUN = "ok", "WRONG", "not run"
 
@@ -130,7 +130,7 @@ def main() -> int:
 
 
 def run_all(chosen: Sequence[Part], left_s: dict[bool, float]) -> dict[str, Ran]:
-    """Run the parts within the remaining seconds for one GPU and for all GPUs, and print a line for each part."""
+    """Run the parts within the time left for one GPU and for all GPUs, and print a line for each part."""
     report = {}
     for part in chosen:
         ran = run_within(part, left_s[part.sees_all])
@@ -297,7 +297,7 @@ def answer_in(text: str) -> Any:
 
 
 def summary(part: Part, ran: Ran) -> str:
-    """Return the main results of a part."""
+    """Return a part's main results."""
     if ran.state == NOT_RUN:
         return ran.why
     if ran.state == WRONG:
@@ -306,12 +306,12 @@ def summary(part: Part, ran: Ran) -> str:
     try:
         return word(ran.answer) if word else ""
     except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-        # A failing summary, for example because a tool is missing, must not abort the run.
+        # A summary that fails, for example because a tool is missing, must not abort the run.
         return f"its result cannot be summarised ({type(error).__name__}: {error})"
 
 
 def wrong_words(part: Part, ran: Ran) -> str:
-    """Return the errors reported by the part or, if there are none, the last line that it wrote."""
+    """Return the errors that the part reported or, if there are none, the last line that it wrote."""
     if isinstance(ran.answer, dict) and (wrong := ran.answer.get("wrong")):
         return "; ".join(wrong)
     if isinstance(ran.answer, dict) and (failed := ran.answer.get("failed")):
@@ -326,7 +326,7 @@ def case_words(answer: str) -> str:
 
 
 def step_words(answer: list[dict[str, Any]]) -> str:
-    """Return a line for each kind of step: its time, the time for the first step, and the time modelled for an H200."""
+    """Return a line for each kind of step: its time, the time of its first step, and the time modelled for an H200."""
     lines = [
         f"{one['case']:28} {one.get('recorded', one['plain']):7.2f} ms ({one['plain']:.2f} eager), "
         f"{one['of_floor']:4.0%} of the floor; first step {one['first_step_s']:.1f} s; "

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_days.py [--write]
 
-The script prints the table, which contains the latest entry for each GPU model. `--write` replaces the table in the
-page.
+The script prints the table, which contains the latest entry for each GPU model. With `--write`, it replaces the table
+in the page instead.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def cell(figures: Mapping[str, float], key: str, form: str, unit: float = 1) -> 
 
 
 def sentence(entry: Mapping[str, Any]) -> str:
-    """Return a sentence with the versions, the state of each part, and the step time for each mode in an entry."""
+    """Return a sentence about an entry: its versions, the number of parts in each state, and each mode's step time."""
     states = [part["state"] for part in entry["parts"].values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     versions = ", ".join(f"{name} {entry[name]}" for name in ("torch", "cuda", "triton", "nccl") if entry.get(name))

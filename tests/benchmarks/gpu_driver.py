@@ -20,13 +20,13 @@ from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.ranks.devices import torch_vendor, visible_gpus
 
 MIB = 2**20
-# The minimum share of the total memory that CUDA must report. The driver reserves the remainder, for example for page
-# tables.
+# The minimum fraction of the total memory that CUDA must report. The driver reserves the remainder, for example for
+# page tables.
 LEAST_OF_CUDA = 0.9
-# The allowed deviation, in bytes, of the app's value from the values reported by nvidia-smi just before and just after
+# How far, in bytes, the app's value may lie outside the range between nvidia-smi's values just before and just after
 # it. nvidia-smi reports multiples of 1 MiB.
 NEAR_USED = 64 * MIB
-# Values affecting the current speed of a GPU. Names unknown to the driver are omitted.
+# Values that affect a GPU's current speed. Names that the driver does not know are omitted.
 STATE = (
     "name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw", "power.limit",
     "temperature.gpu", "pcie.link.gen.current", "pcie.link.width.current", "persistence_mode", "ecc.mode.current",
@@ -81,7 +81,7 @@ def states() -> list[dict[str, str]]:
 
 
 def by_app() -> list[dict[str, Any]]:
-    """Return the GPUs listed by the app for the vendor that PyTorch is built for."""
+    """Return the GPUs that the app lists for the vendor that PyTorch is built for."""
     source = ["--gpu-source", torch_vendor()] if torch_vendor() else []
     argv = [sys.executable, "-m", "sae_tui", *source, "gpus", "--json"]
     return json.loads(subprocess.check_output(argv, timeout=60))

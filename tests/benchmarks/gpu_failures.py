@@ -117,7 +117,7 @@ def lost_memory() -> list[str]:
 
 
 def device_assert() -> dict[str, Any]:
-    """Return the message shown to a user after a device-side assert, which is raised in another process."""
+    """Trigger a device-side assert in a child process, and return the message that a user would see."""
     done = subprocess.run([sys.executable, "-c", ASSERTING], capture_output=True, text=True, timeout=CHILD_S)
     if done.returncode == 0:
         return {"wrong": ["the child process did not fail, although it triggers a device-side assert"]}
@@ -153,7 +153,7 @@ def sanitized() -> dict[str, Any]:
 
 
 def process_memory() -> dict[str, Any]:
-    """Return the bytes used by steps according to PyTorch and to the driver; the difference is CUDA's context."""
+    """Return the bytes that steps use according to PyTorch and to the driver; the difference is CUDA's context."""
     steps = steps_on_gpu()
     steps.take(8)
     torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""Checks that a stopped and resumed job with CUDA graphs and a job without CUDA graphs have bit-identical results.
+"""Checks that a job with CUDA graphs that is stopped and resumed is bit-identical to a job without graphs.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_job.py [--gpus auto:1|cpu] [--steps 1500]
 
-The job trains on stored rows, logs, evaluates and saves checkpoints. The job runs once without graphs and once with
-graphs. With graphs, the job is stopped after a third of its steps and resumed to the end. The script prints JSON: the
-duration of each attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. The exit code is 1 if
-there are errors. On a CPU, captured steps are run again instead of being replayed.
+The job trains on stored rows, logs, evaluates and saves checkpoints. It runs once without graphs and once with graphs;
+with graphs, it is stopped after a third of its steps, resumed, and run to the end. The script prints JSON: the duration
+of each attempt in seconds, the number of replayed steps, and a list of errors, `wrong`. The exit code is 1 if there are
+errors. On a CPU, captured steps are run again instead of being replayed.
 """
 
 from __future__ import annotations
@@ -121,19 +121,19 @@ def differences(one: RankSpec, other: RankSpec) -> tuple[list[str], list[str]]:
     names = sorted(tensors[0].keys() | tensors[1].keys())
     differing = [name for name in names if not all(name in of_run for of_run in tensors) or not equal(name, tensors)]
     curves = [curve_of(spec, "heldout_fvu") for spec in (one, other)]
-    # The curve of the stopped run has one more point.
+    # The stopped run's curve has one extra point.
     is_alike = curves[0] and curves[0].items() <= curves[1].items()
     return differing, [] if is_alike else ["the curve of the held-out FVU"]
 
 
 def equal(name: str, tensors: list[dict[str, torch.Tensor]]) -> bool:
-    # Compare bytes, because NaN does not equal itself as a number.
+    # Compare bytes, because as a number, NaN does not equal itself.
     first, second = (of_run[name].contiguous().view(-1).view(torch.uint8) for of_run in tensors)
     return torch.equal(first, second)
 
 
 def tensors_of(spec: RankSpec) -> dict[str, torch.Tensor]:
-    """Return the tensors of the SAE saved by a run."""
+    """Return the tensors of the SAE that a run has saved."""
     files = sorted(spec.output_dir.rglob("*.safetensors"))
     return {f"{file.name}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
 

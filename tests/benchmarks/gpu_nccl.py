@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/benchmarks/gpu_nccl.py [--device cuda|cpu]
 
-A single rank receives its own data. Even without a second GPU, this detects wrong values, dtypes rejected by NCCL, and
+A single rank receives its own data. Even without a second GPU, this detects wrong values, dtypes that NCCL rejects, and
 exchanges that a graph cannot contain. The script prints JSON: the number of correct exchanges, the memory and time NCCL
 needs to connect, and a list of errors, `wrong`. The exit code is 1 if there are errors. On a CPU, the script uses gloo
 instead of NCCL, without graphs.
@@ -111,7 +111,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def checked(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the name of each exchange with each dtype and shape, and "ok" or the error."""
+    """For each exchange, dtype and shape, yield a name, and "ok" or the error."""
     for name, dtypes, takes_0_dim, exchange in EXCHANGES:
         for dtype in dtypes:
             for shape in [(N_ROWS,), (N_ROWS, 3), *([()] if takes_0_dim else [])]:
@@ -143,7 +143,7 @@ def result_of(
 
 
 def in_graphs(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the name of each exchange with each dtype in a CUDA graph replayed on new values, and "ok" or the error."""
+    """Replay each exchange and dtype on new values in a CUDA graph; for each, yield a name, and "ok" or the error."""
     for name, dtypes, _, exchange in EXCHANGES:
         if name in NOT_IN_GRAPHS:
             continue

@@ -1,14 +1,14 @@
-"""Measures a step on this GPU, kernel by kernel, eager and captured, and shows the time modelled for an H200.
+"""Measures a step on this GPU, kernel by kernel, both eager and captured, and shows the time modelled for an H200.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_profile.py [A:topk:dead B:gated ...] [--kernels N] [--json FILE]
 
-A case is a shape, an architecture and, for TopK kinds, optionally `dead`: some latents are dead, so AuxK is active.
-Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Shapes A and B have 4,096
-tokens, in the precision selected by `auto`. Shape C is small enough for a CPU. "host" is the host's time to queue a
-step while the GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with a penalty then
-have many active latents and therefore use dense matmuls. The floor is the minimum time printed by `python -m trainer
-bench` for this GPU. "of it" is the floor's share of the captured step time or, without a captured step, of the eager
-step time.
+A case is a shape, an architecture and, for TopK kinds, optionally `dead`, which makes some latents dead so that AuxK is
+active. Shape A has d_in 2304, d_sae 65536 and k 64. Shape B has d_in 768, d_sae 24576 and k 32. Shapes A and B have
+4,096 tokens, in the precision selected by `auto`. Shape C is small enough for a CPU. "host" is the time that the host
+takes to queue a step while the GPU is idle. All steps use one batch of random rows, as at the start of a run. SAEs with
+a penalty then have many active latents and therefore use dense matmuls. The floor is the minimum time printed by
+`python -m trainer bench` for this GPU. "of it" is the floor divided by the captured step time or, without a captured
+step, by the eager step time.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ def main() -> None:
         show(figures, options.kernels)
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
-        # A learner and its captured graph reference each other, so nine learners with shape A would fill an 80 GB GPU.
+        # A learner and its captured graph reference each other, so only the garbage collector frees them; nine learners
+        # of shape A would fill an 80 GB GPU.
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def measured(case: str, device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds for the steps of a case, and for each kind of kernel in these steps."""
+    """Return how many milliseconds a case's steps take, and how many each kind of kernel in these steps takes."""
     shape, architecture, *rest = case.split(":")
     d_in, d_sae, k, n_tokens = SHAPES[shape]
     job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
-    # Compute the modelled time first, because real steps on a CPU select another top-k implementation.
+    # Compute the modelled time first, because real steps on a CPU select a different top-k implementation.
     expected = modelled_ms(job, d_in, device, dead=rest == ["dead"])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -84,7 +85,7 @@ def measured(case: str, device: torch.device) -> dict[str, Any]:
     if rest == ["dead"]:
         since_fired(learner.sae)
     steps.take_plainly()
-    # The first step includes compiling kernels that were not used by any earlier case.
+    # The first step also compiles the kernels that no earlier case has used.
     first_step_s = milliseconds(lambda: steps.take(1), device) / 1e3
     plain, host = timed(steps, device)
     kernels, phases = profiled(steps, device)
@@ -116,7 +117,7 @@ def modelled_ms(job: JobConfig, d_in: int, device: torch.device, *, dead: bool) 
 
 @torch.no_grad()
 def since_fired(sae: Any) -> None:
-    """Make 3 % of the latents inactive, and set their tokens since last firing to a large number."""
+    """Make 3 % of the latents inactive, and set their number of tokens since last firing to a large value."""
     some = slice(0, 3 * sae.d_sae // 100)
     sae.b_enc[some] -= 1e4
     sae.n_tokens_since_fired[some] = 10**9

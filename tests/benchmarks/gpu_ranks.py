@@ -33,7 +33,7 @@ MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}, "dp": {}}
 # The number of latents. It is divisible by 2, but not by 3, 4 or 8.
 D_SAE = 3074
 N_STEPS, TOKENS_OF_RANK = 20, 128
-# The tolerance used by `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
+# The tolerance of `tests/trainer/parallel/test_modes.py`, which compares CPU processes in the same way.
 NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-5}
 
 
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
-    """Return a job with the same number of tokens per step on any number of GPUs; latents soon count as dead."""
+    """Return a job with the same number of tokens per step on any number of GPUs, whose latents soon count as dead."""
     tokens = TOKENS_OF_RANK * n_ranks
     job, problems = parse_job(
         {
@@ -78,7 +78,7 @@ def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> Jo
 
 
 def trained(job: JobConfig) -> dict[str, float]:
-    """Train, and return the final FVU for each kind of SAE."""
+    """Train and return the final FVU of each kind of SAE."""
     with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
         file, out = Path(folder) / "job.toml", Path(folder) / "run"
         file.write_text(dump_job(job))

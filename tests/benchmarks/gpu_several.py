@@ -30,8 +30,8 @@ from trainer.ranks.foreground import read_progress
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SHAPES = {"cuda": (768, 24576, 32, 4096), "cpu": (64, 512, 8, 256)}
-# The time limits in seconds for the ranks to start training, and for the command to exit after the kill, and the poll
-# interval.
+# How many seconds the ranks may take to start training, how many the command may take to exit after the kill, and the
+# poll interval in seconds.
 STARTED_S, ENDED_S, POLL_S = 90.0, 60.0, 0.2
 
 
@@ -73,7 +73,7 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def killed(gpus: str, mode: str) -> dict[str, Any]:
-    """Kill the last rank while it is training; return the seconds until the command exits, and the command's error."""
+    """Kill the last rank while it is training; return how many seconds the command takes to exit, and its error."""
     job = parsed(
         {
             "data": {"path": str(SAMPLE)},
@@ -109,7 +109,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
 
 
 def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
-    """Return the pid of the last rank once all ranks are training, or None."""
+    """Wait until all ranks are training, and return the last rank's pid; return None if they never train."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
         heartbeat, _ = read_progress(RunPaths(run_dir).metrics_db)

@@ -1,4 +1,4 @@
-"""Compares training on two ranks that share one GPU with training on a single rank, in every mode for several GPUs.
+"""Compares training on two ranks that share one GPU with training on a single rank, in every multi-GPU mode.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_shared.py [--device cuda|cpu]
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def run_ranks(device: str) -> dict[str, Any]:
-    """Start both ranks and return the results of the first; if a rank fails, exit with its error."""
+    """Start both ranks and return the first rank's results; if a rank fails, exit with its error."""
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         place = Path(folder) / "rendezvous"
         argv = [sys.executable, __file__, "--device", device, "--place", str(place), "--rank"]

@@ -1,10 +1,10 @@
-"""Prints statistics of the source code: sizes of functions and files, and the structure of each folder.
+"""Prints statistics about the source code: sizes of functions and files, and the structure of each folder.
 
 python tests/benchmarks/house.py [CHECKOUT]
 
-The modules of a folder are its files and direct subfolders. The number of layers is the length of the longest chain of
-imports between modules, including imports for type checkers. The number of imports is the number of module pairs in
-which one module imports the other. An import counts as cyclic if it is part of a cycle.
+A folder's modules are its files and direct subfolders. The number of layers is the length of the longest import chain
+between modules, including imports for type checkers. The number of imports is the number of module pairs in which one
+module imports the other. An import counts as cyclic if it is part of a cycle.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _assigned(function: Function) -> Iterator[str]:
 
 
 def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
-    """Return the numbers of modules, layers, imports and cyclic imports in a folder."""
+    """Return the number of modules, layers, imports and cyclic imports in a folder."""
     package = folder.replace("/", ".")
     capacities = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
     imports: dict[str, set[str]] = {capacity: set() for capacity in capacities}
@@ -107,7 +107,7 @@ def _is_room(path: Path) -> bool:
 
 
 def _imported(file: Path, package: str) -> Iterator[str]:
-    """Yield the modules in a package imported by a file, including imports only for type checkers."""
+    """Yield the modules of a package that a file imports, including imports that are only for type checkers."""
     for node in ast.walk(ast.parse(file.read_text())):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -3,11 +3,11 @@
     python tests/benchmarks/kernels.py [--d-in 384] [--d-sae 3072] [--batch 4096] [--k 32] [--device cuda]
         [--precision bf16] [--threads 2] [--repeat 20] [--json FILE]
 
-The floor, or minimum time, is max(FLOPs/peak, bytes/bandwidth) at the measured speed of this machine. The bytes for
-each value are counted once, as if repeated reads were served by a cache. `dense` is one matmul with the same result,
-without the cost of scattering activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU`
-is the CPU time per call and thread, which is more meaningful on a busy machine. Latents are used unevenly: the most
-frequent latent is active on most tokens.
+The floor, or minimum time, is max(FLOPs/peak, bytes/bandwidth) at this machine's measured speed. Each value's bytes are
+counted once, as if a cache served all repeated reads. `dense` is one matmul with the same result, without the cost of
+scattering activations into a matrix. On a GPU, `torch` is the implementation without Triton. `CPU` is the CPU time per
+call and thread, which is more meaningful on a busy machine. Latents are used unevenly: the most frequent latent is
+active on most tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """The time for each implementation in seconds, or None if there is no such implementation."""
+    """Each implementation's time in seconds, or None if there is no such implementation."""
 
     name: str
     wall_s: float
@@ -102,8 +102,8 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         torch.randn(*shape, device=options.device).to(narrow)
         for shape in ((n_tokens, d_in), (d_in, d_sae), (d_sae, d_in))
     )
-    # Relative to pre-activations with standard deviation √d_in, this bias makes a few latents fire nearly always and
-    # many rarely.
+    # Without a bias, pre-activations have a standard deviation of √d_in, so this bias makes a few latents fire nearly
+    # always and many rarely.
     b_enc = d_in**0.5 * torch.randn(d_sae, device=options.device).to(narrow)
     pre_acts = PreActs(torch.addmm(b_enc, x, W_enc))
     indices, _ = k_per_token(pre_acts, k)
@@ -155,7 +155,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 def fresh(indices: SparseIndices) -> SparseIndices:
-    """Return a copy of the indices without cached sorting, so that every call has to sort them."""
+    """Return a copy of the indices without the cached order, so that every call has to sort them."""
     return SparseIndices(indices.latents, indices.tokens, indices.starts)
 
 

@@ -1,10 +1,10 @@
-"""Measures the CPU time for opening and leaving each screen, minus the CPU time of the idle dashboard, and the memory.
+"""Measures memory, and the CPU time for opening and leaving each screen, minus the idle dashboard's CPU time.
 
 PYTHONPATH=tests python tests/benchmarks/keys_cost.py [--times 20] [--size 120x40]
 
 Runs the app on simulated GPUs in a pseudo-terminal, with a finished job in the list. The limit is 100 ms, which a
 person perceives as instantaneous (Miller 1968). The first opening is reported separately, because the app keeps some
-screens; at 200x60, the launch form shows all settings. The memory limit after the tour of all screens is 60 MiB.
+screens; at 200x60, the launch form shows all settings. After a tour of all screens, the memory limit is 60 MiB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCREENS = {
     "help (?)": ("?", "GPUs above"),
     "commands (ctrl+p)": ("\x10", "Theme: light"),
     "question (D)": ("D", "restore them"),
-    # The last one, because it imports torch in another process for some seconds.
+    # This screen comes last, because it imports torch in another process, which takes some seconds.
     "doctor (d)": ("d", "Refresh"),
 }
 
@@ -98,7 +98,7 @@ def report_memory(when: str, terminal: Terminal) -> None:
 
 
 def spent(terminal: Terminal, what: Callable[[], None]) -> float:
-    """Return the CPU seconds used by the app while `what` is running."""
+    """Return how many CPU seconds the app uses while `what` is running."""
     before, _ = terminal.usage()
     what()
     after, _ = terminal.usage()

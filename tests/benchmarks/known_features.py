@@ -4,8 +4,8 @@
         [--seeds 0 1 2]
 
 The data is the same as in `sae-tui arena`. All trainers train on the same rows in the same order, and their SAEs are
-saved in the format of their library and read again. The figures are defined as in SAELens. `never fire` is
-measured on the same 8,192 rows, which no trainer has seen.
+saved in their library's format and read back. The figures are defined as in SAELens. `never fire` is measured on the
+same 8,192 rows, which no trainer has seen.
 """
 
 from __future__ import annotations

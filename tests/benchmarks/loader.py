@@ -1,13 +1,13 @@
-"""Measures the speed of reading batches from each shard format, compared with a sequential read of the same files.
+"""Measures how fast batches are read from each shard format, compared with a sequential read of the same files.
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
 Batches of 4096 rows are read in training order, and each row is read once. Rows that were shuffled when stored, for
 example by an extraction, are read in contiguous ranges; other rows are read one by one. First, a single thread reads,
 as during a training step on a CPU. Then all threads repeatedly read into the same memory, as they would for a GPU. The
-goal is 90 % of the speed of a sequential read that discards the data, both from the page cache and from disk. For reads
-from the disk, the files are first dropped from the cache. Then a TopK SAE is trained for 100 steps; at most 2 % of the
-time may be spent waiting for data. Parquet is decoded once in advance, and decoding is timed separately. The
+goal is 90 % of the speed of a sequential read that discards the data, both from the page cache and from disk. Before
+they are read from disk, the files are dropped from the cache. Then a TopK SAE is trained for 100 steps; at most 2 % of
+the time may be spent waiting for data. Parquet is decoded once in advance, and decoding is timed separately. The
 benchmark needs `--rows` × `--d-in` × 4 bytes of disk space, or twice that for Parquet.
 """
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> None:
-    """Write shards, and add four rows to the table: in text order and shuffled, from disk and from cache."""
+    """Write shards, and add four rows to the table: in text order and shuffled, each read from disk and from cache."""
     folder.mkdir()
     for number in range(N_SHARDS):
         rows = np.random.default_rng(number).standard_normal((n_rows // N_SHARDS, d_in), np.float32)
@@ -131,7 +131,7 @@ def one_place(d_in: int) -> Empty:
 
 
 def wait_of_training(folder: Path) -> float:
-    """Train, and return the share of time spent waiting for data."""
+    """Train; return the share of the time that was spent waiting for data."""
     table = {
         "data": {"path": str(folder)},
         "sae": {"expansion_factor": 8, "k": 32},

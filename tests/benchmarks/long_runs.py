@@ -4,15 +4,16 @@
         [--recipes NAME ...] [--batch 512] [--threads 1]
     python tests/benchmarks/long_runs.py RESULTS.jsonl
 
-ROWS is a folder written by an extraction for one hook: shards with `activations` [n_tokens, d_in] and `document`.
-One text in 20 is held out entirely; these texts are the same for every seed. Every recipe trains on the same rows in
-the same order. Every run is completed, because the FVU improves most while the learning rate is falling. Each result is
-a line of RESULTS. Runs with a result are skipped, so an interrupted benchmark can be resumed. Without ROWS, only
-the existing results are printed.
+ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
+One text in 20 is held out entirely, and the same texts are held out for every seed. Every recipe trains on the same
+rows in the same order. Every run is completed, because the FVU improves most while the learning rate is falling. Each
+result is one line in RESULTS. Runs that already have a result are skipped, so an interrupted benchmark can be resumed.
+Without ROWS, only the existing results are printed.
 
-The recipe `default` uses the automatic rate. `short` uses the automatic rate for a run with 1,000 steps. `/3` and `/10`
-divide that rate by 3 and by 10, and use 5 % warm-up. `plain` is the Adam TopK of Gao et al. (2024) and sparsify, with a
-rate of 2e-4 * sqrt(2^14 / d_sae), 5 % warm-up, decay over the last fifth, free encoders, and betas of 0.9 and 0.999.
+The recipe `default` uses the automatic rate. `short` uses the rate that would be chosen automatically for a run of
+1,000 steps. `/3` and `/10` divide that rate by 3 and by 10, and use 5 % warm-up. `plain` is the Adam TopK of Gao et al.
+(2024) and sparsify, with a rate of 2e-4 * sqrt(2^14 / d_sae), 5 % warm-up, decay over the last fifth, free encoders,
+and betas of 0.9 and 0.999.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ RECIPES = ("default", "short", "/3", "/10", "plain")
 
 
 def short_rate(d_sae: int, batch: int) -> float:
-    """Return the rate that `lr = "auto"` selects for a run with 1,000 steps."""
+    """Return the rate that `lr = "auto"` selects for a run of 1,000 steps."""
     from trainer.contract.planning.rates import full_rate
     from trainer.contract.planning.workload import Layout
     from trainer.contract.settings.job_file import parse_job
@@ -112,7 +113,7 @@ def measure(fitted: Any, rows: Rows) -> dict[str, float]:
 
 
 def run(rows: Rows, setup: dict[str, Any]) -> dict[str, Any]:
-    """Train one SAE, and return its measurements."""
+    """Train one SAE and return its measurements."""
     from trainer.api import train
 
     d_sae, batch, n_steps, seed = (setup[name] for name in ("d_sae", "batch", "steps", "seed"))
@@ -224,7 +225,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def cell(of_recipe: list[dict[str, Any]], of_case: list[dict[str, Any]]) -> str:
-    """Return the mean FVU over seeds, and its excess over the default recipe's mean FVU with the same seeds."""
+    """Return the mean FVU over seeds, and its excess in percent over the default recipe's mean for the same seeds."""
     if not of_recipe:
         return "–"
     mean = sum(one["fvu"] for one in of_recipe) / len(of_recipe)

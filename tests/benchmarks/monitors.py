@@ -3,8 +3,9 @@
 python tests/benchmarks/monitors.py [--gpus 8] [--seconds 60] [--size 120x40] [--nvitop PATH] [--nvtop PATH]
 
 Each monitor runs in turn in its own pseudo-terminal, with one sample per second. A fake libnvidia-ml.so.1 simulates
-GPUs with constantly changing values and a process on each GPU. The last column is this app's value as a share of its
-limit at 120x40; at 200x60, the app may send twice as many bytes. Monitors not installed here are skipped and listed.
+GPUs whose values change constantly, with a process on each GPU. The last column is this app's value as a percentage of
+its limit at 120x40; at 200x60, the app may send twice as many bytes. Monitors that are not installed are listed and
+skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.states import JobState
 
 STARTS = 5
-# The number of finished jobs. In this app, the cursor moves through these jobs; in other monitors, it moves through
+# The number of finished jobs. In this app, the cursor moves through these jobs; in the other monitors, it moves through
 # processes.
 JOBS = 8
 KEYS_PER_S = 2
@@ -162,9 +163,9 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 
 
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
-    """Move the cursor down and up for this many seconds; return the milliseconds until each key takes effect.
+    """Move the cursor down and up for some seconds; return how many milliseconds each key takes to have an effect.
 
-    If a periodic refresh coincides with a key press, it is mistaken for the effect; this favours all programs equally.
+    A periodic refresh that coincides with a key press is mistaken for its effect, which favours all programs equally.
     """
     latencies = []
     deadline = time.monotonic() + seconds
@@ -182,7 +183,7 @@ def press_keys(terminal: Terminal, seconds: float) -> list[float]:
 
 
 def n_calls(log: Path) -> int:
-    """Return the number of calls counted by the fake library."""
+    """Return the number of calls that the fake library has counted."""
     lines = (line for each in log.parent.glob(f"{log.name}.*") for line in each.read_text().splitlines())
     return sum(int(line.split()[2]) for line in lines)
 

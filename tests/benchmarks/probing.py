@@ -4,9 +4,9 @@
 
 FOLDER contains a folder for each SAE, as written by `quality.py --save`. JOB.toml is the extraction that wrote the
 training rows, and HOOK is one of its hooks. The model reads the texts once, and every SAE gets the same rows. Each AUC
-is shown with its standard error over the splits into training and test texts. The difference from the first SAE is the
-mean over the data sets, with its standard error over the data sets. A difference of less than two standard errors is
-shown as "same".
+is shown with its standard error over the splits into training and test texts. The difference from the first SAE is
+averaged over the data sets, and shown with its standard error over the data sets. A difference of less than two
+standard errors is shown as "same".
 """
 
 from __future__ import annotations

@@ -4,21 +4,21 @@
         [--seeds 0] [--json FOLDER] [--save FOLDER]
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If the files contain
-`document` [n_tokens], entire texts with at least 16,384 rows in total are held out; these texts are the same for all
+`document` [n_tokens], entire texts with at least 16,384 rows in total are held out; the same texts are held out for all
 seeds. Without `document`, the seed selects 16,384 individual rows. All trainers train on the remaining rows in the same
 order: in seeded permutations, one per epoch.
 
-Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as the library's users would see them. The
-benchmark also measures the FVU with the k·n largest activations in a batch, which compares BatchTopK SAEs at equal L0
-regardless of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536 training
-rows. With several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and its
-standard error over held-out texts. Times include only training steps. The CPU time is divided by the number of threads,
-which makes it equal to the wall time on an idle machine.
+Every 25 steps, while the clock is stopped, the benchmark measures FVU and L0 as each library's users would see them.
+The benchmark also measures the FVU with the k·n largest activations in a batch, which compares BatchTopK SAEs at equal
+L0 regardless of their thresholds, and the share of latents that fire neither on the held-out rows nor on 65,536
+training rows. With several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and
+its standard error over held-out texts. Times include only training steps. The CPU time is divided by the number of
+threads, which makes it equal to the wall time on an idle machine.
 
-With --tokens, each recipe trains on this many rows, and may choose its own number of rows per step. Without --tokens,
+With --tokens, each recipe trains on that number of rows, and may choose how many rows each step has. Without --tokens,
 each step has --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not rerun.
-Except for plain loops, --save saves each SAE in the format of its library, in a folder for its recipe under FOLDER.
-These folders are the input for `probing.py`.
+Except for plain loops, --save saves each SAE in its library's format, in a folder for its recipe under FOLDER.
+`probing.py` takes these folders as its input.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def of_texts(documents: Tensor, n_rows: int) -> Tensor:
 
 @dataclasses.dataclass
 class Point:
-    """One point of a curve."""
+    """One point on a curve."""
 
     step: int
     cpu_s: float
@@ -98,7 +98,7 @@ class Point:
 
 @dataclasses.dataclass
 class Result:
-    """The curve for a recipe, and everything that determines the curve."""
+    """A recipe's curve, and everything that determines it."""
 
     recipe: str
     kind: str
@@ -113,7 +113,7 @@ class Result:
         return self.curve[-1]
 
     def seconds_to(self, fvu: float) -> float | None:
-        """Return the CPU seconds until the curve reaches this FVU, interpolated linearly, or None."""
+        """Return the CPU seconds until the curve reaches this FVU, interpolated linearly, or None if it never does."""
         for before, after in zip(self.curve, self.curve[1:], strict=False):
             if after.fvu_at_k <= fvu:
                 share = (before.fvu_at_k - fvu) / max(before.fvu_at_k - after.fvu_at_k, 1e-12)
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def load(data: Path) -> tuple[Tensor, Tensor | None]:
-    """Return the rows [n_tokens, d_in] from a file or folder, and the text index for each row, or None."""
+    """Return the rows [n_tokens, d_in] from a file or folder, and each row's text index, or None if unknown."""
     files = [load_file(file) for file in (sorted(data.glob("*.safetensors")) if data.is_dir() else [data])]
     documents = [file["document"].long() for file in files if "document" in file]
     x = torch.cat([file["activations"].float() for file in files])
@@ -199,14 +199,14 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """Write a result; called after every point, so an interrupted run leaves the points measured so far."""
+    """Write a result; called after every point, so an interrupted run keeps the points measured so far."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
 
 
 def train(recipe: peers.Recipe, setup: peers.Setup, data: Data, every: int) -> Iterator[Point]:
-    """Train, and yield a point at step 0 and every few steps; the clocks run only during steps."""
+    """Train; yield a point at step 0, every few steps and at the end. The clocks run only during steps."""
     cpu_s = wall_s = 0.0
     yield measure(recipe, data, 0, cpu_s, wall_s)
     batch_size, n_steps = recipe.steps_of(setup)
@@ -255,7 +255,7 @@ def error_over_texts(reconstruct: Any, data: Data) -> float:
 
 @torch.no_grad()
 def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
-    """Return FVU and L0 over the rows of x, and a mask [d_sae] for the latents that fired."""
+    """Return FVU and L0 over the rows of x, and a mask [d_sae] of the latents that fired."""
     error, n_active, fired = 0.0, 0, None
     mean = x.mean(dim=0, dtype=torch.float32)
     variance = sum(float((chunk.float() - mean).square().sum()) for chunk in x.split(CHUNK))
@@ -295,7 +295,7 @@ def over_seeds(results: list[list[Result]]) -> Table:
 
 
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
-    """Return the seconds until the lowest FVU of any peer of the same kind is reached, and the speed-up over that peer.
+    """Return the seconds to reach the lowest FVU of any peer of the same kind, and the speed-up over that peer.
 
     The peer's lowest FVU is used rather than its last one, because FVU can rise again: sparsify's FVU was 0.1226 after
     300 of 500 steps and 0.1260 at the end.

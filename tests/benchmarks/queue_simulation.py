@@ -1,7 +1,7 @@
-"""Simulates days of a queue with many users, and measures how long the queue takes to decide.
+"""Simulates several days of a queue with many users, and measures how long the queue takes to decide.
 
-`PYTHONPATH=tests python tests/benchmarks/queue_simulation.py` prints, for 1,000 jobs of 8 users on 8 GPUs, the waiting
-times of each user's jobs, the GPU hours of each day, and the time of one decision about 1,000 waiting jobs.
+`PYTHONPATH=tests python tests/benchmarks/queue_simulation.py` prints, for 1,000 jobs from 8 users on 8 GPUs, how long
+each user's jobs waited, the GPU hours of each day, and how long one decision about 1,000 waiting jobs takes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def print_decisions(flags: argparse.Namespace, line: list) -> None:
-    """Print the time of one decision, with all jobs waiting and all GPUs in use, and with all GPUs free."""
+    """Print how long one decision takes with all jobs waiting, first with all GPUs in use, then with all GPUs free."""
     idle = Simulation([], flags.gpus)
     idle.now = BEGIN + 240 * HOUR_S
     busy = Simulation(crowd(flags.gpus + 1, flags.users, days=0.0, seed=flags.seed + 1), flags.gpus)

@@ -5,9 +5,9 @@
 Each process has one thread. The global batch size is the same, so two ranks can at best be twice as fast. The modes
 take turns and the medians are compared, so load from other programs affects all modes equally. The upper limit is the
 total tokens/s of the same number of independent processes, each with all tokens ("alone") or with a share of the tokens
-("alone, shared tokens"). The bytes written by a rank for other ranks during a step are compared with the expected
-number: a ring all-reduce of the reconstructions and gradients, and the candidates from all ranks. The last row is the
-mode chosen by `auto`, which should be the fastest.
+("alone, shared tokens"). The number of bytes that a rank sends to other ranks during a step is compared with the
+expected number: a ring all-reduce of the reconstructions and gradients, and the candidates from all ranks. The last row
+is the mode chosen by `auto`, which should be the fastest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 D_IN, K = 384, 32
 ALONE = ("alone", "alone, shared tokens")
 MODES = ("single", "ddp", "tensor", *ALONE, "auto")
-# The modes in which each rank gets a share of the tokens for a step.
+# The modes in which each rank gets a share of a step's tokens.
 SHARES_TOKENS = ("ddp", "alone, shared tokens", "auto")
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure the tokens/s in every mode, and the bytes sent by a rank per step."""
+    """Measure the tokens/s in every mode, and the bytes that a rank sends per step."""
     runs_of: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode in MODES:

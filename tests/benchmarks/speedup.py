@@ -135,7 +135,7 @@ def job(shape: Shape, parallel: dict[str, Any], *, fixed: bool) -> JobConfig:
     return made
 
 
-# Tables of the page
+# Tables for the page
 
 
 def markdown() -> str:
@@ -152,7 +152,7 @@ def page_with(page: str) -> str:
 
 
 def exchange_table() -> str:
-    """Return a table of the megabytes sent by a GPU per step in each mode, with weak scaling."""
+    """Return a table of the megabytes that each GPU sends per step in each mode, with weak scaling."""
     heads = [f"{name}, {count} GPUs" for name in SHAPES for count in COUNTS[1:]]
     rows = []
     for mode, parallel in {**MODES, "hybrid of 2": {"mode": "hybrid", "latent_ranks": 2}}.items():
@@ -171,7 +171,7 @@ def sent(shape: Shape, parallel: dict[str, Any], count: int) -> str:
 
 
 def speed_table() -> str:
-    """Return a table with the mode selected by `auto` on each GPU, the step time and the speed-up."""
+    """Return a table with the mode that `auto` selects on each GPU, the step time and the speed-up."""
     heads = ["GPU", "link", "SAE", "1 GPU, ms", *(f"{count} GPUs" for count in COUNTS[1:])]
     rows = []
     for gpu in GPUS:

@@ -1,4 +1,4 @@
-"""Measures how long screens wait for the store with many long runs, and the slowdown of training due to reporting.
+"""Measures how long screens wait for the store with many long runs, and how much reporting slows down training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
@@ -37,7 +37,7 @@ from trainer.reporting.progress import StoredProgress
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20
 PEER = "reading the entire run as JSON, as trackio does"
-# A program that locks the store for 0.3 s in every 0.5 s.
+# A program that locks the store for 0.3 s out of every 0.5 s.
 LOCKER = """
 import sqlite3, sys, time
 db = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=30)
@@ -90,7 +90,7 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def record_runs(data: DataDir, n_runs: int) -> int:
-    """Record finished jobs and a running job; return the id of the running job."""
+    """Record finished jobs and a running job; return the running job's id."""
     config, _ = parse_job({"data": {"source": "synthetic"}, "sae": {"d_sae": 64}})
     data.create()
     fields = {"config": dump_job(config), "user": "ann", "host": "box", "device": "cpu", "gpu_source": "none"}
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """Return the duration of a peer refresh in milliseconds."""
+    """Return the duration of one refresh by the peer in milliseconds."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

@@ -3,8 +3,8 @@
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
 Two CPU ranks are pinned to one core each. After a while, `--burners` busy processes are pinned to rank 1's core; later,
-they are killed. The throughput is measured once with fixed shares and once with shares adjusted to the speed of each
-rank. Run this benchmark on two otherwise idle cores.
+they are killed. The throughput is measured once with fixed shares and once with shares adjusted to each rank's speed.
+Run this benchmark on two otherwise idle cores.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, fl
 
 @contextlib.contextmanager
 def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
-    """Train on two ranks, each pinned to its own core, in the `with` block, and yield the run's folder."""
+    """In the `with` block, train on two ranks, each pinned to its own core; yield the run's folder."""
     settings = {
         "data.source": "synthetic", "data.d_in": 384, "launch.gpus": "cpu:2", "parallel.mode": options.mode,
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,

@@ -115,7 +115,7 @@ def test_the_most_important_parts_run_first_and_peers_last(tmp_path: Path) -> No
     assert names[-1] == "peers"
 
 
-def test_with_several_gpus_all_possible_modes_and_additional_parts_run() -> None:
+def test_on_several_gpus_all_possible_modes_and_the_additional_parts_run() -> None:
     names = [part.name for part in several("auto", 3)]
     assert names[:3] == ["bus", "bench B topk ddp", "bench B topk tensor"]
     of_four = {part.name: part.argv for part in several("auto", 4)}
@@ -170,7 +170,7 @@ def test_a_result_without_the_expected_values_still_has_a_summary() -> None:
         ("bus", "", "the last line"),
     ],
 )
-def test_the_summary_for_a_failed_part_shows_its_errors(name: str, answer: Any, words: str) -> None:
+def test_the_summary_of_a_failed_part_shows_its_errors(name: str, answer: Any, words: str) -> None:
     assert summary(Part(name, [], 1.0), Ran(WRONG, 1.0, answer, "a line\nthe last line\n")) == words
 
 
@@ -232,7 +232,7 @@ def test_modes_whose_fvu_differs_from_the_single_gpu_fvu_are_named() -> None:
     assert len(differing({"one": one, "tensor": one | {"topk": float("nan")}})) == 1
 
 
-# Entries of `gpu_days.json`
+# Entries in `gpu_days.json`
 
 
 def day(gpu: str, commit: str, step_ms: float = 1.5) -> dict[str, Any]:

@@ -3,15 +3,15 @@
     python tests/benchmarks/train_step.py [--data FILE] [--d-sae 3072] [--batch 4096] [--k 32] [--steps 110]
         [--peers NAME ...] [--device cuda] [--precision bf16] [--d-in 384] [--json FILE]
 
-Each recipe runs in its own process, which allows its peak memory to be measured separately. The processes take turns in
+Each recipe runs in its own process, so that its peak memory can be measured separately. The processes take turns in
 rounds of several steps, so other load affects all recipes equally. The first step in each round is not timed, because
-the caches then contain other data. Tokens/s are medians over the rounds. The CPU rate is computed from the CPU time per
-thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave threads
-idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded. FVU is
-measured on held-out rows after all steps.
+the caches contain other data at that point. Tokens/s are medians over the rounds. The CPU rate is computed from the CPU
+time per thread instead of the wall time. This rate is more meaningful on a busy machine, but favours recipes that leave
+threads idle. The peak memory is followed, in parentheses, by its increase since the libraries and the data were loaded.
+FVU is measured on held-out rows after all steps.
 
-The floor is the time for one sparse step's arithmetic or for its memory traffic at the measured speed of this machine,
-whichever is longer. "of floor" is the floor's share of the measured time. Without --data, rows are sparse sums of
+The floor is the time for one sparse step's arithmetic or for its memory traffic at this machine's measured speed,
+whichever is longer. "of floor" is the floor divided by the measured time. Without --data, rows are sparse sums of
 random directions.
 """
 
@@ -44,7 +44,7 @@ from torch import Tensor
 MiB = 2**20
 N_SYNTHETIC = 65_536
 # The size of the matrices and the number of bytes used to measure the machine's speed. Both exceed every cache, but fit
-# into a laptop's memory.
+# in a laptop's memory.
 PROBE_SIZE = {"cpu": 2048, "cuda": 8192}
 PROBE_BYTES = {"cpu": 256 * MiB, "cuda": 2048 * MiB}
 
@@ -93,7 +93,7 @@ def setup_of(options: argparse.Namespace, d_in: int | None = None) -> peers.Setu
 
 
 class Worker:
-    """A process training one recipe, one round per request."""
+    """A process that trains one recipe, one round per request."""
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
@@ -103,7 +103,7 @@ class Worker:
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """Return the process's reply to a request, as JSON; raise `EOFError` if the process has died."""
+        """Send a request to the process, and return its JSON reply; raise `EOFError` if the process has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -119,7 +119,7 @@ class Worker:
 
 
 def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, Any]:
-    """Run rounds of all recipes in turn, then evaluate the recipes; omit failing recipes, with the reason on stderr."""
+    """Run the recipes' rounds in turn, then evaluate the recipes; omit recipes that fail, and print why on stderr."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     ends: dict[str, dict[str, Any]] = {}
     for question in ["start", *["round"] * (options.steps // options.round), "end"]:
@@ -159,7 +159,7 @@ def table(results: dict[str, Any], options: argparse.Namespace, floor_s: float, 
 
 
 def rate(key: str, result: dict[str, Any], results: dict[str, Any]) -> tuple[str, str]:
-    """Return a rate, and the speed-up of our recipe over this rate."""
+    """Return a recipe's rate, and our recipe's speed-up over it."""
     ours = results.get(peers.Ours.name)
     return f"{result[key]:,.0f}", f"{ours[key] / result[key]:.2f}" if ours else ""
 
@@ -218,7 +218,7 @@ def timed(work: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-# The process of one recipe
+# A recipe's process
 
 
 def work(options: argparse.Namespace) -> None:
@@ -294,7 +294,7 @@ def status_bytes(key: str) -> int | None:
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Return the rows from the file, or sums of k out of 2·d_sae random directions with different frequencies."""
+    """Return the rows from the file, or sums of k of 2·d_sae random directions that differ in frequency."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

@@ -1,14 +1,14 @@
-"""Measures how long people wait for the first step of a job, in wall time and in CPU time.
+"""Measures how long users wait for a job's first step, in wall time and in CPU time.
 
 python tests/benchmarks/waits.py [--times 5] [--only launch,array,resume,eval,extract]
 
 - launch: from `sae-tui launch` to the end of the first step of a small job on the CPU.
-- array: from the end of a job to the first step of the next job of its array.
+- array: from the end of a job to the first step of the next job in its array.
 - resume: from `sae-tui resume` to the end of the first step.
 - eval: `sae-train eval` of that job's SAE.
 - extract: from `sae-train extract` to the first rows of a 98 MB GGUF model (needs `make model`).
 
-The limit is the time of `import torch` in a new process, measured in the same run.
+The limit is how long `import torch` takes in a new process, measured in the same run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Box:
             time.sleep(0.05)
 
     def cpu_of(self, job_id: int) -> float:
-        """Return the CPU time of the processes of a job."""
+        """Return the CPU time of a job's processes."""
         mark = str(self.data.run(job_id).root).encode()
         found = [one for one in Path("/proc").iterdir() if one.name.isdigit() and mark in read(one / "cmdline")]
         ticks = [read(one / "stat").rpartition(b")")[2].split()[11:13] for one in found]

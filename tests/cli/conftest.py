@@ -1,4 +1,4 @@
-"""Fixtures for tests that run commands as real processes, with a separate data folder."""
+"""Fixtures for tests that run commands as real processes, each test with its own data folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Shell:
         return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command; fail if its exit code is not `code`, unless `code` is None."""
+        """Run a command and check that it exits with `code`; None accepts any exit code."""
         done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
@@ -62,13 +62,13 @@ class Shell:
         return json.loads(self.run(*arguments, "--json", code=code, **env).stdout)
 
     def errors(self, *arguments: object, code: int, **env: str) -> list[str]:
-        """Run a command that exits with `code`, and return its lines on stderr."""
+        """Run a command, check that it exits with `code`, and return the lines that it wrote to stderr."""
         return self.run(*arguments, code=code, **env).stderr.splitlines()
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start a long-running command with its output in a pipe."""
+        """Start a long-running command with its output piped."""
         argv = self.argv(*arguments)
-        # A child inherits an ignored SIGINT, for example under nohup.
+        # Restore the default SIGINT handling: if this process ignores it, for example under nohup, so would the child.
         process = subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env, preexec_fn=_obey_ctrl_c
         )

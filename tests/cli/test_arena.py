@@ -1,4 +1,4 @@
-"""Tests for `arena`: recipes that are trained on synthetic data and compared by the features that they find."""
+"""Tests for `arena`, which trains recipes on synthetic data and compares them by the features they find."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_recipes_are_trained_on_the_same_data_with_seeds_and_listed_by_their_f1(shell, recipe: Path) -> None:
+def test_recipes_are_trained_on_the_same_data_with_several_seeds_and_ranked_by_f1(shell, recipe: Path) -> None:
     wide = recipe.with_name("wide.toml")
     wide.write_text(RECIPE.replace("small", "wide").replace("d_sae = 64", "d_sae = 256"))
     answer = shell.json("arena", recipe, wide, "--seeds", 2)["recipes"]
@@ -56,7 +56,7 @@ KNOWN = {"n_features": 80, "n_rows": 8192, "true_l0": 12.0, "precision": 0.5, "r
 
 
 def finished(shell, name: str, f1s: list[float], state: JobState = JobState.FINISHED, **more: object) -> int:
-    """Record an ended job with an SAE for each F1, which differ only in the seed."""
+    """Record an ended job with one SAE per F1 score; the SAEs differ only in their seeds."""
     shell.data.create()
     with closing(Control(shell.data.control_db)) as control:
         job = Job(name=name, config="", user="me", host="here", device="cpu", gpu_source="none")
@@ -104,7 +104,7 @@ def test_saes_of_other_widths_or_data_are_never_called_the_same(shell) -> None:
     )
 
 
-def test_a_job_that_failed_is_named_and_its_exit_code_returned(shell) -> None:
+def test_a_failed_job_is_named_and_its_exit_code_is_returned(shell) -> None:
     finished(shell, "good", [0.6])
     finished(shell, "bad", [], state=JobState.FAILED)
     done = shell.run("arena", 1, 2, code=4)
@@ -131,7 +131,7 @@ def test_a_recipe_that_would_get_no_figures_is_refused_before_it_is_trained(
     assert shell.json("jobs") == []
 
 
-def test_random_twins_and_single_seeds_are_rows_too(shell) -> None:
+def test_random_twins_and_recipes_with_one_seed_get_rows_too(shell) -> None:
     finished(shell, "one", [0.5], f1_error=0.01)
     put_card(
         shell.data.sae(1) / "freeze=decoder", label="freeze=decoder", known={"n_features": 80, "n_rows": 9, "f1": 0.1}

@@ -1,4 +1,4 @@
-"""Tests for arrays: launching them, what their programs see, and how they are listed."""
+"""Tests for job arrays: launching them, what their programs see, and how they are listed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def argv(shell, job_id: int) -> list[str]:
     return [line.strip(' ",') for line in config.partition("argv = [")[2].partition("]")[0].split("\n")[1:-1]]
 
 
-def test_an_array_is_one_job_for_each_index(shell):
+def test_an_array_has_one_job_per_index(shell):
     shell.run("run", "--gpus", 0, "--hold", "--array", "0-4:2%2", "--", "echo", "seed={array_index}", "{job_id}")
     assert [(job["id"], job["array"], job["array_limit"]) for job in jobs(shell)] == [(1, 1, 2), (2, 1, 2), (3, 1, 2)]
     assert [job["name"] for job in jobs(shell)] == [f"echo seed={index} {{job_id}}" for index in (0, 2, 4)]
-    # Placeholders whose values are known only at the start remain.
+    # Placeholders whose values are known only when the job starts are left in place.
     assert argv(shell, 2) == ["echo", "seed=2", "{job_id}"]
     shell.run("run", "--gpus", 0, "--hold", "--", "true")
     assert (jobs(shell)[3]["array"], jobs(shell)[3]["array_limit"]) == (None, None)
@@ -36,7 +36,7 @@ def test_an_array_is_one_job_for_each_index(shell):
 SHOW = "echo $SAE_TUI_ARRAY_INDEX of $SAE_TUI_ARRAY_ID, {array_index}, $MODE"
 
 
-def test_a_program_sees_its_index_and_so_does_its_clone(shell):
+def test_a_program_and_its_clone_see_their_array_index(shell):
     shell.run("run", "--gpus", 0, "--hold", "--", "true")
     flags = ("--gpus", 0, "--array", "3,5", "--env", "MODE=m{array_index}", "--name", "probe")
     shell.run("run", *flags, "--wait", "--shell", SHOW)
@@ -55,7 +55,7 @@ def test_a_grid_is_an_array_with_numbered_jobs_and_a_limit(shell):
     assert {job["array_limit"] for job in jobs(shell)} == {3}
 
 
-def test_a_grid_and_an_array_give_all_combinations(shell):
+def test_a_grid_with_an_array_launches_a_job_for_each_combination(shell):
     shell.run("run", "--gpus", 0, "--hold", "--grid", "a=x,y", "--array", "7,9%1", "--", "echo", "{a}", "{array_index}")
     assert [argv(shell, job_id)[1:] for job_id in range(1, 5)] == [["x", "7"], ["x", "9"], ["y", "7"], ["y", "9"]]
     assert [(job["array"], job["array_limit"]) for job in jobs(shell)] == [(1, 1)] * 4
@@ -96,7 +96,7 @@ def test_an_invalid_array_is_refused_in_one_line(shell, flags, said):
     assert jobs(shell) == []
 
 
-def test_gpus_and_folders_that_this_machine_lacks_are_no_usage_error(shell):
+def test_gpus_and_folders_that_this_machine_lacks_are_not_usage_errors(shell):
     (line,) = shell.errors("run", "--gpus", 0, "--folder", "/nowhere", "--", "true", code=1)
     assert line.startswith("sae-tui: error: --folder: is not a folder: /nowhere")
     (line,) = shell.errors("run", "--gpus", "auto:64", "--", "true", code=1)
@@ -105,7 +105,7 @@ def test_gpus_and_folders_that_this_machine_lacks_are_no_usage_error(shell):
     assert line.startswith("sae-tui: error: launch.gpus: ")
 
 
-def test_the_jobs_of_a_grid_have_different_names_even_if_the_names_are_cut(shell):
+def test_jobs_in_a_grid_have_different_names_even_if_the_names_are_truncated(shell):
     for flags in (["--name", "n" * 80], []):
         shell.run("run", "--gpus", 0, "--hold", *flags, "--grid", "seed=0,1", "--", "echo", "x" * 100, "{seed}")
     names = [job["name"] for job in jobs(shell)]
@@ -113,18 +113,18 @@ def test_the_jobs_of_a_grid_have_different_names_even_if_the_names_are_cut(shell
     assert {len(name) for name in names} == {80}
 
 
-def test_a_value_of_a_grid_is_inserted_as_it_is(shell):
+def test_grid_values_are_inserted_literally(shell):
     grid = ("--grid", "a={b},x", "--grid", "b=1")
     shell.run("run", "--gpus", 0, "--hold", *grid, "--", "echo", "{a}{b}", "{other}")
     assert [argv(shell, job_id) for job_id in (1, 2)] == [["echo", "{b}1", "{other}"], ["echo", "x1", "{other}"]]
 
 
-def test_a_setting_of_a_grid_is_given_once(shell):
+def test_a_grid_setting_may_be_given_only_once(shell):
     (line,) = shell.errors("launch", shell.job_file, "--grid", "sae.k=2,4", "--grid", "sae.k=8", code=2)
     assert line == "sae-tui: error: --grid: sae.k is given twice; write all of its values in one --grid"
 
 
-def test_a_command_given_with_set_is_consent_for_the_command_but_not_for_its_variables(shell, tmp_path):
+def test_passing_a_command_with_set_is_consent_to_the_command_but_not_its_variables(shell, tmp_path):
     file = tmp_path / "job.toml"
     flags = ("--gpus", "cpu", "--hold", "--set", 'command.argv=["true"]')
     file.write_text('kind = "command"\nname = "x"\n[command]\nargv = ["false"]\n')

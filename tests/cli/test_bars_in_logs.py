@@ -1,4 +1,4 @@
-"""Tests that `sae-tui logs -f` updates a progress bar in place on a terminal, and elsewhere prints its last state."""
+"""Tests that `sae-tui logs -f` updates a progress bar in place on a terminal, and prints its last state elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.terminal import Terminal
 
-# Draws a bar until a file exists.
+# Redraws a bar until the file `go` exists.
 BARS = (
     "import os, sys, time\n"
     "n = 0\n"

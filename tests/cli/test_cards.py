@@ -16,7 +16,7 @@ from trainer.contract.store.rows import Job
 
 @pytest.fixture(autouse=True)
 def jobs(shell: Shell) -> None:
-    """Record job 1 with two report cards, job 2 with the SAEs of a sweep, 3 without a report card, and 4 a command."""
+    """Record four jobs: 1 with two report cards, 2 with a sweep's SAEs, 3 without a report card, and 4 a command."""
     shell.data.create()
     put_store(shell.data.control_db, "control")
     with closing(Control(shell.data.control_db)) as control:
@@ -51,7 +51,7 @@ def test_a_comparison_is_printed_as_json(shell: Shell) -> None:
     }  # fmt: skip
 
 
-def test_the_only_sae_of_a_job_is_compared_with_each_sae_of_a_sweep(shell: Shell) -> None:
+def test_a_jobs_only_sae_is_compared_with_each_sae_of_a_sweep(shell: Shell) -> None:
     assert [one["sae"] for one in shell.json("job", 1, "--against", "2:")] == ["k=16", "k=8"]
     assert [one["sae"] for one in shell.json("job", 2, "--against", "1:1")] == ["k=16", "k=8"]
     (both,) = {tuple(one["sae"] == one["against"]["sae"] for one in shell.json("job", 2, "--against", "2:"))}

@@ -1,4 +1,4 @@
-"""Tests for `sae-tui completion --install`: where it writes its file, and which files it leaves unchanged."""
+"""Tests for `sae-tui completion --install`: where it writes its file, and which files it leaves alone."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture
 def quick_torch(shell):
-    """Install a package named torch that is imported immediately."""
+    """Install a fake package named torch that imports instantly."""
     site = shell.folder / "site"
     site.mkdir()
     (site / "torch.py").write_text(
@@ -79,7 +79,7 @@ def test_without_gpus_the_doctor_says_that_jobs_run_on_the_cpu(quick_torch) -> N
 
 
 def test_access_by_other_users_is_reported_first(quick_torch) -> None:
-    # All users can enter this folder, unlike a test's temporary folder.
+    # Unlike a test's temporary folder, this one can be made accessible to all users.
     with tempfile.TemporaryDirectory() as folder:
         data = DataDir(Path(folder) / "demo")
         data.create()
@@ -144,7 +144,7 @@ def test_for_a_command_the_doctor_says_where_it_can_start_or_why_not(
 
 
 @pytest.mark.slow
-def test_for_the_cpu_the_rows_list_only_numbers_of_processes(quick_torch) -> None:
+def test_for_a_job_on_the_cpu_the_rows_list_only_numbers_of_processes(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]
     assert job["rows"]
     assert all(row["n_gpus"] == 0 for row in job["rows"])

@@ -142,7 +142,7 @@ def test_deleting_several_jobs_removes_all_of_them_or_none(shell):
     assert not shell.data.run(ended).root.exists()
 
 
-def test_a_lost_store_is_repaired_from_the_run_folders(shell):
+def test_a_lost_store_is_rebuilt_from_the_run_folders(shell):
     job_id = held(shell, "--tag", "mine")
     shell.run("stop", job_id)
     wait_for_state(shell, job_id, "stopped")
@@ -212,19 +212,19 @@ def wait_for_state_of_all(shell, count: int) -> None:
 
 
 def pauses(pid: int) -> int:
-    """Return a process's number of voluntary context switches."""
+    """Return how many voluntary context switches a process has made."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
-def test_waiting_for_a_job_that_gets_deleted_ends_with_one_line(shell):
+def test_waiting_for_a_job_that_gets_deleted_ends_with_a_one_line_error(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
     assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it queued")
     # After ten context switches, the process has polled the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:
         assert waiting.poll() is None
-    # Halt the process so that it does not notice that the job has stopped before the job is deleted.
+    # Suspend the process so that it cannot see the job as stopped before the job is deleted.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
     wait_for_state(shell, 1, "stopped")
@@ -321,7 +321,7 @@ def ask(shell, program: str, script: str, line: str, path: str) -> list[str]:
 
 
 @pytest.mark.parametrize("line", ["sae-tui --demo stop ", "sae-tui --demo rm ", "sae-tui --demo launch --after "])
-def test_bash_completes_the_ids_of_jobs(shell, path_with_sae_tui, line):
+def test_bash_completes_job_ids(shell, path_with_sae_tui, line):
     ids = {record(shell) for _ in range(3)}
     assert {str(job_id) for job_id in ids} <= set(ask(shell, "bash", BASH, line, path_with_sae_tui))
 
@@ -330,7 +330,7 @@ def test_bash_completes_commands(shell, path_with_sae_tui):
     assert "resume" in ask(shell, "bash", BASH, "sae-tui ", path_with_sae_tui)
 
 
-def test_fish_completes_the_ids_of_jobs(shell, path_with_sae_tui):
+def test_fish_completes_job_ids(shell, path_with_sae_tui):
     job_id = record(shell)
     assert str(job_id) in ask(shell, "fish", FISH, "sae-tui --demo stop ", path_with_sae_tui)
 

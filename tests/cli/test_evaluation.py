@@ -1,4 +1,4 @@
-"""Tests for `sae-tui eval`, with real processes evaluating an SAE on the sample activations."""
+"""Tests for `sae-tui eval`, in which real processes evaluate an SAE on the sample activations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5"
 @pytest.mark.slow
 def test_evaluating_a_job_writes_its_report_card_and_features(shell: Shell) -> None:
     shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
-    # The features are collected at the end of the run.
+    # The run collects the features when it ends.
     assert shell.json("features", 1, "--limit", 1)
     told = shell.json("eval", 1, "--wait")["message"]
     assert told.startswith("job 1 was evaluated: FVU 0.")

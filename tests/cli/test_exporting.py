@@ -41,7 +41,7 @@ def ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) 
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, in the kernel's format, on which a process is listening at this port."""
+    """Return the addresses on which a process listens at this port, in the kernel's format."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]

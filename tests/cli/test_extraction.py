@@ -21,7 +21,7 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.store.job_store import Control
 
-# Extracting this many rows takes several seconds. A shard is written about every 0.1 s.
+# Enough rows for an extraction to take several seconds; it writes a shard about every 0.1 s.
 N_ROWS = 40_000
 
 
@@ -89,7 +89,7 @@ def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
     assert "has finished; clone it" in shell.errors("resume", 1, code=1)[0]
 
 
-def test_obstacles_to_an_extraction_are_reported_before_the_launch(shell: Shell, job: ExtractJob) -> None:
+def test_problems_with_an_extraction_are_reported_before_it_is_launched(shell: Shell, job: ExtractJob) -> None:
     write(job, shell, text={"path": str(shell.folder / "nothing.txt")})
     assert shell.errors("launch", shell.job_file, code=1) == [
         "sae-tui: error: text.context: must be at most 64, the model's context length, not 256",
@@ -138,5 +138,5 @@ def test_a_training_job_waits_for_its_extraction_and_reports_too_few_rows(shell:
     assert f"mlp_out.0 contains {n_rows:,} rows, but job 1 promised 100,000,000; give that job more text, or " in failed
     shell.run("resume", 2, "--wait")
     assert shell.json("job", 2)["step"] == 4
-    # The extraction has ended, so the check uses the number of rows it wrote.
+    # The extraction has ended, so the check uses the number of rows that it actually wrote.
     assert f"has only {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

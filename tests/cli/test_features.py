@@ -47,7 +47,7 @@ def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) ->
     assert more == "1 more; show them with --limit N"
 
 
-def test_latents_are_sorted_and_filtered_by_their_stability_over_seeds(shell: Shell, job_id: int) -> None:
+def test_latents_are_sorted_and_filtered_by_their_stability_across_seeds(shell: Shell, job_id: int) -> None:
     (line,) = shell.errors("features", job_id, "--sort", "stable", code=1)
     assert line.startswith("sae-tui: error: --sort: no stability across seeds is stored; with several seeds")
     (line,) = shell.errors("features", job_id, "--search", "stable:>0.7", code=1)
@@ -99,7 +99,7 @@ def test_characters_split_across_tokens_are_shown_whole_and_found(shell: Shell, 
     assert row.split()[3] == "天"
 
 
-def test_latents_with_the_words_only_in_their_texts_follow_under_a_heading(shell: Shell, job_id: int) -> None:
+def test_latents_with_the_words_only_in_their_texts_come_last_under_a_heading(shell: Shell, job_id: int) -> None:
     lines = shell.run("features", job_id, "--search", "the").stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["fire", "LATENT", "1", "only", "LATENT", "0"]
     assert (lines[0], lines[3]) == ("fire on the words: 1", "only in their texts: 1")
@@ -120,7 +120,7 @@ def test_an_sae_folder_works_like_a_job_id(shell: Shell, job_id: int, tmp_path: 
     assert shell.run("features", tmp_path / "run").stdout == by_job
 
 
-def test_one_sae_in_a_sweep_must_be_chosen(shell: Shell, job_id: int, tmp_path: Path) -> None:
+def test_for_a_sweep_one_of_its_saes_must_be_chosen(shell: Shell, job_id: int, tmp_path: Path) -> None:
     for label in ("k=16", "k=8"):
         put(tmp_path / "sweep" / label)
     (line,) = shell.errors("features", tmp_path / "sweep", code=1)

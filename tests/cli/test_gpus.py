@@ -47,7 +47,7 @@ def test_json_for_one_gpu_is_an_object_and_an_unknown_gpu_is_an_error(shell):
     assert shell.errors("gpus", 9, code=1) == ["sae-tui: error: there is no GPU 9 here; this machine has 0, 1, 2, 3"]
 
 
-def test_only_limits_every_view_to_some_gpus(shell):
+def test_the_only_flag_limits_every_view_to_the_given_gpus(shell):
     assert [row["index"] for row in shell.json("gpus", "--only", "1,3")] == [1, 3]
     assert [row["index"] for row in shell.json("--only", "3", "gpus")] == [3]
     assert shell.json("metrics", "--only", "0,1")["gpu_count"] == 2
@@ -63,7 +63,7 @@ def test_only_limits_every_view_to_some_gpus(shell):
         (("metrics", "--only", "0", "--since", "10m"), 2, "--only: the stored totals cover all GPUs"),
     ],
 )
-def test_only_is_refused_in_one_sentence_if_it_cannot_apply(shell, words, code, sentence):
+def test_the_only_flag_is_refused_in_one_sentence_where_it_cannot_apply(shell, words, code, sentence):
     (error,) = shell.errors(*words, code=code)
     assert error.startswith(f"sae-tui: error: {sentence}")
 
@@ -115,7 +115,7 @@ def test_recommend_selects_the_gpus_with_the_most_free_memory_and_explains_why(s
     assert "--gpus 0,1" in shell.run("recommend", shell.job_file, "--count", 2).stdout
 
 
-def test_recommend_without_a_number_takes_the_fewest_gpus_that_suffice_and_says_why(shell):
+def test_recommend_without_a_count_picks_the_fewest_gpus_that_suffice_and_says_why(shell):
     answer = shell.json("recommend", shell.job_file)
     assert answer["gpus"] == [0]
     assert answer["why"].startswith("1 GPU suffices; 2 GPUs ")
@@ -125,7 +125,7 @@ def test_recommend_without_a_number_takes_the_fewest_gpus_that_suffice_and_says_
         assert (answer["gpus"], answer["why"]) == ([0, 1], "")
 
 
-def test_numbers_of_gpus_that_a_launch_refuses_are_not_recommended(shell):
+def test_a_gpu_count_that_a_launch_would_refuse_is_not_recommended(shell):
     odd = ("--set", "parallel.mode=hybrid", "--set", "parallel.latent_ranks=3")
     refused = shell.errors("launch", shell.job_file, *odd, "--gpus", "0,1", code=1)[0].removeprefix("sae-tui: error: ")
     answer = shell.json("recommend", shell.job_file, *odd, "--count", 2, code=1)
@@ -143,7 +143,7 @@ def test_numbers_of_gpus_that_a_launch_refuses_are_not_recommended(shell):
     ],
 )
 @pytest.mark.parametrize("gpus", ["0", "0,1"])
-def test_the_form_the_job_screen_and_the_commands_state_the_same_memory(shell, flags, gpus):
+def test_the_form_the_job_screen_and_the_commands_show_the_same_memory(shell, flags, gpus):
     here = Simulated(4)
     free = choices([here.sample(index, processes=True) for index in range(4)], Holders())
     job = read_job(shell.job_file, flags[1::2], gpus, Consent(to_all=True))
@@ -182,7 +182,7 @@ def test_one_gpu_is_recommended_if_the_settings_allow_no_more(shell):
     assert shell.json("recommend", shell.job_file, "--count", 3)["gpus"] == [0]
 
 
-def test_gpus_for_a_command_have_its_memory_free_or_are_idle(shell):
+def test_gpus_recommended_for_a_command_have_enough_free_memory_or_are_idle(shell):
     file = shell.folder / "command.toml"
     file.write_text('kind = "command"\n[command]\nargv = ["sleep", "1"]\n')
     idle = shell.json("recommend", file, "--count", 3)
@@ -206,7 +206,7 @@ def test_a_machine_without_gpus_is_reported_and_is_not_an_error(shell, command):
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
-    """Run a command with a fake version of NVML. CUDA_VISIBLE_DEVICES in `variables` is passed on unchanged."""
+    """Run a command with a fake version of NVML; CUDA_VISIBLE_DEVICES, if given, is passed on unchanged."""
     own = {name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
     env = environment(drivers, driver, **variables) | own
     return shell.run(command, *arguments, "--gpu-source", "nvml", code=code, **env)

@@ -1,4 +1,4 @@
-"""Tests, with real processes, for `sae-tui import`, which creates a job from another tool's SAE."""
+"""Tests for `sae-tui import`, which creates a job from another tool's SAE. The tests run real processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
         (foreign, shell.folder / "nothing", "data.path: there is nothing at"),
     ):
         *progress, line = shell.errors("import", folder, "--data", data, code=1)
-        # On a busy machine, progress may be printed before the error, one line per 10 s.
+        # On a busy machine, progress may be printed before the error, one line every 10 s.
         assert [one for one in progress if not one.startswith("importing: ")] == []
         assert line.startswith(f"sae-tui: error: {sentence}")
     assert [job["id"] for job in shell.json("jobs")] == [1]
@@ -81,7 +81,7 @@ def test_a_failed_import_leaves_no_job_and_no_file(shell: Shell, foreign: Path) 
 def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Simulate another process that creates the folder after the job's id was chosen.
+    # Simulate another process that creates the folder after the job's id has been chosen.
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
     with pytest.raises(UserError, match="the SAE could not be copied into"):

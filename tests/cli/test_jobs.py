@@ -58,7 +58,7 @@ def test_a_valid_job_passes_validation(shell):
     assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
 
 
-def test_all_errors_of_a_job_are_reported_at_once(shell):
+def test_all_errors_in_a_job_are_reported_together(shell):
     text = shell.job_file.read_text().replace("k = 4", 'k = "four"\nk_axu = 2')
     shell.job_file.write_text(text)
     answer = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "train.batch_size=5000", code=1)
@@ -68,7 +68,7 @@ def test_all_errors_of_a_job_are_reported_at_once(shell):
     assert 'did you mean "k_aux"?' in named["sae.k_axu"]
 
 
-def test_busy_gpus_and_too_little_memory_are_warnings(shell):
+def test_busy_gpus_and_too_little_memory_cause_only_warnings(shell):
     answer = shell.json(
         "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=3800", "--set", "sae.d_sae=300000"
     )
@@ -77,7 +77,7 @@ def test_busy_gpus_and_too_little_memory_are_warnings(shell):
     assert any("GPU 3 has 2.1 GiB free of " in warning for warning in answer["warnings"])
 
 
-def test_every_command_resolves_the_auto_mode_to_the_same_parallel_mode(shell):
+def test_every_command_resolves_auto_to_the_same_parallel_mode(shell):
     wide = ("--set", "sae.d_sae=15000000", "--set", "train.batch_size=64")
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
     job = shell.json("doctor", shell.job_file, "--gpus", "0,1", *wide, code=None)["job"]
@@ -123,7 +123,7 @@ def test_unavailable_gpus_are_named(shell, gpus, said):
 # launch
 
 
-def test_an_invalid_job_is_not_launched_and_each_problem_is_printed_on_a_line(shell):
+def test_an_invalid_job_is_not_launched_and_each_problem_gets_its_own_line(shell):
     lines = shell.errors("launch", shell.job_file, "--set", "train.lr=fast", "--set", "sae.width=3", code=1)
     assert len(lines) == 2
     assert lines[0].startswith("sae-tui: error: sae.width: is not a known setting")
@@ -167,7 +167,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # Both the measurement and the estimate include PyTorch's memory in a rank process.
+    # Both the measurement and the estimate include PyTorch's own memory in a rank process.
     measured = job["peak_memory_bytes"]
     assert measured > 100 * 2**20
     assert job["estimated_memory_bytes"] > 100 * 2**20
@@ -206,7 +206,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_running(shell):
 
 
 @pytest.mark.timeout(200)
-def test_a_job_that_fails_exits_with_4_and_says_why(shell):
+def test_waiting_for_a_job_that_fails_exits_with_4_and_the_reason_is_recorded(shell):
     shard = shell.folder / "acts.safetensors"
     n_bytes = shard.stat().st_size
     with shard.open("r+b") as stream:
@@ -235,7 +235,7 @@ def test_an_unknown_job_is_an_error(shell, command):
     assert shell.errors(command, 5, code=1) == expected
 
 
-def test_a_lost_job_is_shown_with_its_reason(shell):
+def test_a_lost_job_is_shown_with_the_reason(shell):
     job_id = record(shell, host=os.uname().nodename, created=1.0)
     job = shell.json("job", job_id)
     assert (job["state"], job["error"]) == ("lost", "its supervisor never started")
@@ -303,7 +303,7 @@ def test_logs_show_the_last_lines_from_a_rank(shell):
     assert line == f"sae-tui: error: job {job_id} has no rank 2; give --rank 0 to 1"
 
 
-def test_the_log_and_the_report_cards_of_a_command_are_not_those_of_ranks(shell):
+def test_a_command_has_one_log_without_ranks_and_no_report_cards(shell):
     job_id = record(shell, JobState.FAILED, config=command_file("sh"), world_size=2, error="its program failed")
     paths = shell.data.run(job_id)
     paths.create()
@@ -323,7 +323,7 @@ def test_the_log_and_the_report_cards_of_a_command_are_not_those_of_ranks(shell)
     assert "rank" not in shown
 
 
-def test_a_command_that_runs_again_has_no_step(shell):
+def test_resuming_a_command_reports_no_step(shell):
     shell.run("run", "--gpus", "0", "--wait", "--", "true")
     assert shell.json("resume", 1) == {"id": 1, "step": None, "notes": []}
     box.wait_for_state(shell.data, 1, "finished")
@@ -546,7 +546,7 @@ def test_launch_python_is_not_taken_from_a_job_file_that_others_can_write(shell)
     assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
 
 
-def test_a_command_in_a_job_file_is_called_after_its_command_line_without_secrets(shell) -> None:
+def test_a_command_in_a_job_file_is_named_after_its_command_line_without_secrets(shell) -> None:
     table = 'kind = "command"\n[command]\nargv = ["python3", "/x/probe.py", "--token", "s3cret", "\\u001b[2J"]\n'
     shell.job_file.write_text(table + '[launch]\ngpus = "cpu"\n')
     for more in ([], ["--set", "name=mine"], ["--grid", "launch.priority=1,2"]):
@@ -556,7 +556,7 @@ def test_a_command_in_a_job_file_is_called_after_its_command_line_without_secret
     assert names == [derived, "mine", f"{derived} priority=1", f"{derived} priority=2"]
 
 
-def test_a_valid_command_is_not_said_to_be_trained_with_a_python(shell) -> None:
+def test_validating_a_command_mentions_no_python_for_training(shell) -> None:
     python = answering(shell.folder / "env")
     shell.job_file.write_text(f'kind = "command"\n[command]\nargv = ["true"]\n[launch]\npython = "{python}"\n')
     done = shell.run("validate", shell.job_file, "--gpus", "cpu", "--allow-code")
@@ -635,7 +635,7 @@ def test_watching_jobs_prints_a_line_per_change_and_ends_when_the_pipe_is_closed
     assert process.stderr.read() == ""
 
 
-def test_watching_jobs_ends_at_ctrl_c(shell):
+def test_watching_jobs_ends_on_ctrl_c(shell):
     process = shell.start("jobs", "--watch")
     assert process.stdout.readline().startswith("20")
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Tests for commands in both programs whose output is closed, a full disk, or a pipe without a reader."""
+"""Tests for both programs' commands when their output is closed, on a full disk, or a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def opened(kind: str) -> int:
 
 
 def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, str]:
-    """Run a program with lost outputs; return its exit code and what the remaining outputs received."""
+    """Run a program whose outputs in `lost` accept nothing; return its exit code and what it wrote to the others."""
     outputs = {name: opened(kind) for name, kind in lost.items() if kind != "closed"}
     gone = [number for number, name in ((1, "stdout"), (2, "stderr")) if lost.get(name) == "closed"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -73,7 +73,7 @@ def test_a_command_continues_if_a_warning_cannot_be_written(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_finished_command_whose_output_is_lost_has_a_special_exit_code(tmp_path: Path) -> None:
+def test_a_finished_command_whose_output_is_lost_exits_with_a_special_code(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     launch = ("launch", "job.toml", "--hold", "--set", "launch.gpus=cpu", "--json")
     code, message = ended(tmp_path, "sae_tui", *launch, stdout="full")

@@ -72,7 +72,7 @@ def test_an_unknown_job_is_refused_before_any_job_is_changed(shell):
         " `sae-tui jobs` lists them"
     )  # fmt: skip
     assert held(shell) == []
-    # A range only has to match one job.
+    # A range is valid if it contains at least one job.
     assert shell.run("hold", "2-900").stdout == "job 2 is held until it is released\n"
 
 
@@ -105,7 +105,7 @@ def test_json_has_an_object_for_one_id_and_a_list_for_several_jobs(shell):
     ]
 
 
-def test_the_priority_of_several_jobs_follows_a_flag_and_of_one_job_its_id(shell):
+def test_a_priority_follows_a_single_job_id_or_is_given_with_a_flag_for_several(shell):
     for _ in range(3):
         record(shell)
     shell.run("priority", 1, 5)
@@ -117,7 +117,7 @@ def test_the_priority_of_several_jobs_follows_a_flag_and_of_one_job_its_id(shell
     assert rows(shell)[1]["priority"] == -1
 
 
-def test_a_reason_that_is_the_same_for_several_jobs_is_given_once(shell):
+def test_a_reason_shared_by_several_jobs_is_given_once(shell):
     record(shell)
     record(shell)
     (line,) = shell.errors("note", "1-2", "a\x01b", code=1)
@@ -150,7 +150,7 @@ def test_an_unclear_priority_is_refused_in_one_line(shell, arguments, said):
     assert rows(shell)[1]["priority"] == 0
 
 
-def test_words_that_select_no_jobs_are_tags(shell):
+def test_words_that_do_not_select_jobs_are_tags(shell):
     for _ in range(3):
         record(shell)
     shell.run("tag", 1, "baseline", "paper")
@@ -164,21 +164,21 @@ def test_words_that_select_no_jobs_are_tags(shell):
     assert line.startswith("sae-tui: error: a tag is one word")
 
 
-def test_a_note_is_written_on_several_jobs(shell):
+def test_a_note_can_be_added_to_several_jobs(shell):
     for _ in range(2):
         record(shell)
     shell.run("note", 1, 2, "wrong seed")
     assert [rows(shell)[job_id]["note"] for job_id in (1, 2)] == ["wrong seed", "wrong seed"]
 
 
-def test_a_stop_of_several_jobs_skips_those_that_have_ended(shell):
+def test_stopping_several_jobs_skips_ended_jobs(shell):
     for state in (JobState.QUEUED, JobState.STOPPED, JobState.QUEUED):
         record(shell, state)
     done = shell.run("stop", "1-3")
     assert done.stdout == "job 1 is removed from the queue\njob 3 is removed from the queue\n"
     assert done.stderr == "sae-tui: skipped: job 2 was stopped already\n"
     assert requests(shell) == [1, 3]
-    # As before, stopping one job that has ended is no error.
+    # Stopping a single job that has already ended is not an error.
     assert shell.run("stop", 2).stdout == "job 2 was stopped already\n"
     assert shell.run("pause", "2-2").stdout == "job 2 was stopped already\n"
     record(shell, JobState.STOPPED)
@@ -209,7 +209,7 @@ def test_many_running_jobs_are_stopped_only_after_confirmation(shell):
     assert requests(shell) == [1, 2, 3, 4, 5, 6]
 
 
-def test_rm_skips_active_jobs_of_a_range_but_not_those_named_by_id(shell):
+def test_rm_skips_active_jobs_in_a_range_but_refuses_an_active_job_named_by_id(shell):
     for state in (JobState.STOPPED, JobState.QUEUED, JobState.FAILED):
         record(shell, state)
     (line,) = shell.errors("rm", 2, "1-3", "--yes", code=1)
@@ -223,7 +223,7 @@ def test_rm_skips_active_jobs_of_a_range_but_not_those_named_by_id(shell):
     assert line == "sae-tui: error: no job was deleted, because none of these jobs has ended; stop them first"
 
 
-def test_several_held_jobs_are_resumed_at_once(shell):
+def test_several_held_jobs_are_resumed_by_one_command(shell):
     shell.run("run", "--gpus", 0, "--array", "0-2", "--hold", "--", "true")
     record(shell, JobState.STOPPED)
     done = shell.run("resume", "1-4", code=1)
@@ -254,7 +254,7 @@ def test_completion_offers_ids_and_tags(shell):
         ("1-3,2,9%4", (1, 2, 3, 9), 4),
     ],
 )
-def test_an_array_has_the_syntax_of_slurm(text, indices, limit):
+def test_arrays_use_slurms_syntax(text, indices, limit):
     assert (array(text).indices, array(text).at_once) == (indices, limit)
 
 

@@ -1,4 +1,4 @@
-"""Tests for commands with closed outputs, with names in other encodings, and with an unusual umask or shell."""
+"""Tests for commands run with closed outputs, with names in other encodings, and with an unusual umask or shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for `metrics`, which streams the stored history for each GPU or for all GPUs."""
+"""Tests for `metrics`, which streams the stored history of each GPU or of all GPUs together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# getrusage cannot be used, because its peak includes the test process from which this process was forked.
+# Reads VmHWM instead of calling getrusage, whose peak includes the test process from which this process was forked.
 MEASURED = """
 import sys
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_a_gpus_history_follows_its_uuid_from_one_index_to_another(shell, minute
     }  # fmt: skip
 
 
-def test_intervals_average_samples_or_minutes_where_samples_were_deleted(shell, minute):
+def test_intervals_average_samples_or_minute_means_where_samples_were_deleted(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 0, minute + 60, 30, percent=90)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -147,7 +147,7 @@ def test_help_shows_an_example_of_intervals(shell):
 
 
 @pytest.mark.slow
-def test_a_long_history_is_valid_json_and_never_entirely_in_memory(shell, tmp_path):
+def test_a_long_history_is_printed_as_valid_json_and_never_entirely_in_memory(shell, tmp_path):
     n = 150_000
     store(shell, 0, time.time() - n, n)
     asked = shell.argv("metrics", "--view", "per_gpu", "--since", "48h", "--json")
@@ -168,7 +168,7 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly(shell):
     assert process.wait(30) == 141
 
 
-def test_the_history_is_printed_as_csv_per_gpu_or_over_all_gpus(shell, minute):
+def test_the_history_is_printed_as_csv_per_gpu_or_for_all_gpus_together(shell, minute):
     store(shell, 0, minute, 2)
     store(shell, 2, minute, 1, percent=20)
     per_gpu = shell.run("metrics", "--view", "per_gpu", "--since", "1h", "--csv").stdout

@@ -1,4 +1,4 @@
-"""Tests for the machine's policy in the commands that launch jobs."""
+"""Tests for how the commands that launch jobs apply the machine's policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_validate_and_launch_refuse_a_job_that_the_policy_never_allows(shell):
     assert "allows each user 1; ask for fewer" in refused.stderr
 
 
-def test_validate_and_the_launch_screen_warn_of_a_job_that_has_to_wait(shell):
+def test_validate_and_the_launch_screen_warn_about_a_job_that_has_to_wait(shell):
     set_policy(shell, "gpus_per_user = 1\n")
     row = Job(name="other", config="", user=user_name(), host=socket.gethostname(), device="cpu",
               gpu_source="simulated", state=JobState.RUNNING, gpu_uuids=("GPU-x",), gpus_wanted=1)  # fmt: skip
@@ -47,14 +47,14 @@ def test_validate_and_the_launch_screen_warn_of_a_job_that_has_to_wait(shell):
     assert waits in shell.json("validate", shell.job_file, "--gpus", "1")["warnings"]
 
 
-def test_the_launch_screen_says_after_how_long_the_policy_stops_a_job(shell):
+def test_the_launch_screen_says_when_the_policy_will_stop_a_job(shell):
     set_policy(shell, 'max_time = "90m"\n')
     draft = job_form.Draft(job_form.flatten(to_table(load_any(shell.job_file))), {}, "cpu")
     reviewed = job_form.review(draft, [], shell.data, [], cuda=False)
     assert reviewed.summary.endswith("stops after 1:30:00, as this machine's policy requires")
 
 
-def test_a_damaged_policy_is_a_warning_at_launch_and_stops_no_job(shell):
+def test_a_damaged_policy_causes_a_warning_at_launch_and_blocks_no_job(shell):
     set_policy(shell, "gpus_per_user = 0\n")
     done = shell.run("launch", shell.job_file, "--gpus", "cpu", "--hold")
     assert "gpus_per_user: must be an integer of at least 1" in done.stderr

@@ -32,7 +32,7 @@ def test_with_json_an_error_is_one_object_on_stdout_and_stderr_is_empty(shell) -
         assert done.stderr == ""
 
 
-def test_the_trainer_also_writes_an_error_with_json_as_one_object(shell) -> None:
+def test_with_json_the_trainer_also_writes_an_error_as_one_object(shell) -> None:
     shell.job_file.write_text(f'[data]\npath = "{shell.folder}"\n[sae]\nk = 0\n')
     for arguments, code, field in (
         (["run", str(shell.job_file)], 2, "sae.k"),

@@ -1,4 +1,4 @@
-"""Tests for `select` and `gpus --watch`, used by other programs and scripts."""
+"""Tests for `select` and `gpus --watch`, which other programs and scripts use."""
 
 from __future__ import annotations
 

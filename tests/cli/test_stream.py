@@ -25,7 +25,7 @@ def streaming(shell, *words: object) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def messages(out: IO[bytes], *, until: type[Message]) -> list[Message]:
-    """Return the messages up to and including the first one of a kind."""
+    """Read messages up to and including the first one of the type `until`, and return them."""
     read: list[Message] = []
     while not read or not isinstance(read[-1], until):
         line = out.readline()
@@ -77,7 +77,7 @@ def test_a_log_is_sent_as_it_grows(shell) -> None:
         assert process.wait(20) == 0
 
 
-def test_no_line_has_terminal_control_sequences(shell) -> None:
+def test_no_line_contains_terminal_control_sequences(shell) -> None:
     shell.data.create()
     record_job(shell.data, "x", JobState.QUEUED, host="elsewhere", note="x\x1b]2;y\x07\u202e")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests for errors in a command line: which command's help they name, and their exit codes."""
+"""Tests for command-line errors: which command's help they refer to, and their exit codes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from trainer.parser import make_parser as make_trainer_parser
 
 
 @pytest.mark.parametrize("command", COMMAND_EXAMPLES)
-def test_an_unknown_flag_of_a_command_refers_to_the_help_of_the_command(command: str) -> None:
+def test_an_unknown_flag_of_a_command_refers_to_that_commands_help(command: str) -> None:
     with pytest.raises(BadUsage) as refused:
         make_parser(lambda *_: 0).parse_args([command, "--no-such-flag"])
     assert refused.value.sentence.endswith(f"; see sae-tui {command} --help\n")
 
 
-def test_an_unknown_flag_before_the_command_of_a_job_is_named(shell) -> None:
+def test_an_unknown_flag_before_a_jobs_command_is_named(shell) -> None:
     (line,) = shell.errors("run", "--cpu", "--", "true", code=2)
     assert line == "sae-tui: error: unrecognized arguments: --cpu; see sae-tui run --help"
     (line,) = shell.errors("--no-such-flag", "jobs", code=2)
     assert line == "sae-tui: error: unrecognized arguments: --no-such-flag; see sae-tui --help"
 
 
-def test_an_unknown_flag_of_the_trainer_refers_to_the_help_of_its_command() -> None:
+def test_an_unknown_flag_of_a_trainer_command_refers_to_that_commands_help() -> None:
     with pytest.raises(BadUsage) as refused:
         make_trainer_parser().parse_args(["run", "job.toml", "--no-such-flag"])
     assert refused.value.fix.endswith(" run --help")
@@ -39,10 +39,10 @@ def test_an_unknown_flag_of_the_trainer_refers_to_the_help_of_its_command() -> N
         (["priority", 1, "--to", 101], "--to"),
     ],
 )
-def test_flags_that_contradict_each_other_exit_with_2(shell, arguments: list[object], field: str) -> None:
+def test_contradictory_or_invalid_arguments_exit_with_2(shell, arguments: list[object], field: str) -> None:
     assert shell.json(*arguments, code=2)["error"]["field"] == field
 
 
-def test_a_job_file_that_is_wrong_is_not_a_usage_error(shell) -> None:
+def test_an_invalid_job_file_is_not_a_usage_error(shell) -> None:
     shell.job_file.write_text('kind = "command"\n[command]\nargv = []\n')
     assert shell.json("launch", shell.job_file, code=1)["error"]["field"] == "command.argv"

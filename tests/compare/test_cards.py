@@ -32,7 +32,7 @@ def named(here: Card, there: Card) -> dict[str, Difference]:
         (0.22, 0.04, "=", "+0.0300"),
     ],
 )
-def test_a_figure_with_an_error_is_the_same_within_two_standard_errors(
+def test_figures_with_errors_count_as_the_same_within_two_standard_errors(
     fvu: float, error: float, mark: str, signed: str
 ) -> None:
     one = named(card(), card(fvu=fvu, fvu_error=error))["fvu"]
@@ -45,7 +45,7 @@ def test_a_figure_without_an_error_is_compared_by_its_digits_and_marked() -> Non
     assert (found["mse"].mark, found["mse"].signed) == ("=*", "")
 
 
-def test_an_error_known_on_one_side_only_does_not_count() -> None:
+def test_an_error_known_for_only_one_report_card_is_ignored() -> None:
     table = {name: value for name, value in FIGURES.items() if name != "fvu_error"}
     there = msgspec.convert(card_table(figures=table | {"fvu": 0.2501}), Card)
     assert named(card(), there)["fvu"].mark == "better*"
@@ -59,7 +59,7 @@ def test_the_declared_direction_decides_which_figure_is_better() -> None:
     assert {marks[name] for name in ("l0", "dense_10")} == {"differs*"}
 
 
-def test_losses_on_other_texts_and_latents_on_other_rows_are_not_ranked() -> None:
+def test_losses_on_different_texts_and_latents_on_different_rows_are_not_ranked() -> None:
     here, there = card(), card({"ce": 3.4, "ce_with_sae": 3.7}, n_tokens=500, dead=0.5)
     found = named(here, there)
     assert [found[name].mark for name in ("loss_with_sae", "dead")] == ["differs*", "differs"]
@@ -69,7 +69,7 @@ def test_losses_on_other_texts_and_latents_on_other_rows_are_not_ranked() -> Non
     ]
 
 
-def test_scores_on_other_texts_or_without_other_tokens_are_not_ranked() -> None:
+def test_scores_on_different_texts_or_with_different_tokens_left_out_are_not_ranked() -> None:
     for spliced in ({"text": "other.jsonl"}, {"n_tokens": 9}, {"n_texts": 9}, {"left_out": "first tokens"}):
         found = named(card(), card(spliced | {"ce_score": 0.6, "kl_score": 0.6}))
         assert [found[name].mark for name in ("ce_score", "kl_score")] == ["differs", "differs"]
@@ -85,7 +85,7 @@ def test_two_measurements_of_the_language_models_loss_may_differ_in_the_last_dig
     assert not list(limits_of(card(), there))
 
 
-def test_reconstructions_of_other_rows_are_not_ranked() -> None:
+def test_reconstructions_of_different_rows_are_not_ranked() -> None:
     for data in ({"place": "elsewhere"}, {"dimensions": "dimension 3 is left out"}):
         found = named(card(), card(data=data, fvu=0.5, median_row_fvu=0.5, cosine=0.5, mse=9.0, explained_variance=0.5))
         names = ("fvu", "explained_variance", "median_row_fvu", "cosine", "mse")
@@ -96,16 +96,16 @@ def test_reconstructions_of_other_rows_are_not_ranked() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(106.0, 100.0), (100.0, 106.0), (5.0, 0.0), (0.0, 5.0)])
-def test_a_different_l0_is_reported_on_either_side(ours: float, theirs: float) -> None:
+def test_different_l0_values_are_reported_whichever_is_larger(ours: float, theirs: float) -> None:
     (limit,) = limits_of(card(l0=ours), card(l0=theirs))
     assert limit.startswith(f"L0 is {ours:.1f} here, {theirs:.1f} there")
 
 
-def test_a_small_difference_of_shares_is_in_percent() -> None:
+def test_a_small_difference_between_fractions_is_shown_in_percent() -> None:
     assert named(card(dead=0.02049), card(dead=0.02051))["dead"].signed == "-0.002%"
 
 
-def test_reasons_against_a_comparison_are_named() -> None:
+def test_the_limits_of_a_comparison_are_named() -> None:
     there = card(data={"place": "elsewhere"}, l0=16.0)
     assert list(limits_of(card(), there)) == [
         "measured on rows of data/sample here, of elsewhere there",
@@ -114,7 +114,7 @@ def test_reasons_against_a_comparison_are_named() -> None:
     assert not list(limits_of(card(), card()))
 
 
-def test_a_figure_on_one_of_the_cards_is_listed_as_missing() -> None:
+def test_a_figure_on_only_one_report_card_is_listed_as_missing_on_the_other() -> None:
     more = PROBING | {"k": {"1": AUC, "64": AUC}}
     there = msgspec.convert(card_table(spliced=None, probing=more), Card)
     found = named(card(), there)

@@ -22,13 +22,13 @@ def test_smoothing_is_a_weighted_mean_of_all_values_so_far(values, smoothing) ->
     assert ema(values, smoothing) == pytest.approx([weighted_mean(place) for place in range(len(values))], abs=1e-6)
 
 
-def test_without_smoothing_values_stay_as_they_are() -> None:
+def test_without_smoothing_values_are_unchanged() -> None:
     assert ema([3.0, 1.0, 2.0], 0.0) == [3.0, 1.0, 2.0]
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
 def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> None:
-    assume(width > 1e-9 * abs(low))  # in narrower ranges, ticks would be too close for the precision of floats
+    assume(width > 1e-9 * abs(low))  # in narrower ranges, the ticks would be too close together for float precision
     positions = ticks(low, low + width)
     assert 2 <= len(positions) <= 8
     assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in positions)

@@ -1,4 +1,4 @@
-"""Tests that a run gets a star only if its advantage exceeds the standard errors over texts and the noise of seeds."""
+"""Tests that a run gets a star only if its lead exceeds the standard errors over texts and the noise between seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(*saes: ComparedSae, title: str = "report card FVU") -> ComparisonRow
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return an SAE's sums per text; all SAEs find the same texts hard."""
+    """Return an SAE's sums for each text; the same texts are hard for every SAE."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -81,7 +81,7 @@ def test_with_few_texts_no_lead_is_significant_and_equal_values_form_a_group() -
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 
 
-def test_a_difference_within_two_combined_standard_errors_is_no_lead() -> None:
+def test_a_difference_within_two_combined_standard_errors_is_not_a_lead() -> None:
     def three(error: float) -> ComparisonRow:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
 

@@ -77,7 +77,7 @@ def test_requested_values_and_values_displayed_as_equal_have_no_single_best() ->
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.STOPPED, JobState.FAILED])
-def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> None:
+def test_an_unfinished_run_is_marked_and_never_the_best_in_quality(state) -> None:
     lows = [(0.1, state), (0.2, JobState.FINISHED), (0.3, JobState.FINISHED)]
     saes = [
         sae(number, state=of, latest={"heldout_fvu": fvu, "tokens_per_s": 3.0 - number})
@@ -164,7 +164,7 @@ def test_language_model_scores_are_compared_by_their_standard_errors() -> None:
     assert lines["report card KL score"] == ["0.95", "0.97 ★"]
 
 
-def test_seeds_of_each_run_have_a_mean_and_a_deviation() -> None:
+def test_the_mean_and_standard_deviation_over_each_runs_seeds_are_shown() -> None:
     def seed(number: int, member: str, fvu: float | None) -> ComparedSae:
         latest = {} if fvu is None else {"heldout_fvu": fvu, "card_fvu": fvu}
         return msgspec.structs.replace(sae(number, latest=latest), member=member)
@@ -196,7 +196,7 @@ def test_training_settings_of_an_imported_sae_are_not_listed_as_differences() ->
     lines = {line.title: line.words() for line in differences([theirs, *mine])}
     assert lines["train.n_steps"] == ["–", "2", "3"]
     assert "ran as" not in lines
-    # An imported SAE trained further is compared like any other SAE.
+    # An imported SAE that has been trained further is compared like any other SAE.
     trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
     assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 

@@ -61,8 +61,8 @@ def make_job() -> Callable[..., JobConfig]:
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
     """Return a function that creates an empty store with the current schema at a path.
 
-    The function copies a store migrated once by the fixture, because a migration starts a process and takes half a
-    second.
+    The function copies a store that the fixture has migrated once, because a migration starts a process and takes half
+    a second.
     """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
@@ -118,7 +118,7 @@ class Child:
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Yield a function that starts processes, and kill the processes after the test."""
+    """Yield a function that starts processes, and kill them after the test."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **options: Any) -> Child:

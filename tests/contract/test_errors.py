@@ -39,5 +39,5 @@ def test_advice_from_torch_to_load_an_unsafe_pickle_is_hidden() -> None:
     assert first_line(refused.value) == "it is a pickle that contains more than tensors, so it could run code"
 
 
-def test_displayed_sizes_below_a_mebibyte_differ() -> None:
+def test_different_sizes_below_a_mebibyte_are_displayed_differently() -> None:
     assert distinct_sizes(90_000, 40_960) == ("87.9 KiB", "40.0 KiB")

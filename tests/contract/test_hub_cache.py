@@ -136,7 +136,7 @@ def test_a_link_in_any_other_folder_is_refused(place: str, tmp_path: Path) -> No
         plain_file(link)
 
 
-def test_an_interrupted_download_is_refused_and_the_missing_file_named(model: Path) -> None:
+def test_an_interrupted_download_is_refused_and_the_missing_file_is_named(model: Path) -> None:
     folder = model / "snapshots" / "0123"
     (folder / "config.json").symlink_to("../../blobs/abc")
     (folder / "README.md").symlink_to("/nothing")

@@ -112,7 +112,7 @@ def test_reading_a_file_without_read_permission_returns_none(open_folder: Path, 
 
 def test_a_huge_file_is_refused_without_reading_it_all(tmp_path: Path) -> None:
     with (tmp_path / "file.json").open("wb") as stream:
-        # A sparse file takes no disk space.
+        # A sparse file takes up no disk space.
         stream.truncate(1 << 40)
     with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MiB"):
         load_json(tmp_path / "file.json", Record)
@@ -151,6 +151,6 @@ for number in range(200):
 """
 
 
-def test_several_threads_may_use_a_type_for_the_first_time_at_once() -> None:
+def test_several_threads_can_use_a_type_for_the_first_time_simultaneously() -> None:
     done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

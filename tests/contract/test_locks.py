@@ -22,7 +22,7 @@ input()
 
 
 @pytest.mark.parametrize(("theirs", "shared", "alone"), [("shared", True, False), ("alone", False, False)])
-def test_a_lock_is_shared_on_request_and_can_be_exclusive_once_other_holders_died(
+def test_a_lock_is_shared_on_request_and_can_be_exclusive_once_other_holders_have_died(
     theirs: str, shared: bool, alone: bool, tmp_path: Path, child: Callable[..., Any]
 ) -> None:
     (tmp_path / "lock").touch()

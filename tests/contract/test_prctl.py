@@ -38,7 +38,7 @@ def test_a_process_exits_with_its_parent(child: Callable[..., Any], eventually: 
     eventually(lambda: not process.is_alive())
 
 
-def test_a_process_exits_at_once_if_its_parent_died_before_the_call() -> None:
+def test_a_process_exits_immediately_if_its_parent_died_before_the_call() -> None:
     code = "from trainer.contract.prctl import end_with_parent; end_with_parent(1 << 22); raise SystemExit(5)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 1
 

@@ -24,7 +24,7 @@ def test_printable_text_keeps_its_length_and_changes_only_unsafe_characters(text
     assert printable(shown) == shown
 
 
-def test_line_ends_are_spaces_in_text_on_one_line() -> None:
+def test_line_endings_become_spaces_in_one_line_text() -> None:
     assert on_one_line("python -c '\nimport x\r\nx.run()'\x1b") == f"python -c ' import x x.run()'{MARK}"
 
 

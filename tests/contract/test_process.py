@@ -70,7 +70,7 @@ def test_another_process_with_the_same_pid_is_never_signalled(
     assert sleeper.poll() is None
 
 
-def test_a_process_stored_by_an_older_version_is_found_alive(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_stored_by_an_older_version_is_recognised_as_alive(sleeper: subprocess.Popen[bytes]) -> None:
     process = ProcessRef.of(sleeper.pid)
     assert process is not None
     old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -90,7 +90,7 @@ def test_a_process_in_another_pid_namespace_is_neither_alive_nor_signalled(sleep
     assert (process.is_elsewhere, before.is_elsewhere) == (False, False)
 
 
-def test_a_name_with_brackets_and_spaces_is_parsed(tmp_path: Path) -> None:
+def test_a_program_name_with_brackets_and_spaces_is_parsed(tmp_path: Path) -> None:
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:

@@ -57,7 +57,7 @@ def test_progress_covers_all_stages_and_the_remaining_time_follows_the_measured_
 
 
 class ChangingTotal(float):
-    """A number of units that starts the next stage when its truth value is read."""
+    """A number of units that starts the next stage when it is tested for truth."""
 
     def __bool__(self) -> bool:
         stage("writing")
@@ -71,7 +71,7 @@ def test_the_stage_may_change_while_another_thread_reads_the_progress() -> None:
         assert shown.reached == Reached("writing")
 
 
-def test_a_resumed_process_writes_one_line_for_all_that_it_missed_while_suspended(
+def test_a_resumed_process_writes_one_line_for_everything_it_missed_while_suspended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show = _ProgressLines("evaluating")

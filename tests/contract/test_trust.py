@@ -24,7 +24,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """Return a project folder as on a cluster, with the setgid bit and group write permission."""
+    """Return a project folder like one on a cluster, with the setgid bit and group write permission."""
     tmp_path.chmod(0o2775)
     return tmp_path
 
@@ -88,7 +88,7 @@ def test_settings_in_another_users_file_are_ignored(tmp_path: Path) -> None:
     assert load_settings(file)[0].on_job_end == []
 
 
-def test_a_program_is_trusted_if_others_cannot_change_any_step_of_its_path(tmp_path: Path) -> None:
+def test_a_program_is_trusted_if_others_cannot_change_any_part_of_its_path(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (program := tmp_path / "a" / "program").touch()
     (tmp_path / "link").symlink_to("a/b/../program")

@@ -39,13 +39,13 @@ def measured(device: str, precision: str, bus: float, *counts: int) -> MeasuredH
 
 
 def advice(*arguments, **options):
-    """Return the finding about the source of the speeds and the finding with the recommendation."""
+    """Return two findings: the source of the speeds, and the recommendation."""
     findings = job_report(*arguments, **options).findings
     assert [finding.subject for finding in findings] == ["speeds", "job"]
     return findings
 
 
-def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
+def test_the_fewest_gpus_on_which_the_job_fits_are_recommended() -> None:
     _, finding = advice(job(), gpus(4))
     assert finding.level == "ok"
     assert finding.sentence.startswith("it fits on 1 GPU, ")
@@ -91,7 +91,7 @@ def test_the_speeds_finding_says_whether_times_are_measured() -> None:
     assert speeds.level == "ok"
 
 
-def test_a_job_that_fits_only_if_gpus_are_free_is_a_warning() -> None:
+def test_a_job_that_would_fit_only_if_the_gpus_were_free_is_a_warning() -> None:
     used = {"memory_used_bytes": 79 * GIB, "memory_free_bytes": GIB}
     taken = [dataclasses.replace(sample, **used) for sample in gpus(1)]
     _, finding = advice(job(), taken)
@@ -116,7 +116,7 @@ def test_gpus_on_which_the_job_cannot_be_launched_are_left_out(tmp_path) -> None
     assert report.findings[-1] == Finding("error", "job", "parallel.latent_ranks: is wrong", "use 2")
 
 
-def test_without_gpus_the_memory_is_reported_and_the_cpu_suggested() -> None:
+def test_without_gpus_the_memory_is_reported_and_the_cpu_is_suggested() -> None:
     _, finding = advice(job(), ())
     assert finding.level == "note"
     assert finding.sentence.startswith("this machine has no GPU for it; on a GPU it would need ")

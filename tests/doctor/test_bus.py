@@ -23,7 +23,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """GPUs. The last GPU runs another user's process."""
+    """GPUs, the last of which runs another user's process."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -156,7 +156,7 @@ def test_without_peer_access_the_bus_is_measured_through_host_memory(probing) ->
     speeds = read_box(box.data.box_file)
     assert speeds.peers_fail
     assert speeds.speeds("NVIDIA H100", "bf16", 3).is_measured
-    # The check also detects that direct reads work again, and records it.
+    # The check also notices when direct reads work again, and records that.
     tuple(check_bus(probing(Cards(2), f"print({json.dumps(FOUND)!r})")))
     assert not read_box(box.data.box_file).peers_fail
 

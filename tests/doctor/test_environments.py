@@ -1,4 +1,4 @@
-"""Tests for the doctor's findings about the environments of the app and the trainer."""
+"""Tests for the doctor's findings about the app's and the trainer's environments."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 
-def test_doctor_names_a_package_that_lists_only_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_a_conflicting_package_by_its_file_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name, file in (("taking", "trainer/x.py"), ("harmless", "my/trainer/x.py")):

@@ -26,7 +26,7 @@ def test_every_subject_fits_its_column() -> None:
     assert all(len(check.__name__.removeprefix("check_")) <= 14 for check in CHECKS)
 
 
-def test_a_failing_check_is_a_finding_and_the_others_still_run(sandbox) -> None:
+def test_a_failing_check_becomes_a_finding_and_the_others_still_run(sandbox) -> None:
     def check_weather(box: CheckedMachine) -> list[Finding]:
         raise ZeroDivisionError("rain")
 

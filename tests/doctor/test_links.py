@@ -49,7 +49,7 @@ def test_missing_peer_access_is_reported_with_its_reason(sandbox) -> None:
     assert "topo -p2p" in finding.remedy
 
 
-def test_many_pairs_without_peer_access_are_counted(sandbox) -> None:
+def test_some_of_many_pairs_without_peer_access_are_named_and_the_rest_counted(sandbox) -> None:
     (finding,) = check_peers(sandbox.box(Simulated(4)))
     assert "GPUs 0-2, 0-3, 1-2, 1-3 and 1 more pair" in finding.sentence
 

@@ -17,7 +17,7 @@ def test_a_low_hard_limit_on_open_files_needs_the_administrator(in_process) -> N
     assert "administrator" in finding["remedy"]
 
 
-def test_enough_open_files_are_ok(in_process) -> None:
+def test_a_sufficient_open_file_limit_is_ok(in_process) -> None:
     (finding,) = in_process("machine:check_open_files", limits={resource.RLIMIT_NOFILE: (2048, 2048)})
     assert (finding["level"], finding["sentence"]) == ("ok", "a process may open 2,048 files")
 

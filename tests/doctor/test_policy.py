@@ -36,7 +36,7 @@ def test_the_limits_that_apply_now_come_first(sandbox, end, n_gpus):
     assert finding.sentence.startswith("now 8 GPUs for each user; usually 4 GPUs for each user; daily 00:0")
 
 
-def test_a_policy_in_a_shared_folder_can_be_removed_by_members_of_the_group(sandbox):
+def test_a_note_says_that_group_members_can_remove_a_policy_in_a_shared_folder(sandbox):
     sandbox.data.create()
     sandbox.data.root.chmod(0o2770)
     file = sandbox.data.root / "policy.toml"
@@ -55,7 +55,7 @@ def test_every_mistake_is_a_warning_with_a_remedy_and_the_other_settings_apply(s
     assert wrong.remedy == f"correct {sandbox.root / 'etc/sae-tui/policy.toml'}"
 
 
-def test_a_file_that_others_may_write_is_reported_with_the_command_that_helps(sandbox):
+def test_a_policy_that_others_may_write_to_is_reported_with_the_command_that_helps(sandbox):
     sandbox.file("etc/sae-tui/policy.toml", "gpus_per_user = 4\n")
     (sandbox.root / "etc/sae-tui/policy.toml").chmod(0o666)
     (wrong,) = findings(sandbox)
@@ -63,7 +63,7 @@ def test_a_file_that_others_may_write_is_reported_with_the_command_that_helps(sa
     assert wrong.remedy == "`chmod go-w` it"
 
 
-def test_a_file_that_is_not_toml_is_reported(sandbox):
+def test_a_policy_that_is_not_valid_toml_is_reported(sandbox):
     sandbox.file("etc/sae-tui/policy.toml", "gpus_per_user = \n")
     (wrong,) = findings(sandbox)
     assert "is ignored, because it is not valid TOML" in wrong.sentence

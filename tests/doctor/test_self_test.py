@@ -66,7 +66,7 @@ def test_a_leased_gpu_is_not_tested(tested, tmp_path) -> None:
 
 
 class Mixed(Cards):
-    """One NVIDIA GPU and one AMD GPU, as a source with several vendors reports them."""
+    """One NVIDIA GPU and one AMD GPU, as a source for several vendors reports them."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return replace(super().sample(index, processes=processes), vendor=("nvml", "amdsmi")[index])
@@ -82,7 +82,7 @@ def test_with_two_vendors_a_gpu_that_torch_can_use_is_tested(runtime, pinned, te
     assert (tmp_path / "asked").read_text().split()[-2:] == pinned
 
 
-def test_no_gpu_is_tested_if_all_that_torch_can_use_are_leased(tested, tmp_path, monkeypatch) -> None:
+def test_no_gpu_is_tested_if_all_gpus_that_torch_can_use_are_leased(tested, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch_build, "installed_build", lambda: torch_build.Build("2.11", "hip"))
     box = tested(Mixed(2))
     box.data.create()

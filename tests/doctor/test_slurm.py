@@ -27,7 +27,7 @@ def test_an_unresponsive_cluster_is_a_warning_with_slurms_message(sandbox) -> No
     assert "Unable to contact slurm controller" in finding.sentence
 
 
-def test_an_incomplete_slurm_is_a_warning(sandbox) -> None:
+def test_an_incomplete_slurm_installation_is_a_warning(sandbox) -> None:
     sandbox.program("sinfo", "true")
     (finding,) = check_slurm(sandbox.box())
     assert (finding.level, finding.sentence.split()[0]) == ("warning", "squeue")

@@ -1,4 +1,4 @@
-"""Tests, with fake packages, for torch builds that are not installed here; one test uses the real torch."""
+"""Tests for torch builds that are not installed here, simulated by fake packages; one test uses the real torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
     return check
 
 
-def test_a_build_that_fits_driver_and_gpus_is_ok(torch_says) -> None:
+def test_a_build_that_matches_the_driver_and_the_gpus_is_ok(torch_says) -> None:
     torch, nccl = torch_says()
     assert (torch.level, nccl.level) == ("ok", "ok")
     assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver supports (up to 12.8)"
@@ -102,7 +102,7 @@ def test_hidden_gpus_are_reported_with_the_variable_hiding_them(torch_says) -> N
         (("sm_89a",), False),
     ],
 )
-def test_gpus_without_compiled_code_are_an_error(torch_says, archs, known) -> None:
+def test_gpus_for_which_torch_has_no_code_are_an_error(torch_says, archs, known) -> None:
     lacking = [finding for finding in torch_says(archs=archs) if "has no code" in finding.sentence]
     assert bool(lacking) is not known
     assert all("GPU 0 and GPU 1 (sm_90)" in finding.sentence for finding in lacking)

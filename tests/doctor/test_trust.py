@@ -32,7 +32,7 @@ def box(sandbox) -> Iterator[CheckedMachine]:
 
 
 def of_trust(box: CheckedMachine) -> list[Finding]:
-    """Return the findings from the first four checks, all about access by other users."""
+    """Return the findings of the first four checks, which all concern other users' access."""
     return list(examine(box, CHECKS[:4]))
 
 
@@ -44,7 +44,7 @@ def may_read(file: Path) -> bool:
 
 def test_a_new_data_folder_is_private_and_a_missing_folder_produces_no_finding(box: CheckedMachine) -> None:
     assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
-    # The mode of a file does not matter if other users cannot enter one of its parent folders.
+    # A file's mode does not matter if other users cannot enter one of its parent folders.
     box.data.run(7).job_file.chmod(0o644)
     assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
     assert of_trust(CheckedMachine(DataDir(box.data.root / "none"), box._source)) == []

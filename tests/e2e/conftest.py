@@ -1,4 +1,4 @@
-"""Fixtures for tests using a data folder, the demo app in pseudo-terminals, and shell commands."""
+"""Fixtures for tests that use a data folder, the demo app in pseudo-terminals, and shell commands."""
 
 from __future__ import annotations
 

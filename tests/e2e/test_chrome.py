@@ -1,4 +1,4 @@
-"""Tests for the frame around the content in a 256-colour terminal, as over ssh."""
+"""Tests for the frame around the content in a 256-colour terminal, such as one used over ssh."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
 
 
 @pytest.mark.parametrize(("term", "environment"), [("xterm-256color", {"NO_COLOR": "1"}), ("dumb", {}), ("vt100", {})])
-def test_no_colour_is_sent_where_the_user_or_the_terminal_wants_none(
+def test_no_colour_is_sent_if_the_user_or_the_terminal_does_not_want_any(
     box: Box, term: str, environment: dict[str, str]
 ) -> None:
     terminal = box.app(80, 24, colours="", term=term, **environment)
@@ -69,14 +69,14 @@ def test_no_colour_is_sent_where_the_user_or_the_terminal_wants_none(
     assert {code for code in codes(terminal) if 30 <= int(code or 0) < 50 or int(code or 0) >= 90} == set()
 
 
-def test_only_colours_of_the_256_are_sent_over_ssh(box: Box) -> None:
+def test_only_colours_from_the_256_colour_palette_are_sent_over_ssh(box: Box) -> None:
     terminal = box.app(80, 24, colours="")
     kinds = re.findall(rb"[34]8;([25]);", bytes(terminal.raw))
     assert {*kinds} == {b"5"}
 
 
 def codes(terminal: Terminal) -> set[str]:
-    """Return the codes of attributes and colours that the app has sent."""
+    """Return the attribute and colour codes that the app has sent."""
     return {code for sent in re.findall(rb"\x1b\[([0-9;]*)m", bytes(terminal.raw)) for code in sent.decode().split(";")}
 
 

@@ -57,7 +57,7 @@ def test_a_restart_causes_no_dip_in_the_sums_even_though_one_gpu_responds_later(
     assert max(steps) <= 1, shown
 
 
-def test_keys_scroll_to_gpus_below_the_edge(box: Box) -> None:
+def test_keys_scroll_to_gpus_below_the_visible_area(box: Box) -> None:
     terminal = box.app(80, 24, "--demo", "--demo-gpus", "16", shows="▼ 7 more")
     terminal.send("]")
     terminal.wait_for(lambda text: "15 RTX 3090" in text and "▲ 7 more" in text and "16 GPUs · 0 running" in text)

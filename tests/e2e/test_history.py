@@ -25,14 +25,14 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """Return the utilisation row of each GPU on cards that are two side by side."""
+    """Return the utilisation row of each GPU in a view that shows two GPUs side by side."""
     lines = [line for line in text.splitlines() if line.count(" util ") == 2]
     return [line[start : start + 59] for line in lines for start in (0, 59)]
 
 
 def test_another_gpus_history_at_the_same_index_is_not_drawn(box: Box) -> None:
     store(box, 0, "GPU-of-before-the-reboot", 90)
-    store(box, 1, uuid_of(2), 60)  # the index of this GPU has changed since then
+    store(box, 1, uuid_of(2), 60)  # this GPU's index has changed since then
     terminal = box.app(120, 40)
     terminal.press("V")
     terminal.wait_for(lambda text: "▅▅▅" in "".join(utilization(text)[2:3]))

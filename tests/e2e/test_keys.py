@@ -89,7 +89,7 @@ def editor(box: Box, *lines: str) -> str:
 
 
 @pytest.mark.parametrize("command", slow_except(["false"], ["false", "no-such-editor"]))
-def test_a_failing_editor_gives_the_terminal_back(box: Box, command: str) -> None:
+def test_the_app_takes_back_the_terminal_if_the_editor_fails(box: Box, command: str) -> None:
     terminal = box.app(80, 24, EDITOR=command, VISUAL="")
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")
@@ -208,7 +208,7 @@ def gives_the_terminal_away(terminal: Terminal) -> bool:
 
 
 def times_open(box: Box) -> int:
-    """Return how many times the only program using the fake library has NVML open, or -1 if the file is empty."""
+    """Return how many times the only program that uses the fake library has NVML open, or -1 if the file is empty."""
     (file,) = box.folder.glob("open.*")
     return int(file.read_text() or -1)
 
@@ -253,7 +253,7 @@ def test_ctrl_z_is_rejected_if_no_shell_could_continue_the_app(box: Box) -> None
     terminal.wait_for("Not suspended: no shell here")
 
 
-def test_a_stopped_app_releases_the_terminal_and_later_takes_it_over_again(box: Box) -> None:
+def test_a_stopped_app_releases_the_terminal_and_takes_it_back_later(box: Box) -> None:
     terminal = box.app(80, 24, controlling=True)
     for number in (signal.SIGTSTP, signal.SIGSTOP, signal.SIGTSTP):
         terminal.process.send_signal(number)

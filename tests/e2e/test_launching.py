@@ -20,7 +20,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
-# An SAE of 1.2 million latents does not fit on a GPU with 10 GiB, and its checkpoints need 35 GiB on disk.
+# An SAE with 1.2 million latents does not fit on a GPU with 10 GiB, and its checkpoints need 35 GiB on disk.
 WIDE = """
 name = "wide"
 [data]
@@ -84,7 +84,7 @@ def recorded(box: Box) -> list[Job]:
 
 
 def told_need(screen: str) -> str:
-    """Return the memory per GPU that, according to the review, the job needs."""
+    """Return the memory per GPU that the job needs according to the review."""
     found = re.search(r"needs ([\d.]+ GiB) per GPU", one_line(screen))
     assert found, screen
     return found[1]
@@ -133,7 +133,7 @@ def test_a_width_typed_into_the_form_makes_auto_select_a_mode_that_fits(box: Box
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_confirmation_of_a_job_that_must_wait_says_how_much_memory_it_needs(box: Box) -> None:
+def test_the_confirmation_for_a_job_that_must_wait_says_how_much_memory_it_needs(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
     terminal.wait_for("needs 0.9 GiB")
@@ -161,7 +161,7 @@ def test_the_confirmation_of_a_job_that_must_wait_says_how_much_memory_it_needs(
 
 
 @pytest.mark.timeout(300)
-def test_a_torch_without_cuda_is_reported_before_the_launch(box: Box, drivers: Path) -> None:
+def test_a_torch_build_without_cuda_is_reported_before_the_launch(box: Box, drivers: Path) -> None:
     torch = box.folder / "site" / "torch"
     torch.mkdir(parents=True)
     (torch / "__init__.py").touch()

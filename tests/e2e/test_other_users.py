@@ -118,7 +118,7 @@ class World:
         return programs
 
     def _far_side(self) -> list[str]:
-        """Return a command that replaces ssh and simulates a remote host sending arbitrary text."""
+        """Return a command that replaces ssh and simulates a remote host that sends arbitrary text."""
         name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
         jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
         gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
@@ -144,7 +144,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # An error of the job would be shown instead of the reason why it waits.
+            # If the job had an error, the error would be shown instead of the reason for waiting.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -220,7 +220,7 @@ class Visit:
         self.to(to)
 
     def press_until(self, key: str, shows: str) -> None:
-        """Press a key again and again until the screen shows a text."""
+        """Press a key repeatedly until the screen shows this text."""
         for _ in range(40):
             self.terminal.press(key, gap_s=0.2)
             self.terminal.read_until_quiet(0.2, 5)
@@ -283,7 +283,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
     goes("]", to=core("log of rank 1"))
     goes("]", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
-    # The second space moves the cursor to the job of the other host.
+    # The second space moves the cursor to the other host's job.
     goes(ESC, ESC, ESC, " ", " ", "\x1b[A", "c", to="Pareto")
     visit.press_until("M", shows=core("metric"))
     goes(ESC, "y", to="Not cloned")
@@ -314,7 +314,7 @@ def test_no_screen_lets_another_users_text_control_the_terminal(world: World) ->
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """Return the names of the app's screens not shown so far, excluding screens with a displayed subclass."""
+    """Return the names of the app's screens that have not been shown, except screens with a subclass that has."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -432,7 +432,7 @@ def commands_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def lines_of(world: World) -> list[list[str]]:
-    """Return each command line twice: once for text output and once for JSON output."""
+    """Return each of the app's command lines twice, for text and JSON output, and each trainer command line once."""
     names = {
         name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
     }
@@ -470,7 +470,7 @@ def test_no_command_lets_another_users_text_control_the_terminal(world: World) -
     assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS
 
 
-def test_the_first_start_names_the_group_sharing_the_data_folder(box: Box) -> None:
+def test_the_first_start_names_the_group_that_shares_the_data_folder(box: Box) -> None:
     box.data.root.mkdir(parents=True)
     box.data.root.chmod(0o2770)
     terminal = box.app(120, 40)

@@ -1,4 +1,4 @@
-"""Tests of commands with programs of other projects: torchrun, and a Jupyter kernel if it is installed."""
+"""Tests for running other projects' programs as commands: torchrun, and a Jupyter kernel if one is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sae_tui.jobs.launchers.process_tree import MARK
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-# Sums 1 and 2 over two ranks; with the argument `forever`, again and again.
+# Sums 1 and 2 over two ranks; with the argument `forever`, it does so repeatedly.
 RANK = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -40,7 +40,7 @@ dist.destroy_process_group()
 def _own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-    # The address of the loopback interface suffices on one machine.
+    # On one machine, the loopback interface suffices.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     yield
     for process in processes_of(tmp_path / "data"):
@@ -67,7 +67,7 @@ def until(holds: Callable[[], object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_torchrun_with_two_ranks_finishes_and_leaves_no_process_when_it_is_stopped(tmp_path: Path) -> None:
+def test_torchrun_with_two_ranks_finishes_and_leaves_no_processes_behind_when_stopped(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     ports = free_ports(2)
     job = sae_tui.run([*TORCHRUN, "--master-port", ports[0], "rank.py"], gpus=0, folder=tmp_path)
@@ -87,7 +87,7 @@ def test_torchrun_with_two_ranks_finishes_and_leaves_no_process_when_it_is_stopp
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("ipykernel", "jupyter_client"))), reason="ipykernel is not installed"
 )
-def test_a_jupyter_kernel_runs_code_of_its_client_until_it_is_stopped(tmp_path: Path) -> None:
+def test_a_jupyter_kernel_runs_its_clients_code_until_it_is_stopped(tmp_path: Path) -> None:
     from jupyter_client import BlockingKernelClient
 
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{run_dir}/kernel.json"]

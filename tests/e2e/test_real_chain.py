@@ -24,9 +24,9 @@ from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-# The number and length of the contexts also evaluated with SAELens. The model reads these contexts ten times.
+# The number and length of the contexts that are also evaluated with SAELens. The model reads these contexts ten times.
 N_JUDGED, SHORT = 4, 32
-# Maps our metrics over all tokens to SAELens's names for them.
+# Maps our names for metrics over all tokens to SAELens's names.
 OF_SAELENS = {
     "ce": "ce_loss_without_sae",
     "ce_with_sae": "ce_loss_with_sae",
@@ -47,7 +47,7 @@ HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
 
 
 class Chain:
-    """The working directory of the commands."""
+    """The commands' working directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -190,7 +190,7 @@ def give_to_saelens(chain: Chain) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     chain.trainer("export", "sae-run", "--out", "saelens", "--format", "saelens")
     sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
-    # TransformerLens does not support this model, so the hook is a module in transformers.
+    # TransformerLens does not support this model, so the hook is named after a module in transformers.
     assert sae.cfg.metadata["hook_name"] == "model.layers.6"
     assert sae.cfg.metadata["as_extracted"]["hook_name"] == "blocks.6.hook_resid_post"
     x = ordinary(chain.rows(STREAM)["activations"])
@@ -199,7 +199,7 @@ def give_to_saelens(chain: Chain) -> None:
 
 
 def judge_as_saelens(chain: Chain) -> None:
-    """Compare each metric defined as in SAELens with SAELens's evaluation on the same contexts."""
+    """Compare each metric that is defined as in SAELens with SAELens's evaluation on the same contexts."""
     sae_lens = pytest.importorskip("sae_lens")
     from datasets import Dataset
     from sae_lens.evals import get_eval_everything_config, run_evals
@@ -235,7 +235,7 @@ def judge_as_saelens(chain: Chain) -> None:
     ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
     for name, same in OF_SAELENS.items():
         assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
-    # The first row in each context is an outlier, which an SAE not trained on such rows cannot reconstruct.
+    # The first row in each context is an outlier, which an SAE cannot reconstruct unless it was trained on such rows.
     assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
     assert spliced["ce_score"] > ours["ce_score"]
 
@@ -254,7 +254,7 @@ def give_to_circuit_tracer(chain: Chain) -> None:
 
 
 def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
-    """Load a transcoder from a file with circuit-tracer, and return its output for rows x [n, d_in]."""
+    """Use circuit-tracer to load a transcoder from a file, and return its output for rows x [n, d_in]."""
     from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
 
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
@@ -271,7 +271,7 @@ def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -
 
 
 def ordinary(rows: Tensor) -> Tensor:
-    """Return the rows with at most ten times the median norm, the rows used for metrics."""
+    """Return the rows whose norm is at most ten times the median norm; metrics use only these rows."""
     norms = rows.norm(dim=1)
     return rows[norms <= 10 * norms.median()]
 

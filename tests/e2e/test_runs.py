@@ -23,7 +23,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def sweep(box: Box) -> int:
-    """Record a sweep with three SAEs. The last SAE is the best, but the job's row has the values of the first."""
+    """Record a sweep with three SAEs. The last SAE is the best, but the job's row contains the first SAE's values."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
     job_id = box.record_job(
         NAME, JobState.FINISHED, config=config, fvu=0.11, heldout_fvu=0.2184, note=note, tags=("good",)
@@ -64,7 +64,7 @@ def test_a_sweep_shows_its_best_sae_first_with_its_settings_and_log(box: Box, sw
     assert box.shell("job", str(sweep))["best_sae"] == "k=32"
 
 
-def test_a_failure_is_shown_once_and_fully_with_its_remedy_at_80_by_24(box: Box) -> None:
+def test_a_failure_is_shown_only_once_and_in_full_with_a_remedy_at_80_by_24(box: Box) -> None:
     error = f"rank 1 was killed (SIGKILL); its last log line: {LAST}"
     job_id = box.record_job("quick", JobState.FAILED, config=job_file(k=16), error=error, world_size=2, attempt=1)
     paths = box.data.run(job_id)

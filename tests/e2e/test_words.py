@@ -64,7 +64,7 @@ def test_holds_dependencies_and_names_can_be_changed_and_are_shown_correctly(box
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_at_its_step(box: Box) -> None:
+def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_from_its_step(box: Box) -> None:
     terminal = box.app(120, 40)
     box.launch_by_keys(terminal, steps=100_000)
     terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)
@@ -93,5 +93,5 @@ def test_a_paused_job_is_shown_as_paused_everywhere_and_resumes_at_its_step(box:
     assert 0 not in seen
     terminal.send("q")
     assert terminal.wait_for_exit() == 0
-    # The emulator knows no alternate screen, so the line may wrap.
+    # The emulator does not support the alternate screen, so the line may wrap.
     terminal.wait_for(lambda text: "1jobkeepsrunning;`sae-tui--demo`showsitagain" in "".join(text.split()))

@@ -1,4 +1,4 @@
-// Makes torch report GPUs that do not exist when requested; loaded before torch's own libraries.
+// Makes torch report GPUs that do not exist once `fake_cuda_on` is called. Loaded before torch's own libraries.
 static int count = 0;
 extern "C" void fake_cuda_on() { count = 64; }
 namespace c10 { namespace cuda {

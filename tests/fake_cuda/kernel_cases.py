@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel in a training step without a GPU, and checks register spills and shared memory.
+"""Compiles every Triton kernel in a training step without a GPU; checks for register spills and too much shared memory.
 
 Each kernel is compiled for every GPU type.
 """
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 
-# Maps each compute capability to the maximum shared memory per program, in KiB.
+# Maps each compute capability or AMD architecture to the maximum shared memory per program, in KiB.
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, "gfx90a": 64, "gfx942": 64}
 SHAPES = ((2304, 65536, 64), (768, 24576, 32), (384, 3072, 32), (2300, 8192, 16))
 TYPES = {
@@ -45,7 +45,7 @@ def launches() -> dict[str, Op]:
 
 
 def _steps() -> Iterator[Step]:
-    """Yield steps for every architecture, on one GPU and on one of two GPUs that split the tokens or the latents."""
+    """Yield steps for every SAE architecture, on one GPU and on one of two GPUs that split the tokens or latents."""
     for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
         sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
         train = {"precision": precision, "batch_size": 4096}
@@ -96,7 +96,7 @@ def _compiled(op: Op, target: int | str) -> Any:
 
 
 def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
-    """Return everything known when the kernel is compiled: types, constants, divisibility, options."""
+    """Return everything that is known when the kernel is compiled: types, constants, divisibility and options."""
     called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(op.kernel.params):
@@ -107,7 +107,7 @@ def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
             signature[parameter.name] = f"*{TYPES[value.dtype]}"
             attributes[place,] = [["tt.divisibility", 16]]
         elif isinstance(value, int) and value == 1:
-            # Triton also treats 1 as a constant when a kernel is launched.
+            # When Triton launches a kernel, it also treats an argument equal to 1 as a constant.
             signature[parameter.name], constants[parameter.name] = "constexpr", 1
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"

@@ -1,7 +1,8 @@
 #!/bin/bash
-# Runs the tests of a GPU step with a CUDA build of torch, on tensors that report cuda:0, without a GPU or driver.
+# Runs the tests of a GPU training step without a GPU or driver, with a CUDA build of torch and tensors that report
+# cuda:0.
 #
-#   tests/fake_cuda/run.sh [FOLDER [PYTEST ARGUMENTS]]    FOLDER (default build/fake_cuda) gets that torch: 5 GB
+#   tests/fake_cuda/run.sh [FOLDER [PYTEST ARGUMENTS]]    that torch (5 GB) goes in FOLDER, by default build/fake_cuda
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(realpath -m "${1:-build/fake_cuda}")

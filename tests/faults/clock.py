@@ -52,7 +52,7 @@ def machine_restarted(root: Path, like: Result) -> float:
 
 
 def queue_restarted(root: Path) -> float:
-    """Reboot a machine with queued jobs and rename it; return the seconds until the queue runs again.
+    """Simulate a reboot of a machine with queued jobs; return the seconds until the queue runs again.
 
     One job runs, another waits for it, and a third is held. The queue must keep its order, and the second job must run
     after the first has been resumed.
@@ -96,8 +96,9 @@ def renamed(root: Path) -> float:
 
 
 def pids_reused(root: Path) -> float:
-    """Give the pids of supervisor and ranks to a process with another start time; return the seconds until the job is
-    lost.
+    """Give a supervisor's and its ranks' pids to a process with another start time.
+
+    Return the seconds until the job is lost.
     """
     with boxed(root) as box, other_user() as other:
         job = _cut_power(RealJob(box).at_step(60))
@@ -135,10 +136,10 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """While one job runs and another waits for its GPUs, set the clock a day ahead or back, and correct it later.
+    """Set the clock at least an hour ahead or back while one job runs and another waits for its GPUs, then correct it.
 
-    Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first step to the end
-    of both jobs.
+    Neither job may end early, be reported as stalled or lose a step. Return the seconds from the first clock change
+    to the end of both jobs.
     """
     with boxed(root) as box:
         clock = Clock(root)
@@ -166,7 +167,7 @@ def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1)
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halt orphaned ranks, and set the clock back after they were first noticed. The ranks must still be killed."""
+    """Orphan halted ranks, and set the clock back after they have been noticed. The ranks must still be killed."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -207,14 +208,14 @@ class Clock:
         self.start: launching.Start = functools.partial(detach.start, command=["env", *names, *detach.SUPERVISOR])
 
     def set_to(self, seconds: int) -> None:
-        """Set the clock this many seconds ahead of the true time."""
+        """Set the clock `seconds` ahead of the true time."""
         with self._file.open("r+b") as file:
             lines = file.read().rstrip(b"\0") + f"{int(time.time())} {seconds}\n".encode()
             file.seek(0)
             file.write(lines)
 
     def say(self, box: Box) -> None:
-        """Run the `jobs` command with this clock. Like all commands about jobs, it checks whether jobs are lost."""
+        """Run the `jobs` command with this clock. Like all commands about jobs, it checks for lost jobs."""
         command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
         done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -245,7 +246,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """Check that curves are ordered by step, and the events of each source by arrival."""
+    """Check that curves are ordered by step, and each source's events by arrival."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

@@ -29,12 +29,12 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on CPU ranks that trains until it is stopped. Its progress is read from the log of rank 0."""
+    """A job on CPU ranks that trains until it is stopped. Its progress is read from rank 0's log."""
 
     def __init__(
         self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
     ) -> None:
-        """Launch the job. `prepare` is called with the run's paths before any process of the job exists."""
+        """Launch the job. `prepare` is called with the run's paths before any of the job's processes exist."""
         self.box, self.n_ranks = box, n_ranks
 
         def start(data: DataDir, job_id: int) -> None:
@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def rest(self, seconds: float) -> None:
-        """Halt the ranks for this many seconds so that they do not use full cores while the test is waiting."""
+        """Halt the ranks for this long, so that they do not keep cores busy while the test waits."""
         for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
             for rank in self.processes[1:]:
                 rank.send(number)
@@ -109,7 +109,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Return the result from an undisturbed job on two ranks."""
+    """Return the result of an undisturbed job on two ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*ONE_THREAD)
         return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)

@@ -24,15 +24,14 @@ from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
-# The time limit, plus 5 s for a stopped process to exit, and 20 s for a busy machine and two stack dumps.
+# The time limit, plus 5 s for a stopped process to exit, and 20 s for two stack dumps and a busy machine.
 WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """Halt a rank with SIGSTOP. The job must be reported as stalled, with the stack traces of all ranks, and be
-    restarted.
+    """Halt a rank with SIGSTOP. The job must be reported as stalled, with all ranks' stack traces, and be restarted.
 
-    The job must continue from its checkpoint. Return the seconds until the ranks were killed.
+    The job must continue from its checkpoint. Return the seconds until the next attempt begins.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -58,12 +57,12 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 
 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
-    """Halt a rank just after rank 0 has saved a checkpoint. Saving may take long, but the next step may not."""
+    """Halt a rank just after rank 0 has saved a checkpoint. Saving may take a long time, but the next step may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)
 
 
 def processes_hang(root: Path, dice: random.Random) -> float:
-    """Make reads of a GPU process's files in /proc hang while the app lists this process.
+    """Make reads of a GPU process's files in /proc hang while the app lists the process.
 
     The app must report this and still accept keys. Return the seconds from pressing the first key to stop a job until
     the job has ended.
@@ -73,7 +72,7 @@ def processes_hang(root: Path, dice: random.Random) -> float:
         job_id = box.launch("steps=100000")
         box.wait_steps(job_id)
         # If a process hangs while its memory map is locked, reads of its command line block. Block reads of either
-        # the command line and the environment, or all files of the process.
+        # the command line and the environment, or all of the process's files.
         folder = Path(f"/proc/{other_user.pid}")
         is_whole = dice.random() < 0.5
         hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])

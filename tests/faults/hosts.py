@@ -1,4 +1,4 @@
-"""Reboots hosts, renames hosts, or lets hosts share a data folder. Each function injects one fault."""
+"""Reboots or renames hosts, or lets hosts share a data folder. Each function injects one fault."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def two_on_one_folder(root: Path, dice: random.Random) -> float:
 
 
 def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
-    """Check that a host cannot change a job of the other host, except that it can stop a running job."""
+    """Check that one host cannot change the other host's jobs, except that it can stop a running job."""
     (theirs,) = two.launch(ENDLESS)
     two.trains(theirs)
     assert "gpu2" in one.run("stop", theirs)

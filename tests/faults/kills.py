@@ -28,7 +28,7 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-# The seconds within which the peers of a killed rank must exit, and within which a crashed job must train again.
+# How soon a killed rank's peers must exit, and how soon a crashed job must train again, in seconds.
 PEERS_GONE_AFTER_S = 10.0
 AGAIN_AFTER_S = 10.0
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
@@ -48,11 +48,11 @@ def launcher_killed(root: Path, dice: random.Random) -> float:
 
 
 def terminal_closed(root: Path, dice: random.Random) -> float:
-    """Close the terminal that `sae-tui launch --wait` runs in. All processes of its session then get SIGHUP."""
+    """Close the terminal that `sae-tui launch --wait` runs in. All processes in its session then get SIGHUP."""
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
-            # Under nohup, the process would ignore SIGHUP.
+            # If the tests run under nohup, the process would otherwise ignore SIGHUP.
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(sys.executable, [*_launch_command(box), "--wait"])
         wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)
@@ -167,7 +167,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """Get rank 1 OOM-killed with a cgroup memory limit; if cgroups are unavailable, limit its address space."""
+    """Get rank 1 OOM-killed by a cgroup memory limit; if cgroups are unavailable, limit its address space instead."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]

@@ -15,7 +15,7 @@ from jobs.conftest import wait_for
 from trainer.contract.store.states import JobState
 
 ENDLESS, SHORT, QUICK = "steps=100000", "steps=100", "steps=20"
-# Functions called by a supervisor when its job starts or ends.
+# Functions that a supervisor calls when its job starts or ends.
 RENAMED = (
     "is_gone",
     "run_hook",
@@ -28,7 +28,7 @@ RENAMED = (
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """While jobs wait, replace the package file by file with a version whose functions have other names.
+    """While jobs wait, replace the package, file by file, with a version in which some functions have other names.
 
     Return the seconds from the upgrade until the queue is empty.
     """
@@ -111,7 +111,7 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
 def driver_hangs(root: Path, dice: random.Random) -> float:
     """Make the driver hang while jobs wait. Jobs must show why they wait, and start once the driver has recovered.
 
-    Return the seconds from the recovery until the jobs start.
+    Return the seconds from the recovery until the first job starts.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         (runs,) = host.launch(ENDLESS)

@@ -44,8 +44,7 @@ def cuda_problem(vendors=()):
 
 
 class RealHost:
-    """A host where commands start and change jobs. The ranks of these jobs run `jobs/fake_rank.py`, which does not use
-    torch.
+    """A host on which commands start and change jobs. Ranks run `jobs/fake_rank.py`, which does not use torch.
 
     A fake version of NVIDIA's library provides the GPUs, whose UUIDs depend on `number`.
     """
@@ -86,7 +85,7 @@ class RealHost:
         assert self._first.stdout.readline() == b"up\n", "the host did not start"
 
     def power_off(self) -> None:
-        """Kill all processes on the host at once, as a power cut does."""
+        """Kill all processes on the host at once, as a power cut would."""
         with contextlib.suppress(FileNotFoundError):
             namespace = os.readlink(f"/proc/{self._first.pid}/ns/uts")
             wait_for(lambda: not self._kill(namespace), "the end of all processes of the host")
@@ -149,7 +148,7 @@ class RealHost:
         return [one["id"] for one in (launched if isinstance(launched, list) else [launched])]
 
     def trains(self, job_id: int) -> Job:
-        """Wait until a job has reached a step, and return its row. `Box.wait_steps` works only for ranks with the real
+        """Wait until a job has taken a step, and return its row. `Box.wait_steps` works only for ranks with the real
         boot id.
         """
         wait_for(lambda: self.box.job(job_id).step, f"steps of job {job_id}", 60)
@@ -200,7 +199,7 @@ def require_nothing_left(box: Box) -> None:
 
 
 def install(folder: Path) -> None:
-    """Copy the packages into a folder, with ranks that need no torch."""
+    """Copy the packages into a folder, with ranks that do not need torch."""
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name)
     program = str(ROOT / "tests" / "jobs" / "fake_rank.py")
@@ -211,7 +210,7 @@ def install(folder: Path) -> None:
 
 @functools.cache
 def _libraries() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder to be removed when this process exits."""
+    """Return a temporary folder that is removed when this process exits."""
     return tempfile.TemporaryDirectory(prefix="sae-tui-libraries-")
 
 

@@ -1,4 +1,4 @@
-"""A job with real training processes, with methods that inject faults and check the guarantees afterwards."""
+"""A job with real training processes, and methods that inject faults and check the guarantees afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.store.states import JobState
 # These GPUs are simulated: their leases and locks are real, but the ranks run on the CPU.
 GPUS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
 START_S = 240.0
-# The seconds within which all processes of a killed job must exit and its GPUs must be released.
+# How soon all of a killed job's processes must exit and its GPUs must be released, in seconds.
 GONE_AFTER_S = 15.0
 # Log every step, because a run stopped within a log interval averages over different steps than an undisturbed run.
 SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
@@ -41,7 +41,7 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 class RealJob:
     """A job launched just as the app would launch it.
 
-    `train` and `launch` contain settings of these sections; `place` contains the options `after` and `held`.
+    `train` and `launch` contain settings of these sections; `place` contains the options `after` and `hold`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RealJob:
 
     @property
     def ranks(self) -> list[Rank]:
-        """The ranks in the current attempt."""
+        """The ranks of the current attempt."""
         attempt = self.row.attempt
         return [rank for rank in self.box.control.ranks(self.id) if rank.attempt == attempt]
 
@@ -89,7 +89,10 @@ class RealJob:
         return file.read_text() if file.exists() else ""
 
     def processes(self) -> list[int]:
-        """Return all pids whose command line names the data folder, recorded or not, except the queue process."""
+        """Return the pids of all processes whose command line names the data folder, except the queue process.
+
+        They include processes that are not recorded.
+        """
         folder, queue = os.fsencode(self.box.data.root), b"queue_process"
         return [pid for pid, line in _command_lines() if folder in line and queue not in line and pid != os.getpid()]
 
@@ -103,7 +106,7 @@ class RealJob:
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:
-        """Wait until all ranks are recorded, long before they train."""
+        """Wait until all ranks are recorded, which is long before they train."""
         wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
         return self
 
@@ -156,7 +159,7 @@ class RealJob:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Check that the latest checkpoint, the first one tried by a resume, is complete."""
+        """Check that the latest checkpoint, which a resume tries first, is complete."""
         checkpoints = newest_first(self.paths.checkpoints)
         assert checkpoints, "no checkpoint"
         assert damage(checkpoints[0]) is None, damage(checkpoints[0])
@@ -176,7 +179,7 @@ class RealJob:
 
 
 def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
-    """Return the result from an undisturbed job with these settings."""
+    """Return the result of an undisturbed job with these settings."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         job.ended()

@@ -20,12 +20,12 @@ def stop_in_start(root: Path, dice: random.Random) -> float:
 
 
 def stop_in_evaluation(root: Path, dice: random.Random) -> float:
-    """Stop the job while it is evaluating, as it does after every step."""
+    """Stop the job while it evaluates, which it does after every step."""
     return _stop_while_training(root, dice, eval_every=1, checkpoint_every=0)
 
 
 def stop_in_checkpoint(root: Path, dice: random.Random) -> float:
-    """Stop the job while it is saving a checkpoint, as it does after every step."""
+    """Stop the job while it saves a checkpoint, which it does after every step."""
     return _stop_while_training(root, dice, checkpoint_every=1)
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.mark.slow
-def test_a_job_is_lost_after_a_reboot_and_produces_the_same_bits_once_resumed(tmp_path, like) -> None:
+def test_a_job_lost_in_a_reboot_gives_bitwise_identical_results_once_resumed(tmp_path, like) -> None:
     clock.machine_restarted(tmp_path / "box", like)
 
 

@@ -67,7 +67,7 @@ def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, sma
         small_disk(paths.root)
         for file, content in files.items():
             file.write_bytes(content)
-        # Keep the logs read by the test on another disk.
+        # Keep the logs, which the test reads, on another disk.
         (tmp_path / "logs").mkdir()
         paths.create()
         subprocess.run(["mount", "--bind", tmp_path / "logs", paths.logs], check=True)
@@ -95,7 +95,7 @@ def remounted(disk: Path, how: str) -> bool:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_saved_again_after_their_disk_was_read_only(train, small_disk) -> None:
+def test_checkpoints_are_saved_again_once_their_disk_is_no_longer_read_only(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every=SAVE_EVERY)
     disk = training.paths.checkpoints
     training.says("checkpoint saved")

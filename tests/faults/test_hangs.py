@@ -29,7 +29,7 @@ def test_a_rank_halted_after_a_save_is_not_treated_as_still_saving(tmp_path: Pat
     hangs.rank_halted_after_saving(tmp_path / "box", random.Random(0))
 
 
-def test_the_last_heartbeat_of_an_attempt_does_not_make_the_next_attempt_stalled(box, monkeypatch) -> None:
+def test_an_attempts_last_heartbeat_does_not_make_the_next_attempt_count_as_stalled(box, monkeypatch) -> None:
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     job_id = box.record()
     paths = box.data.run(job_id)

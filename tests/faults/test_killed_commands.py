@@ -1,4 +1,4 @@
-"""Kills every process of the queue and of commands at random times: no run is lost, repeated or left behind."""
+"""Kills the queue process and commands' supervisors at random times: no run may be lost, repeated or left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
 
 LINES = 60
-# Counts its starts in a file, so that a second start would be noticed.
+# Records each start in a file, so that a second start would be noticed.
 PROGRAM = """
 import sys, time
 with open(sys.argv[1], "a") as starts:
@@ -68,7 +68,7 @@ def test_commands_run_exactly_once_no_matter_what_is_killed(box, tmp_path, seed)
         assert box.living(job_id) == []
 
 
-def test_a_command_outlives_the_terminal_in_which_it_was_launched(box):
+def test_a_command_outlives_the_terminal_it_was_launched_in(box):
     box.make_store()
     data = f"--data-dir={box.data.root}"
     command = [sys.executable, "-m", "sae_tui", data, "--gpu-source=none", "run", "--gpus=0", "--", "sleep", "60"]
@@ -89,7 +89,7 @@ def test_a_command_outlives_the_terminal_in_which_it_was_launched(box):
     assert box.wait_ended(1).state == JobState.STOPPED
 
 
-def test_a_program_killed_for_its_memory_is_reported_with_that_cause(box):
+def test_a_program_that_runs_out_of_memory_is_reported_with_that_cause(box):
     text = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)); x = bytearray(2**30)"
     job = box.wait_ended(run(box, sys.executable, "-c", text))
     assert job.state == JobState.FAILED

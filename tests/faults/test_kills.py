@@ -28,16 +28,16 @@ def test_killing_the_launch_command_leaves_either_a_running_job_or_no_job(tmp_pa
     kills.launcher_killed(tmp_path / "box", random.Random(0))
 
 
-def test_a_killed_supervisors_job_saves_and_produces_the_same_bits_once_resumed(tmp_path, like) -> None:
+def test_a_killed_supervisors_job_saves_and_gives_bitwise_identical_results_once_resumed(tmp_path, like) -> None:
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 
-def test_a_killed_rank_is_named_and_the_restarted_job_produces_the_same_bits(tmp_path, like) -> None:
+def test_a_killed_rank_is_named_and_the_restarted_job_gives_bitwise_identical_results(tmp_path, like) -> None:
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 
 
 @pytest.mark.slow
-def test_after_any_process_is_killed_a_resumed_job_produces_the_same_bits(tmp_path: Path) -> None:
+def test_after_any_process_is_killed_a_resumed_job_gives_bitwise_identical_results(tmp_path: Path) -> None:
     alone = undisturbed(tmp_path / "undisturbed", 1)
     kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
 
@@ -57,7 +57,7 @@ def test_a_job_whose_rank_ran_out_of_memory_is_not_restarted_with_the_same_setti
 
 
 @pytest.mark.parametrize(("phase", "state"), [("finished", JobState.FINISHED), ("stopped", JobState.LOST)])
-def test_a_job_without_a_supervisor_has_finished_if_its_ranks_reported_that(box, phase, state) -> None:
+def test_a_job_without_a_supervisor_counts_as_finished_if_its_ranks_reported_that(box, phase, state) -> None:
     job_id = box.record(total_steps=10, supervisor_pid=1, supervisor_start=1, boot_id=boot_id())
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -71,7 +71,7 @@ def test_a_job_without_a_supervisor_has_finished_if_its_ranks_reported_that(box,
     assert box.control.leases() == []
 
 
-def test_an_old_job_just_resumed_is_not_lost_before_its_supervisor_starts(box) -> None:
+def test_an_old_job_that_was_just_resumed_is_not_lost_before_its_supervisor_starts(box) -> None:
     job_id = box.record(created=time.time() - 3600, queued=time.time() - 3600)
     assert reconcile(box.data) == [job_id]
     box.control.transition(job_id, JobState.QUEUED)

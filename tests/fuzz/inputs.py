@@ -86,9 +86,7 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """Return the mutated file `first`. With `splice`, the content of `second` replaces everything after that
-    position.
-    """
+    """Mutate the content `first`. With `splice`, the tail of `second` first replaces everything after that position."""
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)

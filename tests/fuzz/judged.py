@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# The limit is in CPU seconds used by this process, so that no test fails because the machine is busy. A reader takes
+# The limit is in CPU seconds of this process, so that no test fails because the machine is busy. Readers take
 # milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20

@@ -123,7 +123,7 @@ class Home:
 
 
 def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
-    """Restore a job missing from a store, and return it as read from the store."""
+    """Restore a job that is missing from a store, and return it as read from the store."""
     control = Control(home.made("control"))
     try:
         control.restore(job, events, ranks)
@@ -183,7 +183,7 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Export tensors with arbitrary content and a valid manifest."""
+    """Export a checkpoint whose tensors have arbitrary content and whose manifest is valid."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent

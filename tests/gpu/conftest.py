@@ -1,4 +1,4 @@
-"""Fixtures that run scripts with the real pynvml and a fake version of NVIDIA's library, and a helper that polls."""
+"""Fixtures that run scripts with the real pynvml and a fake version of NVIDIA's library, and one for polling."""
 
 from __future__ import annotations
 

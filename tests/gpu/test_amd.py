@@ -107,7 +107,7 @@ def test_a_gpu_name_cannot_control_the_terminal(on_amd: Run) -> None:
     assert sample["name"] == "MI\ufffd[2J\ufffd300"
 
 
-def test_a_lost_gpu_is_listed_with_the_reason_and_shifts_no_index(on_amd: Run) -> None:
+def test_a_lost_gpu_is_listed_with_the_reason_and_does_not_shift_the_indices(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
     assert "none of the GPU's sensors respond" in lost["reason"]

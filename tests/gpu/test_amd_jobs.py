@@ -13,7 +13,7 @@ import pytest
 from support.amd_driver import build_library, environment, module_folder
 from support.driver import ROOT
 
-# Every Python process runs this code when it starts. A rank also stores its environment variables.
+# Every Python process runs this code when it starts. A rank also stores the environment variables that select its GPUs.
 START = """
 import os, pathlib
 from msgspec.structs import replace

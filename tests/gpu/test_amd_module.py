@@ -25,7 +25,7 @@ GOOD = "def amdsmi_get_gpu_vram_usage(): ...\nclass AmdSmiLibraryException(Excep
 
 
 def load(rocm: Path, installed: Path) -> Any:
-    """Return `MARK` of the imported module, or the reason why no module could be imported."""
+    """Return the imported module's `MARK`, or [reason, is_broken] if no module can be used."""
     env = os.environ | {"ROCM_PATH": str(rocm), "PYTHONPATH": f"{installed}:{ROOT}"}
     done = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

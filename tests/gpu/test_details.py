@@ -1,4 +1,4 @@
-"""Tests, with the real pynvml and a fake driver, for GPU details, which are read only while shown."""
+"""Tests for GPU details, which are read only while they are shown, with the real pynvml and a fake driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.panels.gpu_page import facts
 
-# Prints the details and the condition of each GPU.
+# Defines `flat`, which merges a GPU's details and condition into one dict.
 FLAT = """
 import json
 from dataclasses import asdict
@@ -49,8 +49,8 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# These fields are unknown: there is no Xid error, this driver names no recovery action, and activity needs two
-# readings.
+# These fields are always unknown in one reading: there is no Xid error, this driver names no recovery action, and
+# measuring activity needs two readings.
 UNKNOWN = {"xid", "recovery", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = f"""{FLAT}
 nvml = Nvml()

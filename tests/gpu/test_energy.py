@@ -61,7 +61,7 @@ def test_the_energy_of_a_steady_gpu_is_its_power_times_the_duration():
     assert used == pytest.approx((250.0 * 3600, 3600, 3600, 0))
 
 
-def test_a_gap_without_samples_adds_nothing():
+def test_a_gap_without_samples_adds_no_energy():
     readings = [EnergyReading(BEGIN + second, 100.0) for second in (0, 1, 2, 62, 63)]
     assert metered(readings, BEGIN, BEGIN + 63) == pytest.approx((300, 63, 3, 0))
 
@@ -77,14 +77,14 @@ def test_power_samples_between_two_counter_readings_are_not_counted_twice():
     assert metered(readings, BEGIN, BEGIN + 7) == pytest.approx((760, 7, 7, 6))
 
 
-def test_after_a_restart_of_the_counter_power_samples_are_used_instead():
+def test_after_the_counter_restarts_power_samples_are_used_instead():
     readings = [
         EnergyReading(BEGIN + second, 100.0, joules) for second, joules in ((0, 9e6), (1, 9e6 + 100), (2, 50.0))
     ]
     assert metered(readings, BEGIN, BEGIN + 2) == pytest.approx((200, 2, 2, 1))
 
 
-def test_without_power_samples_and_a_counter_the_energy_is_unknown():
+def test_without_power_samples_or_a_counter_the_energy_is_unknown():
     assert metered([EnergyReading(BEGIN + 1)], BEGIN, BEGIN + 9) == Used(0, 9, 0, 0)
 
 

@@ -46,7 +46,9 @@ def data_dir(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Sample two GPUs 200 times per second. The clock starts ten minutes ago and advances by 1 s per sample."""
+    """Take 200 samples per second from two GPUs together. The clock starts ten minutes ago and advances by 1 s per
+    sample.
+    """
     begin, ticks = time.time() - 600, itertools.count()
     started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
     yield started
@@ -55,7 +57,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Return a function that starts recorders for the sampler and stops them after the test."""
+    """Return a function that starts recorders for the sampler; they are stopped after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -78,7 +80,7 @@ def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sq
 
 
 def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None = None, **values: Any) -> None:
-    """Store samples as another process would. By default, they have the UUID of the simulated GPU at this index."""
+    """Store samples as another process would, by default with the UUID of the simulated GPU at this index."""
     uuid = uuid or uuid_of(index)
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
@@ -191,7 +193,7 @@ def test_a_standby_recorder_switches_to_its_hosts_separate_history_file(
     lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
     assert lock.acquire()
     recorder = record()
-    # The elected process has switched to its own file; then the user deletes the old file.
+    # As if the elected process had switched to its own file and the user had then deleted the old one.
     open_writer(data_dir.own_gpu_db, "gpu").close()
     earlier.unlink()
     lock.release()
@@ -310,7 +312,7 @@ def test_an_unwritable_store_is_reported_in_one_sentence_and_sampling_continues(
     assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # no sample was lost
 
 
-def test_a_store_locked_for_long_is_reported_and_written_afterwards(
+def test_a_store_locked_for_a_long_time_is_reported_and_written_afterwards(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
@@ -371,7 +373,7 @@ def test_deleting_old_samples_uses_the_primary_key(data_dir: DataDir) -> None:
     ]
 
 
-def test_the_history_continues_after_the_clock_was_set_back(data_dir: DataDir, until: Until) -> None:
+def test_the_history_continues_after_the_clock_is_set_back(data_dir: DataDir, until: Until) -> None:
     now = time.time()
     store(data_dir, 0, [now + 5000])
     sampler = Sampler(Simulated(1), 0.01)
@@ -396,12 +398,12 @@ def test_recent_is_empty_if_there_is_no_store_yet(data_dir: DataDir) -> None:
     assert recent(data_dir.gpu_db, HOST, 600) == {}
 
 
-def test_recent_returns_only_rows_of_its_own_host(data_dir: DataDir) -> None:
+def test_recent_returns_only_rows_from_its_own_host(data_dir: DataDir) -> None:
     store(data_dir, 0, [time.time() - 5])
     assert recent(data_dir.gpu_db, "another", 600) == {}
 
 
-def test_the_history_consists_of_samples_or_of_minutes_where_samples_were_deleted(data_dir: DataDir) -> None:
+def test_the_history_consists_of_samples_or_minute_means_where_samples_were_deleted(data_dir: DataDir) -> None:
     now = time.time()
     cut = (now - 3600) // 60 * 60
     store(data_dir, 0, [cut - 600, cut - 590, cut - 70, cut - 60], utilization=30, job=4)
@@ -470,7 +472,7 @@ def test_a_missing_history_store_is_reported(data_dir: DataDir) -> None:
 
 
 def filled(data_dir: DataDir, hours: float) -> None:
-    """Store one sample of a GPU per second."""
+    """Store one GPU sample per second of the last `hours` hours."""
     store(data_dir, 0, [time.time() - hours * 3600 + second for second in range(int(hours * 3600))])
 
 
@@ -499,7 +501,7 @@ def test_the_history_file_shrinks_after_a_shorter_retention_is_set(
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         before = data_dir.gpu_db.stat().st_size
         sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
-        assert len(sizes) > 20  # the rows were deleted in small batches, allowing samples to be stored in between
+        assert len(sizes) > 20  # rows were deleted in small batches, so that samples could be stored in between
         assert max(sizes) < before / 2
         assert sizes[-1] == 0
         assert data_dir.gpu_db.stat().st_size < before / 3
@@ -552,7 +554,7 @@ def test_a_hung_disk_and_unexpected_errors_are_reported_and_recording_continues(
 
 @pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
 @pytest.mark.parametrize("before", ["this process began", "it jumped"])
-def test_a_clock_jump_ahead_deletes_nothing_and_recording_continues_after_it(
+def test_a_forward_clock_jump_deletes_nothing_and_recording_continues_after_it(
     data_dir: DataDir, ahead: float, before: str
 ) -> None:
     now = time.time()
@@ -635,7 +637,7 @@ def test_readings_are_stored_only_once_the_gpu_has_reported_its_uuid(data_dir: D
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Return a function that starts monitors for this host's GPUs and stops them after the test."""
+    """Return a function that starts monitors for this host's GPUs; they are stopped after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 

@@ -1,4 +1,4 @@
-"""Tests that an impossible reading makes only that sensor on that GPU unknown."""
+"""Tests that an impossible reading affects only one sensor of one GPU, whose value becomes unknown."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.rows import Job
 
-# Every Python process on a machine with abacuses runs this code when it starts. The code registers the vendor. A rank
-# also stores its environment variables.
+# Every Python process on a machine with abacuses runs this code at startup to register the vendor. A rank also stores
+# the environment variables that select its GPUs.
 START = """
 import os, pathlib, support.abacus
 support.abacus.register({folder!r})
@@ -218,7 +218,7 @@ def test_a_jobs_vendor_is_the_vendor_of_its_gpus(frames: Path, tmp_path: Path) -
             assert vendor_of(data, job) == ("nvml" if sample.index < 2 else "abacus")
 
 
-def test_facts_about_gpus_from_two_vendors_use_their_common_indices(frames: Path, tmp_path: Path) -> None:
+def test_facts_about_gpus_from_two_vendors_use_the_combined_indices(frames: Path, tmp_path: Path) -> None:
     facts = GpuFacts("570.1", (12, 8), ((8, 6), (9, 0)), (4, 4), (GpuPair(0, 1, "PIX"),))
     machine = Several([load_source("abacus"), Cards(2, facts)])
     assert machine.open() == 4

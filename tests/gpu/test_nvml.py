@@ -49,7 +49,7 @@ IDENTITY_FAULTS = ("no_name", "err_name", "bad_name", "long_name", "no_uuid", "e
 
 @pytest.fixture(scope="module")
 def with_gpu_faults(read_all: Read) -> list[dict[str, Any]]:
-    """Read GPUs that each have one fault, except the first and the last GPU."""
+    """Read GPUs that each have one fault, except for the first and the last, which have none."""
     return read_all(dict(enumerate(GPU_FAULTS, start=1)), GPUS=len(GPU_FAULTS) + 2)
 
 
@@ -66,7 +66,7 @@ def with_identity_faults(read_all: Read) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def with_process_faults(read_all: Read) -> dict[str, dict[str, Any]]:
-    """Read GPUs that all run the test process, each with a different fault."""
+    """Read GPUs that each run the test process and have a different fault."""
     n = len(PROCESS_FAULTS)
     pids = ",".join([str(os.getpid())] * n)
     return dict(zip(PROCESS_FAULTS, read_all(dict(enumerate(PROCESS_FAULTS)), GPUS=n, PIDS=pids), strict=True))
@@ -95,7 +95,7 @@ def test_an_unreadable_gpu_is_listed_with_the_reason(with_gpu_faults: list[dict[
     assert all(sample[field] is None for field in (*SENSORS, "processes"))
 
 
-def test_faulty_gpus_shift_no_index_and_disturb_no_other_gpu(with_gpu_faults: list[dict[str, Any]]) -> None:
+def test_faulty_gpus_do_not_shift_indices_or_affect_other_gpus(with_gpu_faults: list[dict[str, Any]]) -> None:
     assert [sample["index"] for sample in with_gpu_faults] == list(range(len(with_gpu_faults)))
     first, last = with_gpu_faults[0], with_gpu_faults[-1]
     assert first["healthy"]
@@ -122,7 +122,7 @@ def test_a_failing_field_does_not_affect_other_fields(with_field_faults: dict[st
     assert all(sample[other] is not None for other in others)
 
 
-def test_a_gpu_without_any_answering_sensor_is_unhealthy(read_all: Read) -> None:
+def test_a_gpu_whose_sensors_all_fail_is_unhealthy(read_all: Read) -> None:
     (sample,) = read_all({0: "err_util,0:err_memory_info,0:err_temp,0:err_power"}, GPUS=1)
     assert not sample["healthy"]
     assert "unknown error" in sample["reason"]
@@ -221,7 +221,7 @@ def test_an_old_driver_provides_every_field_through_older_calls(read_all: Read) 
 
 
 @pytest.mark.slow
-def test_sixteen_gpus_have_sixteen_indices_and_uuids(read_all: Read) -> None:
+def test_sixteen_gpus_have_distinct_indices_and_uuids(read_all: Read) -> None:
     samples = read_all(GPUS=16)
     assert [sample["index"] for sample in samples] == list(range(16))
     assert len({sample["uuid"] for sample in samples}) == 16
@@ -247,7 +247,8 @@ print(json.dumps([seen, unhealthy]))
     assert lost[1:3] == before[1:3] == back[1:3]
     assert "fallen off the bus" in lost[3]
     assert lost[4] == back[4] == {}
-    # All 8 GPUs were searched for slices, and old handles are not reused.
+    # Each of the 8 GPUs is looked up once to search for slices. Then only GPU 1 is looked up: at its first reading, and
+    # again after each failed reading.
     assert calls_in(tmp_path)["nvmlDeviceGetHandleByIndex_v2"] == 8 + 1 + unhealthy
 
 
@@ -331,7 +332,7 @@ print(0)
     calls = calls_in(tmp_path)
     print(f"{sum(calls.values()) / 60:.1f} calls per second: {calls}")
     assert calls["nvmlDeviceGetUtilizationRates"] == 480
-    # Two of the calls per GPU, to find its slices, are made only once.
+    # Two calls per GPU, which find its slices, are made only once.
     assert (sum(calls.values()) - 2 * 8) / 60 <= 60
 
 

@@ -83,7 +83,7 @@ os._exit(0)
     assert (n, uuid[:4]) == (4, "MIG-")
 
 
-def test_a_slice_that_disappears_is_an_unreadable_gpu_until_it_is_back(on_nvml: Run) -> None:
+def test_a_slice_that_disappears_becomes_an_unreadable_gpu_until_it_returns(on_nvml: Run) -> None:
     script = """
 import json, pynvml
 from sae_tui.gpu.nvml import Nvml

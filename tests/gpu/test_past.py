@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*gpus: Mapping[float, int | None], now: float, n: int = 8) -> RecentHistory:
-    """Return GPU history, given the utilisation of each GPU by time."""
+    """Return the GPUs' history, given each GPU's utilisation by time."""
     rings = []
     for index, gpu in enumerate(gpus):
         rings.append(Ring())

@@ -29,7 +29,7 @@ def test_a_process_that_is_no_longer_listed_and_a_reused_pid_have_no_readings() 
     assert [reading.sm_percent for reading in history.of(process(0, start=2))] == [20]
 
 
-def test_a_column_is_the_mean_of_its_readings_and_a_value_is_held_only_until_the_next_reading_is_late() -> None:
+def test_a_column_is_the_mean_of_its_readings_and_is_held_until_the_next_one_is_late() -> None:
     history = ProcessHistory()
     for second, sm in ((1.0, 10), (1.5, 20), (4.2, 50), (15.5, None), (16.2, 80)):
         history.add([process(sm)], second)

@@ -65,7 +65,7 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
-        # Wait for output, because the kernel exposes a program's environment only a while after the program has
+        # Wait for output, because the kernel exposes a program's environment only some time after the program has
         # started.
         assert process.stdout
         process.stdout.readline()
@@ -150,7 +150,7 @@ def test_a_signal_reaches_only_the_displayed_process(spinning) -> None:
         send_signal(one, signal.SIGTERM, "simulated")
 
 
-def test_a_signal_to_several_processes_reaches_those_that_still_exist_and_the_message_says_why_not_all(
+def test_a_signal_reaches_only_processes_that_still_exist_and_the_rest_are_explained(
     spinning,
 ) -> None:
     one = read(GpuProcess(spinning.pid, None, None, GIB))
@@ -231,7 +231,7 @@ def test_the_container_of_a_process_is_recognised_by_its_control_group(tmp_path,
     assert processes._group(str(file)) == name
 
 
-def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_it_as_well(monkeypatch) -> None:
+def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_it_too(monkeypatch) -> None:
     monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
@@ -239,7 +239,7 @@ def test_the_container_of_a_process_is_left_out_if_the_app_runs_in_it_as_well(mo
 
 
 def test_a_file_that_never_answers_blocks_only_one_short_read(tmp_path) -> None:
-    pipe = tmp_path / "cmdline"  # opening a pipe waits for a writer, as reading /proc waits for a hung process
+    pipe = tmp_path / "cmdline"  # opening a pipe waits for a writer, just as reading /proc waits for a hung process
     os.mkfifo(pipe)
     before = set(_file_readers())
     for limit_s in (0.05, 60, 60):

@@ -100,7 +100,7 @@ def test_another_gpu_at_the_same_index_starts_without_the_old_readings() -> None
     assert ring.since(None, "GPU-b")[0] == [RingReading(2, 50, 20, None, None)]
 
 
-def test_a_reader_never_sees_half_a_row(until: Callable[..., Any]) -> None:
+def test_a_reader_never_sees_a_half_written_row(until: Callable[..., Any]) -> None:
     ring = Ring(capacity=50)
     done = threading.Event()
 

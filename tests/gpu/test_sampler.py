@@ -22,7 +22,7 @@ Start = Callable[..., Sampler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts samplers and stops them after the test."""
+    """Return a function that starts samplers; they are stopped after the test."""
     started: list[Sampler] = []
 
     def begin(*arguments: Any, **options: Any) -> Sampler:
@@ -36,7 +36,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """A source that records the reads from each GPU. Some tests change how the source responds."""
+    """A source that records each read of a GPU. A GPU in `hold` does not respond until its event is set."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)
@@ -276,7 +276,7 @@ def test_a_source_hanging_while_being_closed_does_not_block_a_pause(start: Start
     held.set()
 
 
-def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) -> None:
+def test_history_can_be_added_to_a_ring_before_the_source_is_open(until: Until) -> None:
     from sae_tui.gpu.ring import RingReading
 
     sampler = Sampler(Simulated(1), 0.01)
@@ -398,7 +398,7 @@ def test_a_process_keeps_sampling_and_ends_despite_a_gpu_hanging_in_the_driver(o
     assert answer["stop_s"] < 0.9
 
 
-def test_a_slow_gpu_does_not_slow_other_gpus(on_nvml: Callable[..., Any]) -> None:
+def test_a_slow_gpu_does_not_slow_down_other_gpus(on_nvml: Callable[..., Any]) -> None:
     script = HANGING.replace("[index for index in range(4) if index != 2]", "[0, 1, 3]").replace(
         "latest = sampler.latest()",
         "latest = sampler.latest(); n = len(sampler.ring(2).column('timestamp')); assert n < 10, n",
@@ -433,7 +433,7 @@ def test_the_gpu_shares_of_processes_are_read_with_every_sample_on_request(until
     sampler.start()
     until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
     sampler.want_shares(True, every_sample=True)
-    # With the process list, the GPU with a process would be read four times within the limit.
+    # If shares were read only with the process list, the GPU with a process would be read four times within the limit.
     until(lambda: n_read >= 100)
     assert sampler.stop()
 
@@ -479,7 +479,7 @@ def test_the_drivers_buffer_is_read_with_the_first_sample(on_nvml) -> None:
     assert (dumb, lost) == ([], [])
 
 
-def test_shares_of_a_gpu_without_any_are_not_read_again_with_every_sample(start: Start, until: Until) -> None:
+def test_a_gpu_without_shares_is_not_asked_for_them_with_every_sample(start: Start, until: Until) -> None:
     n_read = 0
 
     class Blank(Simulated):

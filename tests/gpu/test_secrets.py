@@ -1,4 +1,4 @@
-"""Tests that secrets in command lines and environment variables are hidden, in all formats documented by programs."""
+"""Tests that secrets in command lines and environment variables are hidden, in every format that programs document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for GPUs that must not be used and for GPUs sharing the host's memory."""
+"""Tests for GPUs that must not be used, and for GPUs that share the host's memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _used(percent: int, used: int, total: int) -> dict[str, Any]:
     return {"utilization": percent, "memory_used_bytes": used, "memory_total_bytes": total}
 
 
-# Maps each driver fault to the reason why the GPU is not offered.
+# Maps each driver fault to the reason why the GPU is not offered, or to "" if it is offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory are waiting to be replaced",

@@ -1,4 +1,4 @@
-"""Tests which GPUs the app shows if CUDA_VISIBLE_DEVICES hides some of them."""
+"""Tests for which GPUs the app shows if CUDA_VISIBLE_DEVICES or `--only` hides some of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypat
     until(lambda: [sample.uuid for sample in monitor.latest()] == ["GPU-1", "GPU-3"])
     assert monitor.hidden == "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"
     assert [sample.index for sample in monitor.latest()] == [1, 3]
-    # Hidden GPUs are also sampled, because the process storing the history stores it for all users.
+    # Hidden GPUs are sampled too, because the process that stores the history stores it for all users.
     assert len(monitor._sampler.ring(0)) > 0
 
 
@@ -44,7 +44,7 @@ def test_only_visible_gpus_are_shown_and_all_are_sampled(start, until, monkeypat
         ("1,3", {1}, "1 of 4 GPUs, by CUDA_VISIBLE_DEVICES and --only"),
     ],
 )
-def test_each_cause_of_hidden_gpus_is_named(start, until, monkeypatch, devices, only, hidden):
+def test_each_setting_that_hides_gpus_is_named(start, until, monkeypatch, devices, only, hidden):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
     monitor = start(Cards(4), only=only)
     until(lambda: {sample.index for sample in monitor.latest()} == only)

@@ -27,7 +27,7 @@ CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key ver
         (-15, ["noise"], "cannot be reached: ssh was ended by SIGTERM"),
     ],
 )
-def test_each_connection_failure_has_its_own_sentence(code, complaints, sentence) -> None:
+def test_each_kind_of_connection_failure_has_its_own_sentence(code, complaints, sentence) -> None:
     assert sentence in no_connection("me@gpu1", code, complaints).sentence
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Far:
-    """This machine as another host: an sshd, the data folder there, and a command line here."""
+    """This machine, acting as another host: its sshd and data folder, and a command line on this side."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "work"
@@ -52,7 +52,7 @@ class Far:
             text=True,
             cwd=folder or self.folder,
             env=env,
-            # Processes in the background of a shell ignore SIGINT.
+            # A shell's background processes ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
@@ -75,7 +75,7 @@ class Far:
 
     def close(self) -> None:
         self.sshd.close()
-        # The queue process starts another supervisor for a program that has lost its own, so both end before programs.
+        # If a program loses its supervisor, the queue process starts another one, so kill both before the programs.
         until(lambda: not self._kill_background())
         with (
             contextlib.suppress(StoreError),
@@ -85,7 +85,7 @@ class Far:
                 rank.process.send(signal.SIGKILL)
 
     def _kill_background(self) -> list[int]:
-        """Kill the queue process and the supervisors, and return those found."""
+        """Kill the queue process and the supervisors, and return the pids found."""
         found = processes_of(self.data.root)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
@@ -108,7 +108,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def receivers(data: DataDir) -> list[str]:
-    """Return the processes that run a command for another host with this data folder."""
+    """Return the command lines of the processes that run a command for another host with this data folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ def receivers(data: DataDir) -> list[str]:
     return [words for words in found if "\0receive\0" in words]
 
 
-def test_a_command_runs_on_the_host_in_the_same_folder_with_the_environment_of_a_login(far: Far) -> None:
+def test_a_command_runs_on_the_host_in_the_same_folder_with_a_login_environment(far: Far) -> None:
     (far.sshd.folder / ".profile").write_text("echo welcome; echo noise >&2; export FROM_LOGIN=yes\n")
     seen = far.folder / "seen"
     real = (far.sshd.programs / "sae-tui").read_text().removeprefix("#!/bin/sh\n")
@@ -130,7 +130,7 @@ def test_a_command_runs_on_the_host_in_the_same_folder_with_the_environment_of_a
     assert output.splitlines()[0] == "gpu1: job 1 is launched; Ctrl-C leaves it running"
     assert output.splitlines()[1].startswith("gpu1: job 1 failed: its program ended with exit code 7")
     assert "noise" not in errors
-    # Nothing that the user wrote is on a command line there.
+    # Nothing that the user typed appears on a command line on the host.
     assert seen.read_text() == "receive|"
     assert json.loads(far.run("run", "--host", "gpu1", "--gpus", "0", "--json", "--", "true")[0])["id"] == 2
 
@@ -153,7 +153,7 @@ def test_a_job_file_is_launched_on_the_host_with_paths_relative_to_its_folder(fa
     assert len(far.jobs) == 2
 
 
-def test_a_mistake_is_one_sentence_and_keeps_its_exit_code(far: Far, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_in_one_sentence_and_keeps_its_exit_code(far: Far, tmp_path: Path) -> None:
     gone = tmp_path / "only-here"
     argv = ["run", "--host", "gpu1", "--gpus", "0"]
     assert far.run(*argv, "--memory", "x", "--", "true", code=2)[1].startswith("sae-tui: error: --memory: must be")
@@ -188,7 +188,7 @@ def test_a_lost_connection_is_reported_and_leaves_the_job_running(far: Far) -> N
     assert not far.jobs[0].state.is_final
 
 
-def test_an_ssh_that_is_killed_is_a_lost_connection(far: Far) -> None:
+def test_a_killed_ssh_is_reported_as_a_lost_connection(far: Far) -> None:
     waiting = far.start("run", "--host", "gpu1", "--gpus", "0", "--wait", "--", "sleep", "1000")
     assert waiting.stdout.readline().startswith("gpu1: job 1 is launched")
     (ssh,) = psutil.Process(waiting.pid).children()
@@ -198,7 +198,7 @@ def test_an_ssh_that_is_killed_is_a_lost_connection(far: Far) -> None:
     assert errors.splitlines()[-1].startswith("sae-tui: error: the connection to host gpu1 was lost; ")
 
 
-def test_a_message_says_on_which_host_to_run_the_commands_that_it_names(far: Far) -> None:
+def test_messages_say_on_which_host_to_run_the_commands_that_they_name(far: Far) -> None:
     argv = ["--host", "gpu1", "--gpus", "0"]
     output, _ = far.run("run", *argv, "--", "true")
     follow = "`sae-tui job 1` on gpu1 and `sae-tui logs 1 -f` on gpu1 follow it"
@@ -227,7 +227,7 @@ HELLO = '{"type":"hello","protocol":1,"version":"0.2.0"}'
     ],
     ids=["escapes", "long line", "noise", "newer", "older", "no greeting", "crash"],
 )  # fmt: skip
-def test_output_of_the_host_is_filtered_and_its_faults_are_named(
+def test_the_hosts_output_is_filtered_and_its_faults_are_reported(
     far: Far, program: str, code: int, shown: Sequence[str]
 ) -> None:
     far.sshd.program(program)
@@ -244,7 +244,7 @@ def test_output_of_the_host_is_filtered_and_its_faults_are_named(
         ({"arguments": "run"}, "the command from the other host is invalid: "),
     ],
 )
-def test_a_host_runs_no_other_command(tmp_path: Path, request_line: object, sentence: str) -> None:
+def test_a_host_runs_no_commands_other_than_run_and_launch(tmp_path: Path, request_line: object, sentence: str) -> None:
     env = os.environ | {"PYTHONPATH": str(ROOT), "SAE_TUI_DATA_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "sae_tui", "receive"],
@@ -257,6 +257,6 @@ def test_a_host_runs_no_other_command(tmp_path: Path, request_line: object, sent
     assert done.stderr.startswith(f"sae-tui: error: {sentence}")
 
 
-def test_a_folder_that_no_host_can_have_is_refused_in_one_sentence() -> None:
+def test_a_folder_path_that_is_invalid_on_every_host_is_refused_in_one_sentence() -> None:
     with pytest.raises(UserError, match="--folder: a\0b is not a folder that you may enter on "):
         receiving._enter("a\0b", is_required=True)

@@ -62,7 +62,7 @@ def test_a_followed_host_shows_its_jobs_and_its_gpus_with_their_history(tmp_path
     assert runs_of(tmp_path) == [["stream"]]
 
 
-def test_a_lost_connection_is_reported_with_its_time_and_restored(tmp_path: Path) -> None:
+def test_a_lost_connection_is_reported_with_the_time_and_is_restored(tmp_path: Path) -> None:
     once = GOOD.replace("stay()", "sys.stdin.readline") + "; sys.exit(255)"
     with followed(tmp_path, once, "sys.exit(255)", GOOD) as wait_for:
         seen = wait_for(lambda view: view.jobs)
@@ -103,7 +103,7 @@ def test_cutting_a_connection_ends_the_remote_process_and_reconnects(tmp_path: P
         ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "accepts none of your keys"),
     ],
 )
-def test_the_reason_why_a_host_cannot_be_followed_is_one_sentence(tmp_path: Path, program, sentence) -> None:
+def test_the_reason_why_a_host_cannot_be_followed_is_given_in_one_sentence(tmp_path: Path, program, sentence) -> None:
     with followed(tmp_path, program) as wait_for:
         assert sentence in wait_for(lambda view: view.sentence).sentence
 
@@ -127,7 +127,7 @@ def test_stopping_ends_the_ssh_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     hosts.stop()
-    # The process exits when its standard input is closed, even if it gets no signal.
+    # The process exits when its standard input is closed, even though it ignores SIGTERM.
     while not gone.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -151,7 +151,7 @@ def test_a_silent_host_is_reported_without_values_and_reconnected(tmp_path: Path
         assert wait_for(lambda view: view.is_connected and view.gpus)
 
 
-def test_the_next_message_from_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_silent_host_counts_as_connected_again_once_it_sends_a_message(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
     may_continue = tmp_path / "continue"
     later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_continue)!r}), True)]"

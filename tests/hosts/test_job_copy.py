@@ -1,4 +1,4 @@
-"""Tests for copying a job of another host. Child processes replace ssh; most run the real `sae-tui stream`."""
+"""Tests for copying a job from another host. Child processes replace ssh; most run the real `sae-tui stream`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _in_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def there(tmp_path: Path) -> DataDir:
-    """Return the data folder of the other host, with one running job."""
+    """Return the other host's data folder, with one running job."""
     data = DataDir(tmp_path / "there")
     data.create()
     job_id = record_job(data, "theirs", JobState.RUNNING, step=200, total_steps=2000)
@@ -80,7 +80,7 @@ def wait_for(holds: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def followed(there: DataDir, tmp_path: Path) -> Iterator[Callable[[], DataDir]]:
-    """Yield a function that sends what has changed over one connection, and returns the folder of the copy."""
+    """Yield a function that sends what has changed over one connection, and returns the copy's data folder."""
     here = DataDir(tmp_path / "here")
     sent, files = SentJob(there, 1), CopiedFiles(here, 1)
     files.begin()
@@ -105,7 +105,7 @@ def state_of(copy: JobCopy, holds: Callable[[CopyState], object]) -> CopyState:
 
 
 def curve(data: DataDir, name: str) -> list[tuple[int, float | None]]:
-    """Return the curve of job 1 in a data folder."""
+    """Return one of job 1's curves in a data folder."""
     reader = SeriesReader(data.run(1).metrics_db)
     with contextlib.closing(reader):
         return [(point.step, point.value) for point in reader.points(name)]
@@ -134,7 +134,7 @@ def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
         assert copy.data.run(1).job_file.read_text() == 'name = "theirs"\n'
         assert copy.data.run(1).job_file.stat().st_mode & 0o777 == 0o600
         assert copy.data.root.parent.stat().st_mode & 0o777 == 0o700
-        # Measurements keep their times from the other host, for curves over time.
+        # Measurements keep the other host's timestamps, so that curves can be drawn over time.
         ours, original = (SeriesReader(data.run(1).metrics_db) for data in (copy.data, there))
         with contextlib.closing(ours), contextlib.closing(original):
             assert ours.timestamps("fvu", [10, 200]) == original.timestamps("fvu", [10, 200])
@@ -159,7 +159,7 @@ def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
     assert not copy.data.root.parent.exists()
 
 
-def test_the_card_is_copied_at_once_and_features_only_on_request(there: DataDir, tmp_path: Path) -> None:
+def test_the_report_card_is_copied_at_once_and_features_only_on_request(there: DataDir, tmp_path: Path) -> None:
     put_card(there.sae(1))
     (there.sae(1) / FEATURES).write_bytes(features_file())
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
@@ -187,7 +187,7 @@ def test_any_sae_of_a_sweep_is_copied_and_other_folders_are_left_out(there: Data
             assert [file.parent.name for file in copy.data.sae(1).rglob(name)] == [label]
 
 
-def test_curves_go_back_with_a_resumed_run(there: DataDir, tmp_path: Path) -> None:
+def test_copied_curves_are_rewound_when_the_run_resumes(there: DataDir, tmp_path: Path) -> None:
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
         state_of(copy, lambda state: state.is_complete)
         with contextlib.closing(SeriesWriter(there.run(1).metrics_db)) as writer:
@@ -199,7 +199,7 @@ def test_curves_go_back_with_a_resumed_run(there: DataDir, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("reached", [700, 1300])
-def test_a_run_that_went_back_between_two_reads_has_the_same_curves_here(
+def test_a_run_rewound_between_two_reads_has_the_same_curves_in_the_copy(
     there: DataDir, tmp_path: Path, reached: int
 ) -> None:
     def train(first: int, last: int, value: float) -> None:
@@ -245,7 +245,7 @@ def test_a_read_that_fails_halfway_loses_neither_points_nor_events(
             assert [event.message for event in reader.events()].count("new") == 1
 
 
-def test_rows_with_many_long_texts_are_cut_visibly_until_they_fit_into_a_line(there: DataDir, tmp_path: Path) -> None:
+def test_rows_with_many_long_texts_are_visibly_truncated_to_fit_in_a_line(there: DataDir, tmp_path: Path) -> None:
     me = ProcessRef.current()
     with contextlib.closing(Control(there.control_db)) as control:
         control.update(1, config="#" * 200_000, error="\x1b" * 100_000)
@@ -274,7 +274,7 @@ def test_rows_with_many_long_texts_are_cut_visibly_until_they_fit_into_a_line(th
         assert all(text and len(text) > 100 and text.endswith("…") for text in cut)
 
 
-def test_a_copy_has_a_limited_number_of_curves_and_of_entries_in_lists(tmp_path: Path) -> None:
+def test_a_copy_limits_the_number_of_curves_and_the_length_of_lists(tmp_path: Path) -> None:
     files = CopiedFiles(DataDir(tmp_path / "here"), 1)
     files.begin()
     many = {"gpu_ids": [0] * 1000, "gpu_uuids": ["x"] * 1000, "after": [1] * 1000, "tags": ["x"] * 1000}
@@ -290,7 +290,7 @@ def test_a_copy_has_a_limited_number_of_curves_and_of_entries_in_lists(tmp_path:
     files.close()
 
 
-def test_curves_over_the_limit_and_with_names_that_are_too_long_are_not_sent(
+def test_excess_curves_and_curves_with_names_that_are_too_long_are_not_sent(
     there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = series_of(there)
@@ -304,7 +304,7 @@ def test_curves_over_the_limit_and_with_names_that_are_too_long_are_not_sent(
         assert curve(data, "~2") == [(201, 0.5), (202, 0.5)]
 
 
-def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
+def test_files_behind_symbolic_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret\n")
     put_card(tmp_path / "sae")
@@ -319,7 +319,7 @@ def test_links_are_not_sent(there: DataDir, tmp_path: Path) -> None:
         assert "metrics.db" in kept
 
 
-def test_a_file_that_grows_while_it_is_copied_is_copied_whole_in_the_end(there: DataDir, tmp_path: Path) -> None:
+def test_a_file_that_grows_while_it_is_copied_is_eventually_copied_in_full(there: DataDir, tmp_path: Path) -> None:
     put_card(there.sae(1))
     card, ends = there.sae(1) / "card.json", threading.Event()
     whole = card.read_bytes() + b" " * (3 << 20)
@@ -342,7 +342,7 @@ def test_a_file_that_grows_while_it_is_copied_is_copied_whole_in_the_end(there: 
         assert all(whole.startswith(one) for one in read)
 
 
-def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path: Path) -> None:
+def test_files_deleted_on_the_other_host_are_deleted_from_the_copy(there: DataDir, tmp_path: Path) -> None:
     put_card(there.sae(1))
     there.run(1).exit_file.write_text("{}")
 
@@ -359,7 +359,7 @@ def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path:
         wait_for(lambda: names().isdisjoint({"exit.json", "card.json"}))
         assert changed.wait(60)
         assert "rank0.log" in names()
-        # What is deleted while there is no connection is found by the next one.
+        # The next connection notices what was deleted while there was none.
         there.run(1).log(0).unlink()
         for link in copy._links:
             link.stop()
@@ -367,7 +367,7 @@ def test_files_that_are_deleted_there_are_deleted_here(there: DataDir, tmp_path:
         assert "job.toml" in names()
 
 
-def test_a_broken_connection_is_reported_with_its_time_and_the_copy_is_completed_again(
+def test_a_broken_connection_is_reported_with_the_time_and_the_copy_catches_up_afterwards(
     there: DataDir, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -426,16 +426,18 @@ def test_an_older_host_and_a_missing_job_are_reported_in_one_sentence(there: Dat
         {"type": "job", "job": ROW, "requests": ["stop"] * 6},
     ],
 )  # fmt: skip
-def test_what_no_sae_tui_sends_closes_the_connection_and_writes_nothing(message: dict, tmp_path: Path) -> None:
+def test_a_message_that_no_sae_tui_sends_closes_the_connection_and_writes_nothing(
+    message: dict, tmp_path: Path
+) -> None:
     with copied(far_side(tmp_path / "ssh", f"say({HELLO!r}); say({message!r}); sys.stdin.read()")) as copy:
         assert "sent an invalid message" in state_of(copy, lambda state: state.sentence).sentence
         names = {file.name for file in tmp_path.rglob("*") if file.is_file()}
         assert names.isdisjoint({"evil", "job.toml", "card.json", FEATURES})
 
 
-def test_a_full_disk_here_is_reported_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
+def test_a_full_local_disk_is_reported_in_one_sentence(there: DataDir, tmp_path: Path) -> None:
     there.run(1).job_file.write_text("# " + "x" * 200_000)
-    # A limit for the size of files makes writes fail halfway, as a full disk does.
+    # A file size limit makes writes fail halfway, as a full disk does.
     program = f"""
 import resource, signal, sys, tempfile, time
 from sae_tui.hosts.hosts import Hosts
@@ -455,7 +457,7 @@ copy.close()
     assert "File too large" in ran.stdout
 
 
-def test_features_that_do_not_fit_here_are_not_requested(there: DataDir, tmp_path: Path) -> None:
+def test_features_that_do_not_fit_on_the_local_disk_are_not_requested(there: DataDir, tmp_path: Path) -> None:
     (there.sae(1)).mkdir()
     (there.sae(1) / FEATURES).write_bytes(features_file())
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
@@ -473,7 +475,7 @@ def test_features_that_are_too_large_for_a_copy_are_not_requested(there: DataDir
             copy.fetch_features(lambda received, total: None)
 
 
-def test_features_that_become_too_large_leave_nothing_and_the_rest_of_the_copy_goes_on(
+def test_features_that_become_too_large_leave_no_files_and_the_rest_is_still_copied(
     there: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_copy, "_MOST_BYTES", 1 << 20)
@@ -492,7 +494,7 @@ def test_features_that_become_too_large_leave_nothing_and_the_rest_of_the_copy_g
         assert not copy.state.sentence
 
 
-def test_the_copy_of_a_killed_app_is_deleted_by_the_next(tmp_path: Path) -> None:
+def test_a_killed_apps_copy_is_deleted_by_the_next_app(tmp_path: Path) -> None:
     program = f"""
 import tempfile, time
 tempfile.tempdir = {str(tmp_path / "tmp")!r}
@@ -526,6 +528,6 @@ def test_a_long_log_is_kept_within_its_limit(tmp_path: Path, monkeypatch: pytest
     files.close()
 
 
-def test_the_details_of_a_job_are_stored_as_they_were_sent() -> None:
+def test_a_file_message_is_decoded_to_the_bytes_that_were_sent() -> None:
     line = json.dumps({"type": "file", "path": "run/job.toml", "data": "bmFtZQ==", "total": 4}).encode()
     assert decode(line) == FilePart("run/job.toml", b"name", 0, 4)

@@ -36,7 +36,7 @@ def test_stopping_ends_the_process_and_a_rate_limited_reader() -> None:
     reader.join(20)
     assert not reader.is_alive()
     assert one.close() != 0
-    # The process writes millions of lines.
+    # The process writes millions of lines, but the reader is rate-limited.
     assert len(seen) < 1000
 
 

@@ -87,7 +87,7 @@ def test_a_decoded_message_equals_the_original_except_for_unsafe_characters(mess
     assert type(read) is type(message)
     longest = LONGEST_LOG_LINE if isinstance(read, Log) else LONGEST_TEXT
     assert all(text.isprintable() and len(text) <= longest for text in texts_in(read))
-    # A message whose strings are harmless is not changed.
+    # If all its strings are harmless, a message is unchanged.
     assert read == message or texts_in(read) != texts_in(message)
     assert decode(line_of(read)) == read
 
@@ -164,7 +164,7 @@ def test_only_the_newest_jobs_and_all_running_jobs_are_sent() -> None:
     assert message.more == 5
 
 
-def test_a_host_with_long_texts_stays_below_the_line_limit() -> None:
+def test_messages_with_long_texts_stay_below_the_line_limit() -> None:
     text = "\x1b\U000e0041名" * 10_000
     jobs = [job(number, name=text, note=text, error=text, tags=(text,) * 99) for number in range(MOST_JOBS, 0, -1)]
     message = decode(line_of(jobs_message(jobs, text)))
@@ -186,7 +186,7 @@ def test_held_out_values_are_sent_and_older_hosts_messages_without_them_are_read
     assert (judged_value(older.view("gpu1"), "fvu"), older.view("gpu1").k) == ((0.08, True), "")
 
 
-def test_an_imported_job_is_finished_for_older_apps_and_imported_for_this_one() -> None:
+def test_an_imported_job_appears_finished_to_older_apps_and_imported_to_this_one() -> None:
     where = {"config": "", "user": "ada", "host": "h", "device": "cpu", "gpu_source": "none"}
     job = JobView(id=1, name="theirs", state=JobState.IMPORTED, **where)
     sent = far_job(job)

@@ -57,7 +57,7 @@ def sentence(sshd: Sshd) -> str:
 
 
 def streams(folder: Path) -> list[str]:
-    """Return the command lines of the processes streaming from this data folder."""
+    """Return the command lines of the processes that stream from this data folder."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -68,7 +68,7 @@ def streams(folder: Path) -> list[str]:
     return [words for words in found if "\0stream\0" in words]
 
 
-def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd, tmp_path) -> None:
+def test_a_host_is_followed_across_a_lost_connection_and_no_process_is_left_behind(sshd, tmp_path) -> None:
     data = DataDir(tmp_path / "data" / "demo")
     data.create()
     trains = record_job(data, "trains", JobState.RUNNING, host=socket.gethostname(), step=200, total_steps=2000)
@@ -97,7 +97,7 @@ def test_a_host_is_followed_across_a_lost_connection_and_no_process_remains(sshd
         time.sleep(0.05)
 
 
-def test_a_job_is_copied_across_a_lost_connection_and_no_process_remains(sshd, tmp_path, monkeypatch) -> None:
+def test_a_job_is_copied_across_a_lost_connection_and_no_process_is_left_behind(sshd, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(job_copy, "FIRST_WAIT_S", 0.05)
     data = DataDir(tmp_path / "data" / "demo")
     data.create()
@@ -157,7 +157,7 @@ def test_a_host_is_followed_over_a_slow_connection(sshd, tmp_path) -> None:
     hosts.stop()
 
 
-def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
+def test_each_connection_error_is_reported_with_a_remedy(sshd) -> None:
     assert sentence(sshd).startswith("has no sae-tui on its PATH")
     sshd.program("echo \"sae-tui: error: COMMAND: invalid choice: 'stream'; see sae-tui --help\" >&2; exit 2")
     assert sentence(sshd) == "has a version of sae-tui that is too old; update sae-tui there"
@@ -171,7 +171,7 @@ def test_each_connection_error_is_reported_with_its_remedy(sshd) -> None:
     assert "Connection refused" in sentence(sshd)
 
 
-def test_no_ssh_agent_or_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
+def test_no_ssh_agent_display_or_terminal_is_forwarded(sshd, monkeypatch) -> None:
     sshd.program('echo "$SSH_AUTH_SOCK|$DISPLAY|$SSH_TTY|" >&2; exit 9')
     monkeypatch.setenv("DISPLAY", ":9")
     monkeypatch.setenv("SSH_AUTH_SOCK", "/no/agent")

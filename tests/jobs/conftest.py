@@ -1,4 +1,4 @@
-"""Fixtures for tests with real supervisors and ranks, each with its own data folder."""
+"""Fixtures for tests with real supervisor and rank processes; each test has its own data folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
 
 
 class Box:
-    """A data folder, with methods for a user's actions."""
+    """A data folder, with methods that do what a user would do."""
 
     wait_for = staticmethod(wait_for)
 
@@ -93,7 +93,7 @@ class Box:
         return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
 
     def make_store(self) -> None:
-        """Create an empty list of jobs unless one exists."""
+        """Create an empty job store if none exists."""
         self.data.create()
         put_store(self.data.control_db, "control")
 
@@ -152,7 +152,7 @@ class Box:
         return queue
 
     def enqueue(self, name: str, gpus: tuple[int, ...] = (), **place: object) -> int:
-        """Launch a job with fake ranks that waits for the queue process, not in its own supervisor."""
+        """Launch a job with fake ranks, but leave it to the queue process to start the job's supervisor."""
         self.make_store()
         where, job = self.placement(gpus), self.config(name)
         return launching.launch(self.data, job, where, gpu_source="none", start=lambda *_: None, **place)
@@ -181,7 +181,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Lock the store from another process, as a write does, and yield that process."""
+    """Lock the store from another process, as a writer would, and yield that process."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"

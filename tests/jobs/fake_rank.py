@@ -82,7 +82,7 @@ _REASONS = {
 
 
 def _events_at(words, step, attempt):
-    """Return the events specified by the job's name for this step and attempt, as pairs (kind, rank)."""
+    """Return the events that the job's name specifies for this step and attempt, as (kind, rank) pairs."""
     matches = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
     return [(m[1], int(m[2])) for m in matches if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
 
@@ -143,7 +143,7 @@ def _exclusive(uuids, rank, run_dir):
             with mark.open("x") as stream:
                 stream.write(run_dir.name)
         except FileExistsError:
-            # A killed attempt at this job may have left the file behind.
+            # An earlier attempt of this job may have left the file behind when it was killed.
             if mark.read_text() != run_dir.name:
                 (run_dir.parent / "double-booking").touch()
     yield

@@ -25,7 +25,7 @@ def plant_a_mistake() -> None:
 
 
 def shorten_idle_times(idle_s: float) -> None:
-    """Point out a job that has not used its GPUs for this long, and check this often."""
+    """Report a job whose GPUs have been idle for `idle_s` seconds, and check every quarter of that time."""
     policy.IDLE_S = idle_s
     idle.CHECK_EVERY_S = idle_s / 4
 

@@ -1,4 +1,4 @@
-"""A launcher in a separate process. The launcher reads job ids from standard input and tries to start each job."""
+"""Runs a launcher in a separate process: it reads job ids from standard input and tries to start each job."""
 
 import sys
 from pathlib import Path

@@ -120,7 +120,7 @@ def test_review_checks_queue_doctor_and_ranks_agree_on_a_job(tmp_path, asked: As
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 
-    # Check the ranks on GPUs with exactly the free memory for which the job waited.
+    # Check the ranks on GPUs with exactly the free memory that the job waited for.
     own = settle(
         Workload(job, ranks, shape), PlannedResources(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes)
     )
@@ -187,6 +187,6 @@ def test_choosing_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode,
     assert not said or problems[0].startswith(said)
 
 
-def test_a_full_gpu_without_processes_is_not_reported_as_soon_becoming_free() -> None:
+def test_a_full_gpu_without_processes_is_not_expected_to_become_free_soon() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
     assert ", though no process uses it; " in problem

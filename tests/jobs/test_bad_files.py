@@ -193,7 +193,7 @@ def test_a_pipe_in_place_of_a_file_does_not_block_readers(tmp_path):
             read()
 
 
-def test_a_rank_marker_with_numbers_not_accepted_by_any_store_is_ignored(tmp_path):
+def test_a_rank_marker_with_a_number_that_no_store_accepts_is_ignored(tmp_path):
     process = '{"pid": 1, "start_ticks": 1, "boot_id": ""}'
     (tmp_path / "mark").write_text(f'{{"host": "a", "process": {process}, "exit_code": {2**70}}}')
     assert read_mark(tmp_path / "mark") is None

@@ -94,7 +94,7 @@ PARSER = cli.make_parser(no_supervisor)
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
-    """Record a finished job, a queued job, and a job with a run folder. The test corrupts the row of the last job."""
+    """Record a finished job, a queued job, and a job with a run folder. The test corrupts the last job's row."""
     # The original function starts a process whenever a store is opened, which happens thousands of times in this test.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
@@ -198,7 +198,7 @@ def test_a_corrupt_row_does_not_affect_other_rows_and_repair_restores_it(box, th
         db.backup(pristine)
 
     @settings(
-        # The number of examples in addition to the explicit examples; `make explore` runs 2,000.
+        # The number of examples in addition to the explicit ones; `make explore` runs 2,000.
         max_examples=settings().max_examples,
         database=None,
         phases=[Phase.explicit, Phase.generate],
@@ -208,7 +208,7 @@ def test_a_corrupt_row_does_not_affect_other_rows_and_repair_restores_it(box, th
     def try_one(row):
         table, values = row
         for later in (folder for folder in numbered(box.data.root / "runs") if int(folder.name) > bad):
-            shutil.rmtree(later, ignore_errors=True)  # a supervisor may still write its log
+            shutil.rmtree(later, ignore_errors=True)  # a supervisor may still be writing its log
         with contextlib.closing(sqlite3.connect(box.data.control_db, isolation_level=None)) as db:
             pristine.backup(db)
             if table != "jobs":
@@ -297,7 +297,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
 
 
 @pytest.mark.parametrize("column", ["state", "note"])
-def test_the_end_of_a_job_is_recorded_even_though_its_row_is_unreadable(box, wait_for, column):
+def test_the_end_of_a_job_is_recorded_even_if_its_row_is_unreadable(box, wait_for, column):
     job_id = box.launch("steps=100000")
     box.wait_steps(job_id)
     spoil(box.data, job_id, column, b"\xff")

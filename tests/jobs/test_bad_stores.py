@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Record two running jobs with valid metrics; the test corrupts the metrics of the second job."""
+    """Record two running jobs with valid metrics; the test corrupts the second job's metrics."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
@@ -128,7 +128,7 @@ def compare(box, good: int, bad: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_runs_corrupt_metrics_do_not_hide_the_metrics_of_others(box, two_runs, capsys):
+def test_a_runs_corrupt_metrics_do_not_hide_the_metrics_of_other_runs(box, two_runs, capsys):
     good, bad = two_runs
     file, pristine = box.data.run(bad).metrics_db, box.data.root / "pristine.db"
     shutil.copy(file, pristine)
@@ -188,11 +188,11 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # Read the last day, because NOW is the time when the module was imported.
+        # Read the last day, because NOW is when the module was imported, which may be a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
-            # Per-minute means, even from 1970, take the place of later samples.
+            # Per-minute means replace later samples, even if the means are from 1970.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.total_power_w or 0:.0f}"
@@ -207,7 +207,7 @@ def test_corrupt_gpu_history_does_not_prevent_reading_or_writing_the_rest(box, g
 
 
 def spoilt(file: Path, how: str) -> None:
-    """Turn a store into an invalid one."""
+    """Make a store invalid in the given way."""
     if how == "no table":
         with contextlib.closing(sqlite3.connect(file)) as db, db:
             for table in ("metrics", "heartbeat", "gpu_metrics", "gpu_minutes"):

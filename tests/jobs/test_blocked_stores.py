@@ -21,7 +21,7 @@ from sae_tui.jobs.view.watcher import Watcher
 from trainer.contract.errors import UserError
 
 
-def test_app_doctor_and_commands_name_a_halted_process_locking_the_store(box, locked_store):
+def test_app_doctor_and_commands_name_a_halted_process_that_locks_the_store(box, locked_store):
     job_id = box.record()
     watcher = Watcher(box.data, lambda: None)
     looks = examined.CheckedMachine(box.data, NoGpus())

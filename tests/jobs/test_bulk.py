@@ -24,18 +24,18 @@ def test_jobs_are_changed_in_one_transaction_and_reported_once_it_is_stored(box,
 
     outcomes = list(bulk.change_all(box.data, ids, hold))
     assert {one.outcome for one in outcomes} == {"done"}
-    # Another connection sees none of the changes before all are stored.
+    # Another connection sees none of the changes until all of them are stored.
     assert seen == [0] * 20
     assert all(job.held for job in box.control.jobs())
 
 
-def test_a_short_limit_still_changes_every_job(box, monkeypatch):
+def test_every_job_is_changed_even_if_the_time_limit_for_a_transaction_is_short(box, monkeypatch):
     monkeypatch.setattr(bulk, "LONGEST_TRANSACTION_S", 0.0)
     ids = [box.record() for _ in range(5)]
     assert [one.id for one in bulk.change_all(box.data, ids, edits.hold)] == ids
 
 
-def test_a_change_that_does_not_apply_or_fails_leaves_the_others_alone(box):
+def test_a_change_that_does_not_apply_or_fails_does_not_affect_the_others(box):
     queued, ended, other = box.record(), box.record(), box.record()
     box.control.transition(ended, JobState.STOPPED)
 
@@ -52,7 +52,7 @@ def test_a_change_that_does_not_apply_or_fails_leaves_the_others_alone(box):
     assert box.job(other).note == ""
 
 
-def test_a_locked_store_is_an_error_for_all_jobs(box, monkeypatch):
+def test_a_locked_store_makes_the_change_fail_for_all_jobs(box, monkeypatch):
     ids = [box.record(), box.record()]
     with closing(sqlite3.connect(box.data.control_db, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -61,5 +61,5 @@ def test_a_locked_store_is_an_error_for_all_jobs(box, monkeypatch):
     assert not any(job.held for job in box.control.jobs())
 
 
-def test_no_jobs_are_no_work(box):
+def test_an_empty_list_of_jobs_changes_nothing(box):
     assert list(bulk.change_all(box.data, [], edits.hold)) == []

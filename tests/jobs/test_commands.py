@@ -28,7 +28,7 @@ from trainer.contract.settings.job import Launch
 from trainer.contract.settings.job_file import dump_job, parse_any
 from trainer.contract.store.states import JobState
 
-# A program that says that it runs, then does what the test is about.
+# The beginning of a program, which reports that it is running; each test appends the rest.
 PROGRAM = "import os, signal, subprocess, sys, time\nprint('begun', flush=True)\n"
 
 
@@ -58,7 +58,7 @@ def wait_begun(box, job_id: int) -> None:
 
 
 def with_text(text: str) -> list[int]:
-    """Return the pids of all live processes whose command line contains a text."""
+    """Return the pids of all live processes whose command line contains `text`."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _has(entry, text)]
 
 
@@ -77,7 +77,7 @@ def unique(box) -> str:
 # Starting.
 
 
-def test_a_command_runs_in_its_folder_with_its_environment_and_the_placeholders(box, monkeypatch):
+def test_a_command_runs_in_its_folder_and_environment_with_placeholders_replaced(box, monkeypatch):
     monkeypatch.setenv("FROM_THE_SHELL", "a secret")
     text = """
         print(os.getcwd(), os.environ["FROM_THE_SHELL"], os.environ["ADDED"], sys.argv[1:], os.getpid() == os.getsid(0))
@@ -95,7 +95,7 @@ def test_a_command_runs_in_its_folder_with_its_environment_and_the_placeholders(
     assert "a secret" not in (root / "record.json").read_text()
 
 
-def test_a_command_with_a_clean_environment_gets_no_variable_of_the_shell(box, monkeypatch):
+def test_a_command_with_a_clean_environment_gets_no_variables_from_the_shell(box, monkeypatch):
     monkeypatch.setenv("FROM_THE_SHELL", "1")
     job_id = run_python(box, "print('FROM_THE_SHELL' in os.environ, os.environ['PATH'])", clean_env=True)
     assert box.wait_ended(job_id).state == JobState.FINISHED
@@ -141,7 +141,7 @@ def test_a_program_that_cannot_be_started_fails_with_the_reason(box):
         ({"argv": ["true"], "stop_signal": "KILL"}, "command.stop_signal: must be"),
     ],
 )
-def test_each_mistake_in_the_settings_is_one_sentence_that_names_the_setting(settings, message):
+def test_each_mistake_in_the_settings_is_reported_in_one_sentence_that_names_the_setting(settings, message):
     job, problems = parse_any({"kind": "command", "command": settings})
     assert job is None
     (problem,) = problems
@@ -157,7 +157,7 @@ def test_a_missing_program_and_a_missing_folder_are_reported_before_the_launch(b
         launching.launch(box.data, job, Placement("cpu", (), 1), gpu_source="none")
 
 
-def test_the_job_file_of_a_command_runs_the_same_command_again(box):
+def test_a_commands_job_file_is_read_back_as_the_same_job(box):
     job = command_job(box, "echo", "a b", "{job_id}", memory="20GiB", env=["A=1"], requeue_on=[75])
     again, problems = parse_any(__import__("tomllib").loads(dump_job(job)))
     assert (again, problems) == (job, [])
@@ -198,7 +198,7 @@ def test_stopping_sends_the_chosen_signal_and_waits_for_the_program(box):
     assert box.messages(job_id, "exit") == ["its program ended with exit code 0"]
 
 
-def test_a_program_that_ignores_the_signal_is_killed_with_all_its_descendants_after_the_grace_time(box):
+def test_a_program_ignoring_the_signal_is_killed_with_descendants_after_the_grace_time(box):
     mark = unique(box)
     text = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -221,7 +221,7 @@ def test_a_program_that_ignores_the_signal_is_killed_with_all_its_descendants_af
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_a_supervisor_whose_data_folder_is_gone_ends_its_program_and_exits_with_one_sentence(box, is_asked):
+def test_if_its_data_folder_is_gone_a_supervisor_ends_its_program_and_logs_one_sentence(box, is_asked):
     job_id = run_python(box, "time.sleep(60)")
     wait_begun(box, job_id)
     supervisor, (program,) = box.job(job_id).supervisor, box.living(job_id)
@@ -245,7 +245,7 @@ def test_processes_left_behind_by_a_program_end_with_it(box):
     assert box.messages(job_id, "left-behind") == ["1 process that its program left behind ended with it"]
 
 
-def test_a_job_launched_by_a_command_outlives_it(box):
+def test_a_job_launched_by_a_command_outlives_the_command(box):
     text = f"""
         from pathlib import Path
         from jobs.test_commands import run
@@ -271,7 +271,7 @@ def test_a_command_is_warned_and_then_stopped_at_its_time_limit(box):
     assert box.messages(job_id, "stopping") == ["reached its time limit of 5 s"]
 
 
-def test_a_failed_command_is_restarted_only_after_the_chosen_exit_codes(box):
+def test_a_failed_command_is_restarted_only_for_the_chosen_exit_codes(box):
     text = "sys.exit({'1': 9, '2': 9, '3': 4}[os.environ['SAE_TUI_ATTEMPT']])"
     job_id = run_python(box, text, retry_on=[9], launch={"max_restarts": 5})
     job = box.wait_ended(job_id, timeout_s=60.0)
@@ -309,7 +309,7 @@ def test_a_log_that_grows_without_end_is_shortened_in_the_middle(box):
     assert file.stat().st_size < 40 * 2**20
     lines = log(box, job_id).splitlines()
     assert lines[0] == "begun"
-    # Lines written while the log is shortened may come before the message.
+    # Lines written while the log is being shortened may precede the message.
     assert "last line" in lines
     assert any(line.startswith("[sae-tui removed ") for line in lines)
     assert "removed from the middle of its log" in box.messages(job_id, "left-behind")[0]
@@ -324,7 +324,7 @@ def killed_supervisor(box, job_id: int) -> None:
     box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to be gone")
 
 
-def test_a_program_keeps_running_if_its_supervisor_is_killed_and_another_one_attaches_to_it(box):
+def test_a_program_outlives_its_killed_supervisor_and_a_new_supervisor_attaches_to_it(box):
     job_id = run_python(box, "time.sleep(3); print('end'); sys.exit(6)", gpus=(0,))
     wait_begun(box, job_id)
     killed_supervisor(box, job_id)
@@ -352,7 +352,7 @@ def test_the_queue_process_replaces_a_killed_supervisor_at_once(box):
     assert box.job(job_id).attempt == 1
 
 
-def test_two_supervisors_never_run_one_job(box):
+def test_two_supervisors_never_run_the_same_job(box):
     job_id = run(box, "sleep", "60")
     box.wait(job_id, JobState.RUNNING)
     with pytest.raises(UserError, match=f"job {job_id} has another supervisor"):
@@ -404,7 +404,7 @@ def test_a_program_that_ended_without_a_supervisor_is_not_started_a_second_time(
 
 @pytest.fixture
 def stranger(tmp_path):
-    """Start a process of this user that is no job, and that writes its output to a file."""
+    """Start a process of this user that is not a job and writes its output to a file."""
     output = (tmp_path / "output.txt").open("wb")
     text = PROGRAM + "for n in range(600): print(n, flush=True); time.sleep(0.1)"
     process = subprocess.Popen([sys.executable, "-c", text], stdout=output, cwd=tmp_path, start_new_session=True)
@@ -413,7 +413,7 @@ def stranger(tmp_path):
     process.wait()
 
 
-def test_an_adopted_process_is_followed_to_its_end_with_its_log_and_its_exit_code(box, stranger, tmp_path):
+def test_an_adopted_process_is_followed_to_its_end_and_its_log_and_exit_are_recorded(box, stranger, tmp_path):
     box.make_store()
     job_id = adopt(box.data, stranger.pid, [], gpu_source="none", name="theirs", start=detach.start)
     job = box.wait(job_id, JobState.RUNNING)
@@ -464,7 +464,7 @@ def test_a_process_without_a_name_can_be_adopted(box):
 
 @contextlib.contextmanager
 def ended(box, process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """Kill the process at the end."""
+    """Yield a process once its program is running, and kill it afterwards."""
     try:
         python = os.path.realpath(sys.executable)
         box.wait_for(lambda: os.path.realpath(f"/proc/{process.pid}/exe") == python, "the program")
@@ -486,7 +486,7 @@ def test_a_process_of_another_user_cannot_be_adopted(box):
 
 
 @pytest.mark.parametrize("reaped", [False, True])
-def test_the_exit_code_of_a_process_of_another_parent_is_known(tmp_path, reaped):
+def test_the_exit_code_of_a_process_with_another_parent_is_known(tmp_path, reaped):
     process = subprocess.Popen(["sh", "-c", "read line; exit 7"], stdin=subprocess.PIPE)
     attached = AttachedProgram(ProcessRef.of(process.pid), tmp_path / "exit.json", tmp_path / "log")
     assert not attached.wait(0.05)
@@ -494,6 +494,6 @@ def test_the_exit_code_of_a_process_of_another_parent_is_known(tmp_path, reaped)
     if reaped:
         process.wait()
     assert attached.wait(30.0)
-    # Before Linux 6.15, the exit code of a process that was reaped is unknown.
+    # Before Linux 6.15, the exit code of a process that has been reaped is unknown.
     assert attached.code == 7 or (reaped and "the kernel does not report its exit code" in attached.how())
     process.wait()

@@ -88,7 +88,7 @@ def test_messages_about_a_command_that_has_started_promise_no_checkpoint(box):
     assert edits.pause(box.data, running) == later
 
 
-def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):
+def test_releasing_a_job_removes_the_hold_but_not_its_other_reasons_for_waiting(box):
     first, second = box.record(), box.record(gpus_wanted=1)
     edit(box, edits.come_after, second, [first])
     assert edit(box, edits.hold, second) == f"job {second} is held until it is released"
@@ -100,7 +100,7 @@ def test_a_release_removes_the_hold_but_not_the_other_reasons_to_wait(box):
     assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as its GPUs are free"
 
 
-def test_releasing_a_paused_job_names_the_checkpoint_from_which_it_resumes(box):
+def test_releasing_a_paused_job_names_the_checkpoint_it_resumes_from(box):
     job_id = box.record(attempt=1, step=520, held=True, gpus_wanted=1)
     (box.data.run(job_id).checkpoints / "step-00000501").mkdir(parents=True)
     assert edit(box, edits.hold, job_id) == f"job {job_id} is paused until it is released"
@@ -129,7 +129,7 @@ def test_dependencies_between_jobs_cannot_form_a_cycle(box):
     assert edit(box, edits.come_after, first, [third]) == f"job {first} comes after job {third}"
 
 
-def test_a_job_may_depend_on_one_whose_own_dependency_was_deleted(box):
+def test_a_job_can_depend_on_a_job_whose_own_dependency_was_deleted(box):
     first, second, third = (box.record() for _ in range(3))
     edit(box, edits.come_after, second, [first])
     box.control.transition(first, JobState.FINISHED)

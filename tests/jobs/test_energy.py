@@ -31,7 +31,7 @@ def test_energy_is_shown_with_price_co2_and_accuracy(fields, settings, words):
     assert energy_words(job(**fields), settings) == words
 
 
-def test_scripts_get_numbers_or_null_for_unknown_values():
+def test_scripts_get_numbers_and_null_for_unknown_values():
     energy = energy_of(job(), PRICED)
     assert (energy.energy_wh, energy.cost, energy.co2_g) == pytest.approx((1234.0, 0.3702, 493.6))
     assert (energy.energy_share, energy.energy_from, energy.currency) == (1.0, "counter", "EUR")

@@ -39,7 +39,7 @@ def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_environment_reports_its_versions_and_is_read_only_once(
     trains: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With this variable, the other Python would not start.
+    # With this variable set, the other Python would fail to start.
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     there = look(str(trains))
     assert there.lack() == ""
@@ -80,7 +80,7 @@ def test_an_environment_is_read_again_if_it_or_a_package_folder_has_changed(tmp_
         change()
         for _ in range(2):
             assert look(str(python)).lack() == ""
-    # Rewriting the fake Python was also a change, but nothing queried the environment at that time.
+    # Rewriting the fake Python was a change too, but the environment was not queried between it and the next change.
     assert (tmp_path / "asked").read_text().split() == ["asked"] * 3
 
 
@@ -99,7 +99,7 @@ HOSTILE = "\x1b]0;owned\x07"
         ({"settings": {}}, None),
     ],
 )
-def test_a_deficiency_in_an_environment_is_reported_in_one_sentence_with_a_remedy(
+def test_a_problem_with_an_environment_is_reported_in_one_sentence_with_a_remedy(
     tmp_path: Path, box: Box, told: dict, sentence: str | None
 ) -> None:
     python = answering(tmp_path, answer(**told))
@@ -131,7 +131,9 @@ def test_a_setting_unknown_to_the_other_trainer_is_reported(tmp_path: Path, box:
         ("exec sleep 100", "did not respond within 0.5 s"),
     ],
 )
-def test_a_python_that_fails_or_hangs_is_abandoned_with_the_reason(tmp_path: Path, body: str, sentence: str) -> None:
+def test_a_python_that_fails_or_hangs_is_abandoned_and_the_reason_is_reported(
+    tmp_path: Path, body: str, sentence: str
+) -> None:
     python = stand_in(tmp_path, body)
     limit_s = 0.5 if "sleep" in body else 30.0
     lack = look(str(python), limit_s).lack()
@@ -227,14 +229,16 @@ def test_a_cloned_job_keeps_its_python_unless_other_users_may_change_its_job_fil
     assert clone_settings(box.data, job_id, ["launch.python="]).launch.python is None
 
 
-def test_a_batch_script_runs_ranks_with_the_chosen_python_without_the_apps_packages(tmp_path: Path, box: Box) -> None:
+def test_a_batch_script_runs_ranks_with_the_chosen_python_and_without_the_apps_packages(
+    tmp_path: Path, box: Box
+) -> None:
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, device="cpu")
     launch = box.config(python="/env/bin/python").launch
     assert "\nunset PYTHONPATH PYTHONHOME " in script(spec, launch, ["rank"])
     assert "unset" not in script(spec, box.config().launch, ["rank"])
 
 
-def test_a_missing_python_fails_the_job_with_its_path(tmp_path: Path, box: Box) -> None:
+def test_a_job_whose_python_is_missing_fails_with_a_message_that_names_the_path(tmp_path: Path, box: Box) -> None:
     python = answering(tmp_path / "env")
     job_id = box.launch("steps=3", python=str(python), place={"hold": True})
     assert f'python = "{python}"' in box.data.run(job_id).job_file.read_text()
@@ -244,7 +248,7 @@ def test_a_missing_python_fails_the_job_with_its_path(tmp_path: Path, box: Box) 
     assert job.error == f"{python} does not exist; name another Python, or none to use the app's own"
 
 
-def test_a_folder_to_which_others_can_add_is_rejected_at_both_ends_of_a_link(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_add_files_to_is_rejected_at_both_ends_of_a_link(tmp_path: Path) -> None:
     base = stand_in(tmp_path / "base", "exit 1", "python3")
     (named := tmp_path / "bin" / "python").parent.mkdir()
     named.symlink_to(base)

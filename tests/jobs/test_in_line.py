@@ -67,7 +67,7 @@ def test_a_job_starts_once_all_its_dependencies_have_finished(box):
 
 
 @pytest.mark.parametrize(("state", "word"), [("failed", "failed"), ("stopped", "was stopped"), ("lost", "was lost")])
-def test_a_job_after_an_unfinished_job_waits_for_a_decision_and_blocks_no_other_job(box, state, word):
+def test_a_job_that_depends_on_an_unsuccessful_job_waits_for_the_user_but_blocks_no_job(box, state, word):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second, other = in_line(box, after=(first,)), in_line(box)
     box.control.transition(first, JobState(state))
@@ -81,14 +81,14 @@ def test_a_job_after_an_unfinished_job_waits_for_a_decision_and_blocks_no_other_
     assert tries(box, second) is None
 
 
-def test_a_job_after_a_command_that_failed_waits_until_the_command_runs_again(box):
+def test_a_job_that_depends_on_a_failed_command_waits_until_the_command_runs_again(box):
     first = in_line(box, gpu_uuids=("GPU-1",), config=command_file("sh"))
     second = in_line(box, after=(first,))
     box.control.transition(first, JobState.FAILED)
     assert tries(box, second).startswith(f"comes after job {first}, which failed; run job {first} again, or stop")
 
 
-def test_a_held_job_with_a_dependency_shows_and_keeps_both_reasons_to_wait(box):
+def test_a_held_job_with_a_dependency_shows_and_keeps_both_reasons_for_waiting(box):
     first = in_line(box, gpu_uuids=("GPU-1",))
     second = in_line(box, after=(first,), held=True)
     assert tries(box, second) == f"held; comes after job {first}, which is queued"
@@ -98,7 +98,7 @@ def test_a_held_job_with_a_dependency_shows_and_keeps_both_reasons_to_wait(box):
     assert tries(box, second) == f"comes after job {first}, which is held"
 
 
-def test_a_job_after_a_deleted_job_starts_only_if_that_job_had_finished(box):
+def test_a_job_that_depends_on_a_deleted_job_starts_only_if_that_job_had_finished(box):
     finished, failed = in_line(box), in_line(box)
     second, third = in_line(box, after=(finished,)), in_line(box, after=(finished, failed))
     box.control.transition(finished, JobState.STARTING)
@@ -210,7 +210,7 @@ def test_a_running_job_restores_its_row_and_its_leases(box):
     assert box.control.leases() == []
 
 
-def test_a_job_does_not_start_after_a_failed_job_missing_from_the_store(box):
+def test_a_job_does_not_start_if_the_failed_job_it_depends_on_is_missing_from_the_store(box):
     first = box.launch("steps=10 fail=0@3")
     assert box.wait_ended(first).state == JobState.FAILED
     second = box.launch("steps=2", place={"after": (first,)})

@@ -1,6 +1,4 @@
-"""Tests that symbolic links are never followed if another member of the group puts them in place of files or
-folders.
-"""
+"""Tests that symbolic links are never followed if another group member puts them in place of files or folders."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
-# Writes all files that a supervisor, a rank and the app write, by calling the same functions.
+# Writes all the files that a supervisor, a rank and the app write, using the same functions.
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -107,7 +105,7 @@ def ann(place: Path, shared: Path) -> User:  # noqa: F811
 
 @pytest.fixture
 def key(ann: User) -> Path:
-    """Create a file that belongs to Ann and that only she may read or write."""
+    """Create a file that only its owner, Ann, may read or write."""
     file = ann.home / "key"
     file.write_text(KEY)
     os.chown(file, ANN, GROUP)
@@ -145,8 +143,7 @@ def test_no_link_created_by_another_member_redirects_a_write_to_a_private_file(
             shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # Put links in place of files that are replaced when they are written, and in place of files to which lines are
-        # appended.
+        # Put links in place of files that are replaced when they are written, and of files that lines are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
@@ -186,7 +183,7 @@ def test_a_trash_folder_that_is_a_link_to_private_runs_is_never_emptied(ann: Use
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """Replace a folder with a link to a folder with private files; return the folder with private files."""
+    """Replace a folder with a link to another folder, which contains private files; return that other folder."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -273,7 +270,7 @@ def test_no_command_reads_or_writes_through_a_symbolic_link(
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_opening_a_file_under_a_data_folder_follows_no_link(tmp_path: Path, depth: int) -> None:
+def test_opening_a_file_under_a_data_folder_follows_no_links(tmp_path: Path, depth: int) -> None:
     data, private = DataDir(tmp_path / "data"), tmp_path / "private"
     below = ["runs", "1", "logs", "x"]
     (private / "/".join(below[depth:-1])).mkdir(parents=True)

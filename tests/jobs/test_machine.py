@@ -1,4 +1,4 @@
-"""Tests for jobs on a renamed machine, and on other machines sharing the data folder."""
+"""Tests for jobs on a renamed machine, and on other machines that share the data folder."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_after_a_restart_the_host_name_identifies_a_machine_unless_its_id_differ
     assert machine.is_here(job) == is_ours
 
 
-def test_machines_created_from_one_image_are_distinguished(box, monkeypatch):
+def test_machines_created_from_the_same_image_are_distinguished(box, monkeypatch):
     monkeypatch.setattr(machine, "machine_id", lambda: "of-the-image")
     job_id = box.record(state=JobState.RUNNING, machine_id="of-the-image", **AWAY)
     assert reconcile(box.data) == []

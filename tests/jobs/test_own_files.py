@@ -44,7 +44,7 @@ def test_a_job_whose_job_file_is_writable_by_other_users_is_not_started(box):
     why = f"job.toml is ignored, because others may write to {file}; `chmod go-w` it"
     assert (job.state, job.error) == (JobState.FAILED, why)
     assert box.control.ranks(job_id) == []
-    # A resume writes the file again, with its own permissions.
+    # Resuming the job rewrites the file with the right permissions.
     box.resume(job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
@@ -74,7 +74,7 @@ def test_sbatch_options_from_a_job_list_writable_by_others_are_not_used(box, by_
     assert not by_slurm.exists()
 
 
-def test_the_group_may_read_but_not_write_files_that_get_executed(box, tmp_path: Path) -> None:
+def test_the_group_may_read_but_not_write_files_that_are_executed(box, tmp_path: Path) -> None:
     for folder, mode in ((tmp_path, 0o700), (tmp_path / "shared", 0o2770)):
         folder.mkdir(exist_ok=True)
         folder.chmod(mode)
@@ -99,7 +99,7 @@ def test_a_foreground_run_works_on_a_file_system_without_permissions(box, tmp_pa
     assert (done.returncode, (tmp_path / "sae" / "cfg.json").exists()) == (EXIT_FINISHED, True), done.stderr
 
 
-def test_a_slurm_job_is_not_cancelled_if_others_may_have_written_its_number(box, monkeypatch, capsys) -> None:
+def test_a_slurm_job_is_not_cancelled_if_others_may_have_written_its_id(box, monkeypatch, capsys) -> None:
     folder = box.data.run(1).attempt(1)
     folder.mkdir(parents=True)
     (folder / "slurm_job").write_text("7")

@@ -1,4 +1,4 @@
-"""Tests for paused jobs that return to the queue, and for jobs resumed after they have ended."""
+"""Tests for pausing jobs, which then return to the queue, and for resuming jobs that have ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps_made(box, job_id: int) -> list[str]:
 # Pause.
 
 
-def test_pausing_a_job_and_then_stopping_it_does_not_put_it_in_the_queue(box):
+def test_a_job_that_is_paused_and_then_stopped_does_not_return_to_the_queue(box):
     job_id = box.record(state=JobState.STOPPING)
     box.control.request(job_id, "stop")
     assert not box.control.transition(job_id, JobState.QUEUED, unless=("stop", "kill"))
@@ -130,7 +130,7 @@ def test_pausing_a_queued_job_holds_it_only_until_its_release(box):
     assert (job.state, job.attempt) == (JobState.FINISHED, 1)
 
 
-def test_a_release_cancels_a_pause_not_yet_seen_by_the_supervisor(box):
+def test_releasing_a_job_cancels_a_pause_that_its_supervisor_has_not_seen_yet(box):
     job_id = box.record(held=True)
     edits.pause(box.data, job_id)
     edit(box, edits.release, job_id)
@@ -253,7 +253,7 @@ def test_a_stopped_job_continues_from_its_checkpoint(box):
 
 
 @pytest.mark.slow
-def test_earlier_requests_are_cleared_by_a_resume(box):
+def test_resuming_a_job_clears_earlier_requests(box):
     job_id = stopped(box)
     box.control.request(job_id, "kill")
     box.resume(job_id)
@@ -328,7 +328,7 @@ Box(Path(sys.argv[1])).launch("steps=3")
 
 
 def cut_off(box, function: str) -> None:
-    """Launch a job in a process to be killed when it calls the named function."""
+    """Launch a job in a process that is killed when it calls the named function."""
     tests = Path(__file__).parents[1]
     command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
@@ -344,7 +344,7 @@ def test_a_launch_killed_before_it_writes_its_files_leaves_no_job(box):
 def test_a_job_without_files_or_supervisor_can_be_cloned_and_resumed(box):
     cut_off(box, "start_or_fail")
     (job,) = box.control.jobs()
-    shutil.rmtree(box.data.run(job.id).root)  # the state in which an earlier version could leave a job
+    shutil.rmtree(box.data.run(job.id).root)  # an earlier version could leave a job in this state
     box.control.update(job.id, queued=time.time() - 3600)
     reconcile(box.data)
     assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")
@@ -373,7 +373,7 @@ def test_a_job_from_another_host_is_resumed_on_this_host(box):
 
 
 @pytest.mark.parametrize("override", ["launch.gpus=cpu:2", 'launch.backend="slurm"', "launch.nodes=2"])
-def test_a_setting_that_affects_placement_causes_a_new_placement(box, override):
+def test_a_setting_that_affects_placement_triggers_a_new_placement(box, override):
     job_id = box.launch("steps=10 crash=0@3#1", gpus=(0,))
     job = box.wait_ended(job_id)
     elsewhere = box.placement(world_size=2)
@@ -416,7 +416,7 @@ def test_a_resumed_job_is_not_lost_while_its_supervisor_starts(box):
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_a_request_to_finish_does_not_stop_a_job_and_it_can_still_be_paused(box):
+def test_a_request_to_finish_does_not_stop_a_job_which_can_still_be_paused(box):
     job_id = box.launch(ENDLESS)
     box.control.request(job_id, "finish")
     box.wait_steps(job_id)

@@ -1,4 +1,4 @@
-"""Tests for the policy of a machine with real supervisors: limits at launch, in the queue, and while a job runs."""
+"""Tests for a machine's policy, with real supervisors: limits at launch, in the queue, and while a job runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def entry(box, job_id: int) -> QueueEntry:
     return QueueEntry(box.data, control, control.job(job_id))
 
 
-def test_a_job_beyond_its_users_limit_waits_until_another_one_ends(box):
+def test_a_job_beyond_its_users_limit_waits_until_another_job_ends(box):
     set_policy(box, "gpus_per_user = 2")
     first, second, other = queued(box, 0, 1), queued(box, 2), queued(box, 3, user="bob")
     started = entry(box, first)
@@ -62,7 +62,7 @@ def test_a_job_beyond_its_users_limit_waits_until_another_one_ends(box):
     assert entry(box, second).try_start()
 
 
-def test_a_damaged_policy_stops_no_job(box):
+def test_a_damaged_policy_does_not_prevent_jobs_from_starting(box):
     policy = set_policy(box, "gpus_per_user = 1\nmax_time = [")
     assert policy.problems
     for number in range(3):
@@ -79,7 +79,7 @@ sys.stdin.read()
 """
 
 
-def test_gpus_locked_by_a_users_job_in_another_data_folder_count(box):
+def test_gpus_locked_by_a_users_job_in_another_data_folder_count_towards_the_limit(box):
     set_policy(box, "gpus_per_user = 2")
     me = user_of(0) if user_name() == "root" else user_name()
     running, waiting = queued(box, 0, user=me), queued(box, 1, user=me)
@@ -104,7 +104,7 @@ def test_two_processes_that_decide_at_the_same_time_cannot_exceed_a_limit(box):
     assert box.control.lease(third, [(2, "GPU-2")], None, 2)
 
 
-def test_an_array_of_cpu_jobs_runs_as_many_at_once_as_its_limit_says(box):
+def test_no_more_cpu_jobs_of_an_array_run_at_once_than_its_limit_allows(box):
     ids = [queued(box, array=1, array_limit=2) for _ in range(4)]
     assert [entry(box, job_id).try_start() for job_id in ids] == [True, True, False, False]
     assert box.job(ids[2]).waits_for == "2 of at most 2 jobs of array 1 are active"
@@ -156,7 +156,7 @@ NOON, EVENING = 1_793_620_800.0, 1_793_656_800.0  # 2 November 2026, 12:00 and 2
         (3, "5:00:00", EVENING, []),
     ],
 )  # fmt: skip
-def test_a_launch_is_refused_or_warned_of_according_to_the_policy(box, gpus, limit, now, said):
+def test_the_policy_determines_whether_a_launch_is_refused_or_causes_a_warning(box, gpus, limit, now, said):
     policy = set_policy(box, 'time_zone = "UTC"\n' + HOURS)
     problems = problems_with_policy(box.config(time_limit=limit), gpus, policy, (), now)
     assert [(problem.severity, str(problem)) for problem in problems] == said
@@ -174,7 +174,7 @@ def test_a_launch_warns_if_the_user_has_used_up_the_limit(box):
     )
 
 
-def test_a_job_without_a_time_limit_gets_the_policys_and_a_longer_one_is_refused(box):
+def test_a_job_without_a_time_limit_gets_the_policys_limit_and_a_longer_one_is_refused(box):
     policy = set_policy(box, 'max_time = "90m"')
     assert with_policy_limit(box.config(), policy).launch.time_limit == "1:30:00"
     assert with_policy_limit(box.config(time_limit="10"), policy).launch.time_limit == "10"
@@ -199,7 +199,7 @@ def test_a_resumed_job_must_meet_the_policy_too(box):
     box.wait_ended(job_id)
 
 
-def test_the_policys_time_limit_stops_jobs_that_were_launched_before_it(box):
+def test_the_policys_time_limit_also_stops_jobs_launched_before_the_policy_was_set(box):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=100000", gpus=(0,), time_limit="3:00:00")
@@ -211,7 +211,7 @@ def test_the_policys_time_limit_stops_jobs_that_were_launched_before_it(box):
 
 
 def store_use(box, utilization: int) -> None:
-    """Store the utilisation of GPU 0 in the current and the next minutes, as another process would."""
+    """Store GPU 0's utilisation for the current minute and the next three, as another process would."""
     minute = int(time.time() // 60)
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
         db.executemany(
@@ -221,7 +221,7 @@ def store_use(box, utilization: int) -> None:
         )
 
 
-def test_a_job_that_does_not_use_its_gpu_is_pointed_out_and_then_asked_to_stop(box, monkeypatch):
+def test_a_job_that_does_not_use_its_gpu_is_reported_and_then_asked_to_stop(box, monkeypatch):
     monkeypatch.setenv("FAKE_IDLE_S", "1")
     set_policy(box, 'stop_idle_after = "3s"')
     job_id = box.launch("steps=100000", gpus=(0,))
@@ -239,7 +239,7 @@ def test_a_job_that_does_not_use_its_gpu_is_pointed_out_and_then_asked_to_stop(b
 
 
 @pytest.mark.slow
-def test_an_idle_job_is_only_pointed_out_without_a_policy_and_a_busy_one_not_even_that(box, monkeypatch):
+def test_without_a_policy_an_idle_job_is_only_reported_and_a_busy_job_is_not(box, monkeypatch):
     monkeypatch.setenv("FAKE_IDLE_S", "1")
     idle = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(idle)
@@ -259,14 +259,14 @@ def idle_watch(box, clock: list[float]) -> IdleWatch:
     return IdleWatch(box.data, row, lambda: clock[0])
 
 
-def test_a_jump_of_the_clock_does_not_make_a_job_idle(box, monkeypatch):
+def test_a_clock_jump_does_not_make_a_job_count_as_idle(box, monkeypatch):
     box.make_store()
     clock = [0.0]
     store_use(box, 98)
     watch = idle_watch(box, clock)
     clock[0] += CHECK_EVERY_S
     assert watch.turn() == 0
-    # The clock jumps by a day. Afterwards, a minute without use is stored.
+    # The clock jumps ahead by a day, and then minutes without use are stored.
     later = time.time() + 86_400
     monkeypatch.setattr(time, "time", lambda: later)
     store_use(box, 0)
@@ -274,7 +274,7 @@ def test_a_jump_of_the_clock_does_not_make_a_job_idle(box, monkeypatch):
     assert watch.turn() == CHECK_EVERY_S
 
 
-def test_a_job_whose_use_is_unknown_is_not_idle(box):
+def test_a_job_with_unknown_gpu_use_does_not_count_as_idle(box):
     box.make_store()
     clock = [0.0]
     watch = idle_watch(box, clock)
@@ -282,12 +282,12 @@ def test_a_job_whose_use_is_unknown_is_not_idle(box):
     assert watch.turn() is None
     store_use(box, 0)
     clock[0] += CHECK_EVERY_S
-    # The time before the first sample is unknown.
+    # Whether the GPU was used before the first sample is unknown.
     assert watch.turn() <= CHECK_EVERY_S
     assert watch.turn() is None
 
 
-def test_no_lock_is_left_while_the_limit_is_checked(box):
+def test_a_job_that_waits_because_of_a_limit_holds_no_gpu_lock(box):
     set_policy(box, "gpus_per_user = 1")
     assert entry(box, queued(box, 0)).try_start()
     assert not entry(box, queued(box, 1)).try_start()

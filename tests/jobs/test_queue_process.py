@@ -1,4 +1,4 @@
-"""Tests for the queue process: it waits for all queued jobs of a user, and can be killed at any time."""
+"""Tests for the queue process, which waits on behalf of all of a user's queued jobs and can be killed at any time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENDLESS = "steps=100000"
 
 
 def restart_of_the_machine(box) -> None:
-    """End all processes for all jobs, and set the boot ids in the job rows to an earlier boot."""
+    """Kill the queue process and the processes of all jobs, and set the stored boot ids to an earlier boot."""
     jobs = box.control.active_jobs()
     ranks = [rank.process for job in jobs for rank in box.control.ranks(job.id)]
     for process in (box.queue_process(), *(job.supervisor for job in jobs), *ranks):
@@ -83,7 +83,7 @@ def test_only_one_queue_process_runs_for_a_user(box):
     assert box.queue_process() == queue
 
 
-def test_after_a_restart_of_the_machine_the_queue_continues_in_the_same_order(box):
+def test_after_a_machine_restart_the_queue_continues_in_the_same_order(box):
     box.start_queue()
     runs = box.enqueue(ENDLESS)
     box.wait_steps(runs)
@@ -104,7 +104,7 @@ def test_after_a_restart_of_the_machine_the_queue_continues_in_the_same_order(bo
     assert box.wait_ended(held).state == JobState.FINISHED
 
 
-def test_a_queued_job_is_paused_released_and_stopped_without_a_supervisor(box):
+def test_a_queued_job_can_be_paused_released_and_stopped_without_a_supervisor(box):
     box.start_queue()
     first, second = box.enqueue(ENDLESS, gpus=(0,)), box.enqueue("steps=3", gpus=(0,))
     box.wait_steps(first)
@@ -117,7 +117,7 @@ def test_a_queued_job_is_paused_released_and_stopped_without_a_supervisor(box):
     assert box.messages(second, "stopped") == ["stopped"]
 
 
-def test_a_paused_job_leaves_its_supervisor_for_the_queue_process(box):
+def test_a_paused_jobs_supervisor_exits_and_leaves_the_job_to_the_queue_process(box):
     box.start_queue()
     job_id = box.enqueue("steps=450", gpus=(0,))
     supervisor = box.wait_steps(job_id).supervisor
@@ -129,7 +129,7 @@ def test_a_paused_job_leaves_its_supervisor_for_the_queue_process(box):
     assert (job.state, job.attempt, job.step) == (JobState.FINISHED, 2, 450)
 
 
-def test_a_job_queued_again_by_its_supervisor_starts_as_soon_as_that_supervisor_has_exited(box):
+def test_a_job_requeued_by_its_supervisor_starts_as_soon_as_the_supervisor_has_exited(box):
     supervisor = subprocess.Popen(["sleep", "60"])
     started = []
     job_id = box.enqueue("steps=1")
@@ -158,7 +158,7 @@ def test_a_queued_job_whose_run_folder_is_deleted_fails(box, monkeypatch):
     assert (box.job(job_id).state, box.job(job_id).error) == (JobState.FAILED, "its run folder was deleted")
 
 
-def test_the_rows_of_queued_jobs_are_restored_with_later_edits_if_the_store_is_deleted(box):
+def test_if_the_store_is_deleted_rows_of_queued_jobs_are_restored_with_later_edits(box):
     box.start_queue()
     job_id = box.enqueue("steps=5", hold=True, tags=("mine",))
     box.wait_for(lambda: box.job(job_id).waits_for == "held", "the reason for waiting")
@@ -175,7 +175,7 @@ def test_the_rows_of_queued_jobs_are_restored_with_later_edits_if_the_store_is_d
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_a_job_starts_with_the_environment_of_its_launch_not_with_that_of_the_queue(box, monkeypatch):
+def test_a_job_starts_in_the_environment_of_its_launch_rather_than_that_of_the_queue(box, monkeypatch):
     box.start_queue()
     monkeypatch.setenv("OF_THE_LAUNCH", "yes")
     job_id = box.enqueue(ENDLESS)
@@ -199,7 +199,7 @@ def test_a_stored_environment_is_complete_even_if_it_is_not_utf_8():
     }  # fmt: skip
 
 
-def test_the_queue_process_exits_once_it_has_no_jobs_and_leaves_the_queue_free(box, monkeypatch):
+def test_the_queue_process_exits_once_it_has_no_jobs_and_another_one_can_take_over(box, monkeypatch):
     monkeypatch.setattr(queue_process, "LEAVES_AFTER_S", 0.0)
     box.make_store()
     queue = QueueProcess(box.data)
@@ -208,7 +208,7 @@ def test_the_queue_process_exits_once_it_has_no_jobs_and_leaves_the_queue_free(b
     assert QueueProcess(box.data).register()
 
 
-def test_the_queue_process_stays_for_a_job_recorded_while_it_leaves(box, monkeypatch):
+def test_the_queue_process_stays_if_a_job_is_recorded_just_before_it_exits(box, monkeypatch):
     monkeypatch.setattr(queue_process, "LEAVES_AFTER_S", 0.0)
     box.make_store()
     queue = QueueProcess(box.data)
@@ -218,7 +218,7 @@ def test_the_queue_process_stays_for_a_job_recorded_while_it_leaves(box, monkeyp
     assert not QueueProcess(box.data).register()
 
 
-def test_an_idle_queue_process_leaves_a_deleted_store_missing_so_that_the_loss_is_reported(box):
+def test_an_idle_queue_process_does_not_hide_the_loss_of_the_store_by_recreating_it(box):
     job_id = box.enqueue("steps=1", hold=True)
     queue = QueueProcess(box.data)
     queue._plan()
@@ -231,7 +231,7 @@ def test_an_idle_queue_process_leaves_a_deleted_store_missing_so_that_the_loss_i
     assert "the job list is missing" in JobsReader(box.data).problem
 
 
-def test_a_supervisor_that_cannot_start_is_the_reason_for_waiting_and_is_tried_again_later(box, capfd):
+def test_if_its_supervisor_cannot_start_a_job_waits_with_the_reason_and_retries_later(box, capfd):
     tried = []
 
     def fails(_, job_id: int) -> None:
@@ -247,7 +247,7 @@ def test_a_supervisor_that_cannot_start_is_the_reason_for_waiting_and_is_tried_a
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_jobs_of_other_users_are_left_to_their_queue_processes(box):
+def test_other_users_jobs_are_left_to_their_own_queue_processes(box):
     box.enqueue("steps=1")
     box.control._db.execute("UPDATE jobs SET user = 'another-user'")
     started = []
@@ -256,7 +256,7 @@ def test_jobs_of_other_users_are_left_to_their_queue_processes(box):
     assert reconcile(box.data, lambda _: started.append(0)) == started == []
 
 
-def test_a_job_is_attended_as_long_as_its_users_queue_process_holds_the_lock(box):
+def test_a_queued_job_needs_no_revival_while_its_users_queue_process_holds_the_lock(box):
     job_id = box.enqueue("steps=1", hold=True)
     revived = []
     assert reconcile(box.data, revived.append) == []
@@ -267,7 +267,7 @@ def test_a_job_is_attended_as_long_as_its_users_queue_process_holds_the_lock(box
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_the_lock_of_the_queue_is_touched_so_that_other_hosts_see_it(box):
+def test_the_queue_lock_is_touched_so_that_other_hosts_see_that_the_queue_is_alive(box):
     box.make_store()
     lock = box.data.queue_lock(socket.gethostname(), user_name())
     queue = QueueProcess(box.data)
@@ -278,7 +278,7 @@ def test_the_lock_of_the_queue_is_touched_so_that_other_hosts_see_it(box):
 
 
 @pytest.mark.parametrize("change", ["jobs", "requests", "leases"])
-def test_the_progress_of_a_running_job_does_not_plan_the_queue_again_but_a_change_does(box, change):
+def test_a_running_jobs_progress_does_not_trigger_replanning_but_a_change_does(box, change):
     running, queued = box.enqueue("steps=5", gpus=(0,)), box.enqueue("steps=5", gpus=(0,))
     box.control.lease(box.job(running), [(0, "GPU-0")])
     queue = QueueProcess(box.data, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Tests with many launchers in separate processes requesting the same GPUs at the same time."""
+"""Tests with many launchers, in separate processes, that request the same GPUs at the same time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def racers(box):
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """Let the racers start their jobs simultaneously; return the GPUs held by each racer at the end."""
+    """Let the racers start their jobs simultaneously; return the GPUs that each racer holds at the end."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -110,7 +110,7 @@ def test_launchers_for_jobs_that_accept_any_gpus_never_book_a_gpu_twice(box, rac
         assert 1 <= sum(map(len, got)) <= 4
 
 
-# Tests with two users of one machine.
+# Tests with two users on one machine.
 
 
 GIB = 2**30

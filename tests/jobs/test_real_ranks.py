@@ -90,7 +90,7 @@ def test_a_job_stopped_before_its_first_step_does_not_disturb_a_simultaneous_job
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_language_model_on_its_own_gpu_leads_to_bit_identical_weights(box, tmp_path):
+def test_weights_are_bit_identical_if_the_language_model_has_its_own_gpu(box, tmp_path):
     model, text = make_model(tmp_path / "model", "gpt2"), tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(300)))
 

@@ -45,7 +45,7 @@ def gone_process() -> ProcessRef:
 
 
 def holding(paths) -> subprocess.Popen:
-    """Start a process holding a run's lock, as its ranks do."""
+    """Start a process that holds a run's lock, as its ranks do."""
     with RunLock(paths.root) as lock:
         lock.share()
         return subprocess.Popen(["sleep", "600"], pass_fds=[lock.descriptor])
@@ -79,7 +79,7 @@ def add_rank(box, job_id: int, ref: ProcessRef, number: int = 0) -> None:
     box.control.record_rank(row)
 
 
-def test_killing_the_supervisor_makes_the_job_lost_without_processes_or_leases(box):
+def test_a_job_whose_supervisor_is_killed_is_lost_and_keeps_no_processes_or_leases(box):
     job_id = box.launch("steps=100000", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
     supervisor = box.job(job_id).supervisor
@@ -95,7 +95,7 @@ def test_killing_the_supervisor_makes_the_job_lost_without_processes_or_leases(b
     box.wait_for(lambda: box.living(job_id) == [], "the end of its ranks")
 
 
-def test_the_queue_continues_after_a_crash_although_no_app_is_running(box):
+def test_the_queue_continues_after_a_crash_even_if_no_app_is_running(box):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=1", gpus=(0,))
@@ -138,13 +138,13 @@ def test_orphaned_ranks_get_a_minute_to_save_and_are_then_ended(box, orphan):
     assert box.control.leases() == []
 
 
-def test_a_process_left_behind_by_a_command_is_not_said_to_save(box, orphan):
+def test_the_message_about_a_process_left_behind_by_a_command_promises_no_checkpoint(box, orphan):
     job_id = started(box, gone_process(), config=command_file("sh"))
     assert reconcile(box.data) == []
     assert box.messages(job_id, "orphaned") == ["its supervisor is gone; a process of its run is still alive"]
 
 
-def test_a_clock_jump_ahead_does_not_shorten_the_minute_given_to_orphaned_ranks(box, orphan, monkeypatch):
+def test_a_forward_clock_jump_does_not_shorten_the_minute_given_to_orphaned_ranks(box, orphan, monkeypatch):
     job_id = started(box, gone_process())
     add_rank(box, job_id, orphan)
     box.data.run(job_id).attempt(box.job(job_id).attempt).mkdir(parents=True)
@@ -183,8 +183,7 @@ def test_a_process_without_the_lock_is_never_signalled_even_if_a_row_names_its_p
 
 
 def test_without_usable_locks_only_a_rank_from_the_same_attempt_is_ended(box, tmp_path):
-    # Otherwise, another user could replace the lock file, and an editor with one of the run's files open would be
-    # killed.
+    # Otherwise, if another user replaced the lock file, an editor that has one of the run's files open would be killed.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()
@@ -248,7 +247,7 @@ def test_the_end_of_a_job_is_read_from_its_file_if_the_store_lacks_it(box):
     assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
 
 
-def test_if_no_supervisor_is_left_a_deleted_run_folder_is_named_as_the_reason(box):
+def test_a_job_without_a_supervisor_names_its_deleted_run_folder_as_the_reason(box):
     job_id = started(box, gone_process())
     shutil.rmtree(box.data.run(job_id).root)
     assert reconcile(box.data) == [job_id]
@@ -268,7 +267,7 @@ def test_jobs_on_other_machines_and_live_jobs_are_left_alone(box, other_user):
     assert reconcile(box.data) == []
 
 
-def test_one_look_for_the_queue_process_is_enough_for_many_queued_jobs(box, monkeypatch):
+def test_reconciling_many_queued_jobs_checks_for_the_queue_process_only_once(box, monkeypatch):
     ids = [box.enqueue("steps=1", hold=True) for _ in range(20)]
     looks = []
 

@@ -56,7 +56,9 @@ def test_a_job_keeps_its_gpus_from_one_attempt_to_the_next(box):
 
 
 @pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
-def test_language_model_gpus_are_leased_and_pinned_without_ranks_in_every_attempt(box, tmp_path, model_gpus, n_ranks):
+def test_in_every_attempt_the_language_models_gpus_are_leased_and_pinned_but_get_no_ranks(
+    box, tmp_path, model_gpus, n_ranks
+):
     data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
@@ -160,7 +162,7 @@ def test_a_halted_rank_is_named_and_its_job_is_restarted(box, impatient):
     assert [signalled for attempt, _, signalled in ranks_by_attempt(box, job_id) if attempt == 1] == [None, 9]
 
 
-def test_a_rank_that_never_continues_fails_the_job_with_its_name(box, impatient):
+def test_a_rank_that_never_continues_fails_the_job_and_is_named_in_the_error(box, impatient):
     job_id = box.launch("steps=12 hang=0@6", **impatient)
     job = box.wait_ended(job_id, timeout_s=60)
     assert job.state == JobState.FAILED

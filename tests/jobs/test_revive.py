@@ -21,7 +21,7 @@ ENDLESS = "steps=100000"
 
 
 def waits_alone(box, **fields) -> int:
-    """Record a queued job whose supervisor was ended by a reboot."""
+    """Record a queued job whose supervisor was killed by a reboot."""
     gone = {"boot_id": "before-the-restart", "supervisor_pid": 1, "supervisor_start": 1}
     job_id = box.record(**gone | fields)
     box.data.run(job_id).create()
@@ -29,7 +29,7 @@ def waits_alone(box, **fields) -> int:
     return job_id
 
 
-def test_an_unwritable_log_of_the_queue_does_not_affect_commands(box, monkeypatch):
+def test_an_unwritable_queue_log_does_not_affect_commands(box, monkeypatch):
     job_id = waits_alone(box, user=user_name())
     (box.data.root / "queue.log").mkdir(parents=True)
     monkeypatch.setattr(revive, "_again_at", 0.0)

@@ -1,4 +1,4 @@
-"""Tests that the trainer reads headers the app cannot read, and rereads them only if the files change."""
+"""Tests that the trainer reads headers that the app cannot read, and rereads them only if the files change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refusal(headers: ShardHeaders, folder: Path) -> str:
 
 
 def answering(folder: Path, shards: Path) -> list[str]:
-    """Return a command that replaces the trainer and appends a line to `asked`."""
+    """Return a command that replaces the trainer: it prints the shards' headers and appends a line to `asked`."""
     with inspecting_by(foreign.inspect):
         (folder / "answer").write_bytes(msgspec.json.encode(inspect_shards(shards), enc_hook=str))
     return failing(folder, f"cat {folder}/answer")
@@ -70,7 +70,7 @@ def test_the_trainer_reads_the_headers_of_every_format_as_it_does_when_training(
         assert read(headers, folder) == expected
 
 
-def test_an_error_from_the_trainer_names_the_setting_and_the_file_and_the_remedy(tmp_path: Path, shards: Path) -> None:
+def test_an_error_from_the_trainer_names_the_setting_the_file_and_the_remedy(tmp_path: Path, shards: Path) -> None:
     torch.save({"x": range(3)}, shards / "b.pt")
     message = refusal(ShardHeaders(DataDir(tmp_path / "data")), shards)
     assert message.startswith(f"data.target_path: {shards / 'b.pt'} is not an array of rows [n_tokens, d_in]: it can ")
@@ -78,7 +78,9 @@ def test_an_error_from_the_trainer_names_the_setting_and_the_file_and_the_remedy
     assert "\n" not in message
 
 
-def test_headers_are_read_once_until_a_file_changes_even_by_another_process(tmp_path: Path, shards: Path) -> None:
+def test_headers_are_read_only_once_even_by_several_processes_until_a_file_changes(
+    tmp_path: Path, shards: Path
+) -> None:
     data, command = DataDir(tmp_path / "data"), answering(tmp_path, shards)
     first = ShardHeaders(data, command)
     found = [read(headers, shards) for headers in (first, first, ShardHeaders(data, command))]
@@ -92,7 +94,7 @@ def test_headers_are_read_once_until_a_file_changes_even_by_another_process(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"state": [], "shards": {"shards": []}}'])
-def test_a_damaged_record_of_headers_is_replaced(content: bytes, tmp_path: Path, shards: Path) -> None:
+def test_a_damaged_header_record_is_replaced(content: bytes, tmp_path: Path, shards: Path) -> None:
     data, command = DataDir(tmp_path / "data"), answering(tmp_path, shards)
     found = read(ShardHeaders(data, command), shards)
     (kept,) = data.headers.iterdir()
@@ -109,7 +111,7 @@ def test_a_damaged_record_of_headers_is_replaced(content: bytes, tmp_path: Path,
         ("echo '{}'", "the output of `trainer inspect` cannot be read: "),
     ],
 )
-def test_a_failed_header_read_produces_one_sentence_that_is_kept_for_a_moment(
+def test_a_failed_header_read_gives_a_one_sentence_reason_and_is_not_retried_at_once(
     script: str, reason: str, tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headers = ShardHeaders(DataDir(tmp_path / "data"), failing(tmp_path, script))

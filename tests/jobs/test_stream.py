@@ -50,12 +50,12 @@ def test_the_forecast_for_a_stream_uses_the_training_token_count(tmp_path: Path)
     assert job_rows(reviewed.job, reviewed.job.data_shape(), [], MeasuredHardware(), cuda=False)
 
 
-def test_a_stream_without_a_length_is_reported_in_the_length_field(tmp_path: Path) -> None:
+def test_a_missing_token_count_and_a_bad_shuffle_size_are_reported_in_their_fields(tmp_path: Path) -> None:
     assert review(DataDir(tmp_path), **{"train.n_tokens": None}).by_field.keys() == {"train.n_tokens"}
     assert review(DataDir(tmp_path), **{"data.shuffle_tokens": 0}).by_field.keys() == {"data.shuffle_tokens"}
 
 
-def test_commands_accept_a_job_training_on_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_a_job_that_trains_on_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, _ = parse_job({"data": {"source": "toy"}, "train": {"n_steps": 100}, "launch": {"gpus": "cpu"}})
     assert job is not None
     (tmp_path / "job.toml").write_text(dump_job(job))

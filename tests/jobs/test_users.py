@@ -36,7 +36,7 @@ n_steps = {steps}
 
 
 class User:
-    """A group member running `sae-tui`."""
+    """A group member who runs `sae-tui`."""
 
     def __init__(self, uid: int, data: Path, home: Path) -> None:
         self.uid, self.data, self.home = uid, data, home
@@ -116,7 +116,7 @@ def test_users_sharing_a_folder_see_each_others_jobs_and_wait_for_their_gpus(pla
     assert ((shared / "runs" / str(second)).stat().st_uid, (shared / "control.db").stat().st_gid) == (BOB, GROUP)
 
 
-def test_a_queued_job_changed_by_another_member_is_not_started(place):
+def test_a_queued_job_whose_file_was_changed_by_another_member_is_not_started(place):
     shared = place / "shared"
     shared.mkdir()
     os.chown(shared, ANN, GROUP)
@@ -155,7 +155,7 @@ def test_an_unshared_folder_is_private(place):
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_another_users_prepared_data_folder_is_rejected_and_its_command_is_not_run(place):
+def test_a_data_folder_prepared_by_another_user_is_rejected_and_its_command_is_not_run(place):
     trap, proof = place / "trap", place / "proof"
     trap.mkdir()
     (trap / "settings.toml").write_text(f'on_job_end = ["touch", "{proof}"]\n')

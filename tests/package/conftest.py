@@ -1,4 +1,4 @@
-"""Fixtures for the built packages, and for a virtual environment where pip has installed the sdist offline."""
+"""Fixtures for the built packages, and for a virtual environment in which pip has installed the sdist offline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dist(once: Make) -> Path:
 
 @pytest.fixture(scope="session")
 def watching(once: Make, dist: Path) -> Path:
-    """Return the `bin` folder of an environment where the sdist was installed offline and without extras."""
+    """Return the `bin` folder of an environment in which the sdist is installed, offline and without extras."""
 
     def fill(folder: Path) -> None:
         locked = (ROOT / "requirements" / "watch.txt").read_text()

@@ -1,4 +1,4 @@
-"""Tests for the packages written by `python -m build`, and for their metadata."""
+"""Tests for the packages that `python -m build` writes, and for their metadata."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_an_sdist_has_the_sources_for_the_wheel_and_no_tests(dist: Path) -> None
     assert names - top == sources() | data | {f"packaging/man/{page}" for page in PAGES}
 
 
-def test_the_version_is_written_in_one_place(dist: Path) -> None:
+def test_the_version_is_written_in_only_one_place(dist: Path) -> None:
     version = PROJECT["version"]
     assert {file.name for file in dist.iterdir()} == {
         f"sae_tui-{version}.tar.gz",
@@ -76,7 +76,7 @@ def test_the_version_is_written_in_one_place(dist: Path) -> None:
     assert written == []
 
 
-def test_without_extras_no_package_needed_only_by_the_trainer_is_required(dist: Path) -> None:
+def test_without_extras_only_the_projects_base_dependencies_are_required(dist: Path) -> None:
     with zipfile.ZipFile(the_only(dist, "*.whl")) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
         told = Parser().parsestr(archive.read(name).decode())

@@ -1,4 +1,4 @@
-"""Tests for the sdist, installed offline, with and without the packages needed by the trainer."""
+"""Tests for the sdist when it is installed offline, with and without the packages that the trainer needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ report_card = false
 [launch]
 gpus = "cpu"
 """
-# This script runs many commands in one process so that Python is started only once.
+# Runs many commands in one process, so that Python is started only once.
 ALL = """
 import contextlib, io, json, sys
 import sae_tui.cli, trainer.cli

@@ -19,7 +19,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
-# Prints each signal that it gets, and ends after USR1.
+# Prints each signal it receives, and exits after USR1.
 OBEDIENT = """
 trap 'echo got TERM' TERM
 trap 'echo got USR1; exit 7' USR1
@@ -35,7 +35,7 @@ while :; do sleep 0.1; done
 
 
 class Command:
-    """A command launched as a user would, with its own supervisor."""
+    """A command launched as a user would launch it, with its own supervisor."""
 
     def __init__(self, submission: Callable, argv: list[str], launch: dict, **command: object) -> None:
         folder = {"folder": str(command.pop("folder", "/"))}
@@ -85,7 +85,7 @@ def run(submission: Callable) -> Callable[..., Command]:
     return make
 
 
-def test_a_command_gets_its_environment_and_the_gpus_that_slurm_gave_it(
+def test_a_command_gets_its_environment_and_the_gpus_that_slurm_assigned_to_it(
     run, cluster: Cluster, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2")
@@ -114,13 +114,13 @@ def test_a_command_gets_its_environment_and_the_gpus_that_slurm_gave_it(
     assert not any(b"hunter2" in content for content in kept)
 
 
-def test_a_job_on_the_cpu_sees_no_gpu(run) -> None:
+def test_a_job_on_the_cpu_sees_no_gpus(run) -> None:
     one = run("sh", "-c", 'echo "{gpus}|${CUDA_VISIBLE_DEVICES-unset}|"')
     one.until_ended()
     assert one.log == "0||\n"
 
 
-def test_a_failing_command_is_restarted_for_the_chosen_exit_code_and_its_exit_code_is_recorded(run) -> None:
+def test_a_command_is_restarted_for_the_chosen_exit_code_and_exit_codes_are_recorded(run) -> None:
     script = "echo attempt $SAE_TUI_ATTEMPT; test $SAE_TUI_ATTEMPT = 1 && exit 75; echo broken; exit 3"
     one = run("sh", "-c", script, launch={"max_restarts": 5}, retry_on=[75])
     row = one.until_ended()
@@ -137,7 +137,7 @@ def test_a_command_that_exits_with_the_chosen_code_is_queued_again(run, tmp_path
     assert any(message.startswith("is queued again: ") for message in one.told)
 
 
-def test_a_stop_sends_the_chosen_signal_once(run) -> None:
+def test_stopping_a_command_sends_the_chosen_signal_once(run) -> None:
     one = run("sh", "-c", OBEDIENT, stop_signal="USR1")
     one.until(lambda: "ready" in one.log)
     one.until(lambda: one.row.state == JobState.RUNNING)
@@ -147,9 +147,7 @@ def test_a_stop_sends_the_chosen_signal_once(run) -> None:
     assert one.exit_of() == (7, None)
 
 
-def test_a_program_that_ignores_its_stop_signal_is_killed_with_its_children_after_the_grace_time(
-    run, tmp_path: Path
-) -> None:
+def test_a_program_ignoring_its_stop_signal_is_killed_with_children_after_the_grace_time(run, tmp_path: Path) -> None:
     one = run("sh", "-c", STUBBORN, grace_s=0.5, folder=tmp_path)
     one.until(lambda: "ready" in one.log and (tmp_path / "child").exists() and (tmp_path / "child").read_text())
     edits.stop(one.data, one.id)
@@ -159,7 +157,7 @@ def test_a_program_that_ignores_its_stop_signal_is_killed_with_its_children_afte
     assert ProcessRef.of(int((tmp_path / "child").read_text())) is None
 
 
-def test_a_killed_command_ends_without_its_grace_time(run, tmp_path: Path) -> None:
+def test_killing_a_command_does_not_wait_for_its_grace_time(run, tmp_path: Path) -> None:
     one = run("sh", "-c", STUBBORN, grace_s=3600.0, folder=tmp_path)
     one.until(lambda: "ready" in one.log)
     edits.kill(one.data, one.id)
@@ -167,7 +165,7 @@ def test_a_killed_command_ends_without_its_grace_time(run, tmp_path: Path) -> No
     assert one.exit_of() == (None, signal.SIGKILL)
 
 
-def test_a_command_waiting_for_nodes_is_starting_and_can_be_stopped(run, cluster: Cluster) -> None:
+def test_a_command_waiting_for_nodes_counts_as_starting_and_can_be_stopped(run, cluster: Cluster) -> None:
     cluster.command("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
     one = run("sh", "-c", "echo started")
     one.until(lambda: "waits in SLURM: Resources" in one.told)
@@ -192,7 +190,7 @@ def test_near_its_time_limit_a_command_gets_its_stop_signal_and_may_be_queued_ag
         assert row.error == "was asked to stop because its SLURM time limit was near"
 
 
-def test_a_command_cancelled_from_outside_gets_one_signal_and_fails_with_the_reason(run, cluster: Cluster) -> None:
+def test_a_command_cancelled_from_outside_gets_only_one_signal(run, cluster: Cluster) -> None:
     one = run("sh", "-c", "trap 'echo got TERM; exit 0' TERM; echo ready; while :; do sleep 0.1; done")
     one.until(lambda: "ready" in one.log)
     cluster.command("scancel", one.slurm_id())
@@ -200,7 +198,7 @@ def test_a_command_cancelled_from_outside_gets_one_signal_and_fails_with_the_rea
     assert one.log.count("got TERM") == 1
 
 
-def test_a_folder_that_the_node_lacks_is_reported_as_the_reason(run, tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_on_the_node_is_reported_as_the_reason(run, tmp_path: Path) -> None:
     row = run("true", folder=tmp_path / "gone").until_ended()
     assert row.state == JobState.FAILED
     assert row.error.startswith(f"command.folder: {tmp_path}/gone does not exist on ")
@@ -218,9 +216,7 @@ def test_the_slurm_job_of_a_killed_supervisor_is_cancelled_before_the_job_is_los
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, JobState.FINISHED), (9, JobState.FAILED)])
-def test_how_a_program_ended_is_known_even_if_its_supervisor_was_killed_before(
-    run, tmp_path: Path, code, state
-) -> None:
+def test_how_a_program_ended_is_known_even_if_its_supervisor_was_killed_first(run, tmp_path: Path, code, state) -> None:
     one = run("sh", "-c", f"echo ready; while ! test -e go; do sleep 0.1; done; exit {code}", folder=tmp_path)
     one.until(lambda: "ready" in one.log)
     one.row.supervisor.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Tests for the network addresses on which a job on a real SLURM cluster listens while it runs."""
+"""Tests for the network addresses that a job on a real SLURM cluster listens on while it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODES = pytest.mark.parametrize(
 
 
 class Reachable:
-    """Records a job's programs and threads, and the addresses on which they listened for TCP connections."""
+    """Records a job's programs and threads, and the addresses they listened on for TCP connections."""
 
     def __init__(self, slurm_id: str) -> None:
         self.slurm_id = slurm_id

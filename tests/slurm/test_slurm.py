@@ -141,7 +141,7 @@ def test_ranks_that_never_started_are_reported_with_the_reason(submission) -> No
     assert one.attempt.cause().endswith("/nowhere/python: No such file or directory")
 
 
-def test_a_node_without_the_run_folder_is_reported_with_its_remedy(submission, tmp_path) -> None:
+def test_a_node_without_the_run_folder_is_reported_with_a_remedy(submission, tmp_path) -> None:
     one = submission(nodes=1)
     one.start(lambda spec: rank_command(tmp_path / "elsewhere" / spec.name))
     one.until_ended()
@@ -180,7 +180,7 @@ def test_the_reason_why_slurm_rejects_a_job_is_reported_in_slurms_own_words(subm
 
 
 def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
-    """Return an extraction job on two nodes, with enough text."""
+    """Return an extraction job for two nodes, with enough text."""
     (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(n_tokens // 8)))
     model = make_model(tmp_path / "gpt2", "gpt2")
     job = extraction_job(model, text, tmp_path / "rows", n_tokens=n_tokens, shard_rows=512)

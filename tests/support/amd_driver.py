@@ -22,7 +22,7 @@ def module_folder() -> Path | None:
 
 
 def build_library(root: Path, module: Path) -> Path:
-    """Build the library, with all functions needed by AMD's Python module, in a folder laid out like ROCm's."""
+    """Build the library, with all functions that AMD's Python module needs, in a folder laid out like ROCm's."""
     asked = re.findall(r"_libraries\['libamd_smi\.so'\]\.(\w+)", (module / "amdsmi_wrapper.py").read_text())
     stubs = root / "stubs.c"
     stubs.write_text(
@@ -35,7 +35,7 @@ def build_library(root: Path, module: Path) -> Path:
 
 
 def environment(rocm: Path, **variables: Any) -> dict[str, str]:
-    """Return the environment for a process using the library. The argument GPUS=4 sets FAKE_AMD_SMI_GPUS=4."""
+    """Return the environment for a process that uses the library. The argument GPUS=4 sets FAKE_AMD_SMI_GPUS=4."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_AMD_SMI_")}
     fake = {f"FAKE_AMD_SMI_{key}": str(value) for key, value in variables.items()}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Values returned by older versions of AMD's Python module. The reader must support all of them.
+"""Values that older versions of AMD's Python module return. The reader must support all of them.
 
 Only the structure of each value is taken from these versions, not the numbers. For missing values, version 6.0 returns
 numbers with all bits set, and later versions return "N/A". Keys were renamed in 6.2 (clocks), 6.4 (energy) and 7.0
@@ -68,7 +68,7 @@ COMMON: dict[str, Any] = {
 
 
 def module(**answers: Any) -> Any:
-    """Return a stand-in for the module whose functions return these values; all other functions are missing."""
+    """Return a stand-in for the module, with functions that return these values; all other functions are missing."""
     functions = {name: _answering(answer) for name, answer in {**COMMON, **answers}.items()}
     return SimpleNamespace(
         AmdSmiException=AmdSmiException, AmdSmiLibraryException=AmdSmiLibraryException,

@@ -1,4 +1,4 @@
-"""Validates the JSON output of commands against its schemas."""
+"""Validates the commands' JSON output against its schemas."""
 
 from __future__ import annotations
 

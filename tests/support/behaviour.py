@@ -96,7 +96,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the JSON output from commands for a fixed store. For the commands in `LIVE`, yield only keys and types."""
+    """Yield the JSON output of commands on a fixed store. For the commands in `LIVE`, yield only keys and types."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)

@@ -43,7 +43,7 @@ class Box:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"SAE_TUI_DATA_DIR": str(folder / "data")}
-        self.data = DataDir(folder / "data" / "demo")  # the folder in which --demo stores its jobs
+        self.data = DataDir(folder / "data" / "demo")  # the folder where --demo stores its jobs
         self.terminals: list[Terminal] = []
 
     def app(
@@ -108,7 +108,7 @@ class Box:
 
 
 def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 120) -> None:
-    """Return once the job is in one of these states."""
+    """Wait until the job is in one of these states."""
     wait_for_store(data, lambda control: control.job(job_id).state in states, seconds)
 
 
@@ -131,7 +131,7 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
 def processes_of(folder: Path, *, with_queue: bool = True) -> list[int]:
     """Return the pids of all processes whose command line contains the folder: supervisors and ranks, but not the app.
 
-    The queue process, which stays for a minute, is left out on request.
+    With `with_queue=False`, leave out the queue process, which lingers for a minute.
     """
     pids = []
     for entry in Path("/proc").iterdir():

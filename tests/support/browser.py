@@ -1,4 +1,4 @@
-"""A client of a real `sae-tui serve`: HTTP requests, and sessions whose screens are emulated by pyte."""
+"""A client of a real `sae-tui serve`: HTTP requests, and sessions whose screens pyte emulates."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Served:
 
     @property
     def below(self) -> list[psutil.Process]:
-        """The root process in each session, excluding its descendants."""
+        """Each session's root process, without its descendants."""
         found: list[psutil.Process] = psutil.Process(self.process.pid).children()
         self._processes.update(found)
         return found

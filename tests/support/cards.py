@@ -34,7 +34,7 @@ class Cards:
 
 
 class Box(Cards):
-    """A machine with two GPUs. The machine is a class so that another process can import it by name."""
+    """A machine with two GPUs. It is a class so that another process can import it by name."""
 
     def __init__(self) -> None:
         super().__init__(2)

@@ -23,7 +23,7 @@ _FLAGS = (
 
 
 class Chromium:
-    """One page of a browser with its own profile."""
+    """One page in a browser with its own profile."""
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None

@@ -1,4 +1,4 @@
-"""Chooses test parameters: combinations for Triton's interpreter, and the cases run for every change.
+"""Chooses test parameters: combinations for Triton's interpreter, and the cases that run on every change.
 
 All combinations would take minutes in the interpreter. The tests run all of them only on a GPU or with
 EXAMPLES=explore.
@@ -17,7 +17,7 @@ ALL = os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("EXAMPLES") ==
 
 
 def slow_except(fast: Collection[Any], choices: Iterable[Any]) -> list[Any]:
-    """Return the choices as parameters, with the mark `slow` on all but the fast ones."""
+    """Return the choices as parameters, with all but the fast ones marked `slow`."""
     return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in choices]
 
 

@@ -1,4 +1,4 @@
-"""Job files of commands, and the processes and samples that a running command leaves behind."""
+"""Job files for commands, and the processes and samples that a running command leaves behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.rows import Rank
 
 
 def command_file(*argv: str, name: str = "probe", **settings: Any) -> str:
-    """Return the job file of a command."""
+    """Return the job file for a command."""
     table = {"kind": "command", "name": name, "command": {"argv": list(argv), **settings}}
     return dump_job(any_job_of(table))
 
@@ -33,7 +33,7 @@ def record_program(data: DataDir, job_id: int, pid: int) -> None:
 
 
 def record_series(data: DataDir, job_id: int, names: Sequence[str], steps: int = 200, total_steps: int = 400) -> None:
-    """Write series with any names, as found in the output of a program."""
+    """Write series with arbitrary names, as if they came from a program's output."""
     paths = data.run(job_id)
     paths.create()
     rows = [MetricRow(name, step, 1 / (1 + step + place)) for place, name in enumerate(names) for step in range(steps)]

@@ -53,13 +53,13 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def inline_commands() -> list[tuple[str, list[str]]]:
-    """Return every inline command from this project, with its page."""
+    """Return every inline command of this project's programs, with its page."""
     found = [(page, span) for page in pages() for span in _INLINE.findall(page.read_text())]
     return [(str(page.relative_to(ROOT)), argv) for page, span in found for argv in _simple(span)]
 
 
 def commands_of(block: Block) -> list[list[str]]:
-    """Return the arguments to each command in a block. In a console block, the commands are the lines with a prompt."""
+    """Return each command in a block as an argument list; in a console block, the lines with a prompt are commands."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]

@@ -26,7 +26,7 @@ def build_drivers(root: Path) -> Path:
 
 
 def environment(drivers: Path, driver: str = "new", **variables: Any) -> dict[str, str]:
-    """Return the environment for a process using the fake driver. The argument GPUS=4 sets FAKE_NVML_GPUS=4."""
+    """Return the environment for a process that uses the fake driver. The argument GPUS=4 sets FAKE_NVML_GPUS=4."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
     fake = {f"FAKE_NVML_{key}": str(value) for key, value in variables.items()}
     return {**inherited, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""Python environments other than the tests' own: real ones that are quick to create, and scripts replacing Python."""
+"""Python environments other than the tests' own: real ones that are quick to create, and scripts in place of Python."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ with open({file!r}, "a") as stream:
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
-    """Create a virtual environment and return its Python. With `trains`, the environment can import all
-    packages available to the tests.
+    """Create a virtual environment and return its Python. With `trains`, it can import all packages that the tests can.
 
-    The arguments of each Python process are recorded in the file `starts` next to it.
+    The arguments of each Python process are recorded in the file `starts` next to the environment.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (packages,) = folder.glob("lib/python3*/site-packages")
@@ -37,7 +36,7 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """Return what a Python reports about an environment with everything installed."""
+    """Return what Python reports about an environment where everything is installed."""
     told = {
         "version": [3, 12, 1],
         "paths": [],
@@ -50,7 +49,7 @@ def answer(**changes: Any) -> dict[str, Any]:
 
 
 def stand_in(folder: Path, script: str, name: str = "python") -> Path:
-    """Write a shell script that replaces a Python, and return its path."""
+    """Write a shell script to run in place of Python, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -59,9 +58,9 @@ def stand_in(folder: Path, script: str, name: str = "python") -> Path:
 
 
 def answering(folder: Path, told: object = None) -> Path:
-    """Write a script that replaces a Python and replies immediately; return its path.
+    """Write a script to run in place of Python that replies immediately; return its path.
 
-    The script appends a line to the file `asked` next to it.
+    Each time the script runs, it appends a line to the file `asked` in `folder`.
     """
     text = json.dumps(answer() if told is None else told)
     (folder / "bin").mkdir(parents=True, exist_ok=True)

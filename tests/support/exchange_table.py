@@ -1,8 +1,8 @@
-"""A table of the data GPU ranks read and exchange in a step. The table is tracked in git, so that changes are reviewed.
+"""A table of the data that GPU ranks read and exchange in a step, tracked in git so that changes are reviewed.
 
 PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
 
-The numbers are recorded while `DistributedGroup` runs on fake tensors, which have no memory. `--times` prints modelled
+The numbers are recorded while `DistributedGroup` runs on fake tensors, which use no memory. `--times` prints modelled
 times.
 """
 
@@ -41,13 +41,13 @@ SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32
 TOKENS = 4096
 CASES = ("no dead", "auxk")
 COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends (or reads)"
-# The bytes/s sent by a GPU over NVLink, and the minimum seconds per collective.
+# The bytes/s that a GPU sends over NVLink, and the minimum seconds per collective.
 LINK, LATENCY = 360e9, 15e-6
 _TRAINER = f"{Path(groups.__file__).parents[1]}/"
 
 
 class Mode(NamedTuple):
-    """A parallel mode: the numbers of ranks splitting the tokens and splitting the latents, and settings."""
+    """A parallel mode: how many ranks split the tokens, how many split the latents, and its settings."""
 
     name: str
     n_data: int
@@ -78,7 +78,7 @@ class CountedRanks(DistributedGroup):
         self._together: Exchange | None = None
 
     def note(self, kind: str, tensor: Tensor, share: float, *, async_op: bool = False) -> _Transfer | None:
-        """Log a collective in which each rank sends this fraction of a tensor."""
+        """Log a collective in which each rank sends the fraction `share` of a tensor."""
         number = len(self._log.ops)
         one = self._together or Exchange(self.name, kind, {}, _asker(), number)
         one.sent[tensor.dtype] = one.sent.get(tensor.dtype, 0) + round(share * tensor.nbytes)
@@ -124,7 +124,7 @@ def _asker() -> str:
 
 @contextlib.contextmanager
 def counted_collectives() -> Iterator[None]:
-    """Within the context, make the collectives of `torch.distributed` only log the amount of data they would send."""
+    """Within the context, make `torch.distributed`'s collectives only log how much data they would send."""
 
     def rest(group: CountedRanks) -> float:
         return (group.size - 1) / group.size
@@ -174,7 +174,7 @@ def step_of(mode: Mode, shape: str, case: str) -> Step:
 
 
 def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
-    """Return a group whose ranks each read a share of the stored rows, on one host of H200s."""
+    """Return a group whose ranks each read a share of the stored rows, on one host with H200s."""
     settings = {"mode": "hybrid", "latent_ranks": mode.n_latents} if mode.n_data > 1 else {"mode": "tensor"}
     sae, d_in = SHAPES[shape]
     train = {"precision": "bf16", "batch_size": TOKENS * mode.n_latents}
@@ -185,7 +185,7 @@ def _readers(mode: Mode, shape: str, log: OpLog) -> Group:
 
 
 def _rows_read(mode: Mode, shape: str) -> int:
-    """Return the number of stored rows read by each rank for a step."""
+    """Return the number of stored rows that each rank reads for a step."""
     return len(own_rows(np.arange(TOKENS * mode.n_latents), _readers(mode, shape, OpLog())))
 
 
@@ -221,7 +221,7 @@ def _mb(one: Exchange) -> float:
 
 
 class Times(NamedTuple):
-    """The seconds for a step, its computation and its transfers, and the bytes and collectives sent by a rank."""
+    """The seconds for a step, its computation and its transfers, and the bytes and collectives that a rank sends."""
 
     step_s: float
     computing_s: float
@@ -249,7 +249,7 @@ def times_of(step: Step, sharing: int) -> Times:
 
 
 class _TimeLine:
-    """The times in seconds when a GPU finishes the added operations and transfers.
+    """The times in seconds at which a GPU finishes the added operations and transfers.
 
     `later` maps the index of each transfer in the previous step to its end time, because an operation in this step may
     wait for that transfer.
@@ -274,7 +274,7 @@ def _seconds(one: Exchange) -> float:
 
 
 def _as_filled(op: Op, sharing: int) -> Op:
-    """Return the operation restricted to the valid entries, approximately this rank's share of all entries."""
+    """Return the operation restricted to the valid entries, which are about this rank's share of all entries."""
     arguments = dict(op.arguments)
     if arguments.get("n_filled") is None:
         return op

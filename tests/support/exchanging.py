@@ -18,7 +18,7 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Exchange tensors of all types and sizes. Some tensors fit into a slot of shared memory; others are split."""
+    """Exchange tensors of all types and sizes. Some tensors fit in a slot of shared memory; others are split."""
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
@@ -60,8 +60,8 @@ def exchange(group: Group) -> dict[str, Tensor]:
 
 
 def in_parts(world: World) -> dict[str, Tensor]:
-    """Sum over a group of the first and last ranks and over a group of the last two. Ranks outside a group keep their
-    values.
+    """Sum over a group with the first and last ranks, and over a group with the last two. Ranks outside a group keep
+    their values.
     """
     sums = {}
     for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
@@ -71,7 +71,7 @@ def in_parts(world: World) -> dict[str, Tensor]:
 
 
 def lose(group: Group) -> dict[str, Tensor]:
-    """Kill the last rank during an exchange; return the seconds until the other ranks detect this."""
+    """Kill the last rank during an exchange; return how many seconds the other ranks take to detect this."""
     group.sum_(torch.ones(4))
     if group.index == group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -84,7 +84,7 @@ def lose(group: Group) -> dict[str, Tensor]:
 
 
 def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
-    """Connect to the other ranks through `file`, and save the results next to it in a file named by the rank."""
+    """Connect to the other ranks through `file`, and save the results next to it in a file named after the rank."""
     torch.set_num_threads(1)
     shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:

@@ -1,4 +1,4 @@
-"""Small extraction jobs run in this process."""
+"""Small extraction jobs that run in this process."""
 
 from __future__ import annotations
 

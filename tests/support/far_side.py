@@ -40,7 +40,7 @@ def real_side(folder: Path, data: Path) -> list[str]:
 
 
 def runs_of(folder: Path) -> list[list[str]]:
-    """Return the remote commands run so far, each as the words after `sae-tui`."""
+    """Return the remote commands that have run so far, each as the words after `sae-tui`."""
     file = folder / "runs"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 

@@ -1,7 +1,7 @@
-"""Composes screenshots of the app into one SVG with a CSS animation, without scripts and external fonts.
+"""Composes screenshots of the app into one SVG with a CSS animation, without scripts or external fonts.
 
-Rows identical in several pictures are stored once, and are visible whenever one of these pictures is shown. A viewer
-without animation shows one of the pictures.
+Rows that are identical in several pictures are stored once, and are visible whenever one of these pictures is shown. A
+viewer without animation shows one of the pictures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compose(pictures: Sequence[Picture], *, still: int, moves: bool = True) -> s
     styles = Styles()
     columns, rows = _size(pictures[0].svg)
     width, height = columns * _CELL + 2 * _LEFT, rows * _LINE + _TOP + _LEFT
-    # Maps each SVG element to the indices of the pictures containing it.
+    # Maps each SVG element to the indices of the pictures that contain it.
     seen: dict[str, set[int]] = {}
     for number, picture in enumerate(pictures):
         for part in [*_lines(picture.svg, styles), _caption(picture.caption, width, styles)]:

@@ -1,4 +1,4 @@
-"""Forks real processes from a process with torch loaded, saving two core-seconds per start."""
+"""Forks real processes from a process with torch loaded, which saves two core-seconds per start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class ForkedRank:
-    """A forked rank with the subset of the `subprocess.Popen` interface used by the tests."""
+    """A forked rank with the subset of the `subprocess.Popen` interface that the tests use."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
         context = loaded_context()
@@ -44,7 +44,7 @@ class ForkedRank:
 
     @property
     def stderr(self) -> StringIO:
-        """All output written by the rank."""
+        """Everything that the rank has written."""
         self._said.seek(0)
         return StringIO(self._said.read())
 

@@ -34,7 +34,7 @@ def run_command(
     """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
     The command is forked if its environment equals that of the preloaded process, except for `FREE` variables.
-    Otherwise, a new Python is started.
+    Otherwise, a new Python process is started.
     """
     if _loading(env) != _loading(os.environ):
         argv = [sys.executable, "-m", "sae_tui", *arguments]
@@ -145,7 +145,7 @@ def _become(outputs: Sequence[int], arguments: list[str], env: dict[str, str], c
 
 
 def serve(path: str) -> None:
-    """Import the modules used by commands, and fork a process for every request until this process is killed."""
+    """Import the modules that commands use, and fork a process for every request until this process is killed."""
     import sae_tui.__main__
     import sae_tui.cli_commands
 

@@ -29,7 +29,7 @@ LIMIT_S, STEPS = 3.0, 50
 
 
 class Hanging(DistributedGroup):
-    """A group in which an exchange never returns on some ranks."""
+    """A group with an exchange that never returns on some ranks."""
 
     n_sums = 0
 

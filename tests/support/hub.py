@@ -19,7 +19,7 @@ class Hub:
     """Accepts uploads, as the hub does.
 
     `files` maps repository and name to each uploaded file; `asked` lists all requests. A request whose path contains
-    `fails_at` gets a response with status 500 and a body containing the token.
+    `fails_at` gets a response with status 507 and a body that contains the token.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Hub:
         self._thread.join()
 
     def environment(self, home: str) -> dict[str, str]:
-        """Return the environment variables that make the client use this server and log in."""
+        """Return the environment variables that make the client use this server and log in to it."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": home,

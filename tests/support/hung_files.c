@@ -1,5 +1,6 @@
-/* For LD_PRELOAD: while the file $HUNG_WHILE exists, every call on a file below one of the folders $HUNG (separated by
- * ':') hangs, as on a file server that does not answer or in /proc of a process that holds its own memory map. */
+/* For LD_PRELOAD: while the file $HUNG_WHILE exists, every call on a file below one of the folders in $HUNG (separated
+ * by ':') hangs, as it would on a file server that does not answer, or in the /proc folder of a process that holds its
+ * own memory map. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

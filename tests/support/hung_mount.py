@@ -1,4 +1,4 @@
-"""A file system that never responds. As with a hung GPU, a process reading a file on it cannot be killed."""
+"""A file system that never responds. As with a hung GPU, a process that reads a file on it cannot be killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hung_mount(folder: Path) -> Iterator[threading.Event]:
     """Mount the file system at a new folder; yield an event that is set once a process is waiting. Unmounting ends the
     wait.
 
-    The waiting process is in state D, so signals do not interrupt it. The test is skipped if mounting is not possible.
+    The waiting process is in state D, so signals do not interrupt it. If mounting is not possible, the test is skipped.
     """
     folder.mkdir()
     try:

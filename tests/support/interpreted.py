@@ -17,7 +17,7 @@ in_two_shares = pytest.mark.parametrize("among", ["not slow", pytest.param("slow
 
 
 def run_cases(cases: Path, *, on_cpu: bool = False, compiles: bool = False, among: str = "not slow") -> None:
-    """Assert that all cases in a file pass, on a GPU if there is one and not `on_cpu`, otherwise in the interpreter.
+    """Assert that all cases in a file pass, on a GPU if there is one and `on_cpu` is not set, else in the interpreter.
 
     With `compiles`, the cases are only compiled, which needs neither a GPU nor the interpreter. `among` selects cases
     by marker, like pytest's -m.

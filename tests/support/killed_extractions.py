@@ -1,4 +1,4 @@
-"""Extraction jobs killed and restarted in forks of this process, which has already imported transformers.
+"""Extraction jobs that are killed and restarted in forks of this process, which has already imported transformers.
 
 `killed_extractions.py JOB.toml DIR SEED N` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
 folder. Each of these N jobs is killed at an interpreter event, such as opening or replacing a file. The job is then
@@ -48,7 +48,7 @@ def interrupt_at_first_shard() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this index, counting only events in the folder."""
+    """Return a function that kills this process at event number `number`, counting only events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -61,12 +61,12 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that makes SIGALRM kill this process after a certain time."""
+    """Return a function that sets a timer to kill this process with SIGALRM after `seconds`."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def events_of(job: str, output: Path) -> int:
-    """Run the job undisturbed, and return the number of interpreter events involving the folder."""
+    """Run the job undisturbed, and return the number of interpreter events that involve the folder."""
     counted = output.parent / "events"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     # nohup makes processes ignore SIGINT, and children inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    # Import this model's modules here, because each forked process would need two seconds to do so.
+    # Import this model's modules here, because the import would take two seconds in each forked process.
     LanguageModel(load_as(ExtractJob, job), torch.device("cpu"))
     began = time.monotonic()
     n_events = events_of(job, root / "whole")

@@ -4,7 +4,7 @@ all modules.
 `killed_ranks.py JOB.toml DIR SEED N SIZE` runs one job undisturbed, in DIR/whole, and then N jobs, each in its own
 folder. In each of these N jobs, a rank is killed at an interpreter event, such as opening or replacing a file, and the
 other ranks get SIGTERM, as from a supervisor. After a restart, a rank is killed after a random time. The third start
-runs to completion. Prints the exit codes of the ranks for each start as JSON; a negative code is a signal.
+runs to completion. Prints the ranks' exit codes for each start as JSON; a negative code is a signal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def nothing() -> None:
 
 
 def kill_at(number: int, folder: Path) -> Callable[[], None]:
-    """Return a function that kills this process at the event with this index, counting only events in the folder."""
+    """Return a function that kills this process at event number `number`, counting only events in the folder."""
     left = [number]
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -77,7 +77,7 @@ def kill_at(number: int, folder: Path) -> Callable[[], None]:
 
 
 def kill_after(seconds: float) -> Callable[[], object]:
-    """Return a function that makes SIGALRM kill this process after a certain time."""
+    """Return a function that sets a timer to kill this process with SIGALRM after `seconds`."""
     return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     n, size = int(sys.argv[4]), int(sys.argv[5])
     torch.set_num_threads(1)
     asked = load_as(ExtractJob, file)
-    # Import this model's modules here, because each forked process would need two seconds to do so.
+    # Import this model's modules here, because the import would take two seconds in each forked process.
     LanguageModel(asked, torch.device("cpu"))
 
     def to(output: Path) -> ExtractJob:

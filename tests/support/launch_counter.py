@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 
 
 class NoGpu:
-    """The subset of Triton's driver interface used before kernels are compiled."""
+    """The subset of Triton's driver interface that is used before kernels are compiled."""
 
     def get_current_device(self) -> int:
         return 0

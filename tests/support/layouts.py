@@ -1,4 +1,4 @@
-"""File formats used by other tools to store SAEs, each with a reference implementation of the SAE.
+"""The file formats in which other tools store SAEs, each with a reference implementation of the SAE.
 
 Every builder writes files with random weights, in the format described in the tool's documentation or code.
 """
@@ -93,8 +93,8 @@ def _clear(distances: Tensor) -> Tensor:
 class Layout(NamedTuple):
     """How a tool stores an SAE. `write` writes the files to a folder and returns the reference.
 
-    `origin` is the metadata in the files, `place` is the SAE's path under the folder, and `flags` are the options added
-    by a user. `oracle` names the loader of the other tool for these files.
+    `origin` is the metadata in the files, `place` is the SAE's path under the folder, and `flags` are the options that
+    a user has to add. `oracle` names the other tool's loader for these files.
     """
 
     form: str
@@ -313,7 +313,7 @@ def sparsify(
 
 
 def cached(folder: Path) -> Reference:
-    """Write a sparsify SAE as the hub's cache stores it: links to blobs."""
+    """Write a sparsify SAE as the hub's cache stores it: as links to blobs."""
     snapshot = folder / "models--a--b" / "snapshots" / "0123abcd"
     reference: Reference = sparsify({"num_latents": D_SAE})(snapshot)
     blobs = folder / "models--a--b" / "blobs"

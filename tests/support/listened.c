@@ -1,4 +1,4 @@
-/* For LD_PRELOAD: writes down where the program, with its libraries, binds sockets, to the file $WRITTEN_DOWN. */
+/* For LD_PRELOAD: records in the file $WRITTEN_DOWN where the program and its libraries bind sockets. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-"""Collects the errors raised by a matmul if there is not enough memory, each in a separate process."""
+"""Collects the errors that a matmul raises if there is not enough memory, each in a separate process."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "packaging" / "man"
 
 
 def man_pages() -> dict[Path, str]:
-    """Return the text of every page, independent of the date and the terminal's width."""
+    """Return the text of every page, which depends on neither the date nor the terminal's width."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
     try:

@@ -13,7 +13,7 @@ CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.P
 
 
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
-    """Call `before`, then `act` in a child to be killed at its nth disk call, for n = 1, 2, ...
+    """Call `before`, then `act` in a child that is killed at its nth disk call, for n = 1, 2, ...
 
     `before` and `act` get n as a string. Return the number of killed children; the last child runs to completion. This
     process must have only one thread, because it forks.

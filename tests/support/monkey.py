@@ -74,7 +74,7 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """The result from running one seed.
+    """The result of running one seed.
 
     `faults` are sentences. `answers_s` contains the time in seconds from each press of `?` until the help is shown.
     """
@@ -142,7 +142,8 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        # Jobs whose ids were named in a deletion question, and the number of jobs in a question stating only a number.
+        # The ids of the jobs named in a deletion question, and the number of jobs in a question that states only a
+        # number.
         self._asked: set[int] = set()
         self._n_asked = 0
         self._searched = 0
@@ -227,7 +228,7 @@ class Monkey:
         self._searched = 0
         self.result.starts += 1
         started = time.monotonic()
-        while b" RT" not in self.terminal.raw:  # a narrow window shortens the names of the GPUs
+        while b" RT" not in self.terminal.raw:  # a narrow window shortens the GPUs' names
             self.terminal.read(0.1)
             code = self.terminal.process.poll()
             self._fail_if(code is not None, f"the app exited with code {code} before it showed anything")
@@ -298,10 +299,10 @@ class Monkey:
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
-        """Fail if there was a traceback, an exit not requested by a key, or an unconfirmed deletion."""
+        """Fail if there was a traceback, an exit that no key requested, or an unconfirmed deletion."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        # A traceback from a job's log, shown on the screen, does not have these line breaks.
+        # A traceback in a job's log that is shown on the screen does not have these line breaks.
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the remaining output
@@ -326,12 +327,12 @@ class Monkey:
             self._start()
 
     def _check_exit(self) -> None:
-        """Check that after `q`, the exit code is 0 and the terminal has its initial mode."""
+        """Check that after `q`, the exit code is 0 and the terminal is back in its initial mode."""
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
-        # After the app has restored the terminal, ctrl+c interrupts the exiting process, as for any command. ctrl+z
-        # makes the terminal discard characters that it has not echoed yet, so the ^C may be missing.
+        # After the app has restored the terminal, ctrl+c interrupts the exiting process, as it would any command.
+        # ctrl+z makes the terminal discard characters that it has not echoed yet, so the ^C may be missing.
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
         ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
@@ -379,7 +380,7 @@ class Monkey:
         """Return whether `?` opens the help. The help may not open if an earlier `q` has just closed the app."""
         if self._asks(3):
             return True
-        # There may be more open dialogs than presses of Escape.
+        # There may have been more open dialogs than presses of Escape.
         for _ in range(3):
             self._leave_all()
         if self.terminal.process.poll() is None:
@@ -448,7 +449,8 @@ class Monkey:
 def busy_seconds(pid: int) -> tuple[float, str]:
     """Return the core-seconds used by a process, and its state, which is R while it is running or waiting for a core.
 
-    The seconds its main thread waited for a core are included, because it gets little CPU time on a busy machine.
+    The seconds that its main thread waited for a core are included, because the process gets little CPU time on a busy
+    machine.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-/* For LD_PRELOAD: every lock of a file fails, as on an NFS mount whose lock service does not answer. */
+/* For LD_PRELOAD: every attempt to lock a file fails, as on an NFS mount whose lock service does not answer. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,4 +1,4 @@
-"""Ranks sharing one GPU and exchanging tensors through host memory; NCCL does not support two ranks on one GPU."""
+"""Ranks that share one GPU and exchange tensors through host memory; NCCL does not support two ranks on one GPU."""
 
 from __future__ import annotations
 

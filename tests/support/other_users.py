@@ -71,13 +71,13 @@ class Texts:
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Return the strings whose markup was interpreted and is therefore not shown despite enough space."""
+    """Return the strings whose markup was interpreted and is therefore not shown, although there is enough space."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
-    """Return the control sequences not sent by the app itself, with the surrounding text."""
-    # Incompletely read output may end in the middle of a character or a sequence.
+    """Return the control sequences that the app itself did not send, with the surrounding text."""
+    # Output that was not read completely may end in the middle of a character or a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
     return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]

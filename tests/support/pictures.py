@@ -31,7 +31,7 @@ from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
-# The cell width on the page, in pixels. Text is readable at this size, and three screenshots fit into a row.
+# The cell width on the page, in pixels. Text is readable at this size, and three screenshots fit in a row.
 _CELL = 4
 _STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
 

@@ -1,4 +1,4 @@
-"""Chooses which programs in a kernel launch are run by Triton's interpreter, and in which order.
+"""Chooses which programs in a kernel launch Triton's interpreter runs, and in which order.
 
 By default, the interpreter runs all programs in order. A GPU runs the programs in any order.
 `support.interpreted` makes pytest load this module.
@@ -21,7 +21,7 @@ from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
-# Triton's language modules replaced by the interpreter in this process, which compiles no kernels.
+# The Triton language modules that the interpreter has replaced in this process, which compiles no kernels.
 _PREPARED: set[frozenset[str]] = set()
 
 

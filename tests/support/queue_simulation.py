@@ -20,19 +20,19 @@ from trainer.contract.store.states import JobState
 GIB = 2**30
 HOUR_S, DAY_S = 3600.0, 86_400.0
 BEGIN = 20_000 * DAY_S
-# While GPUs are free and jobs wait, the queue is also planned this often, because the order changes with time.
+# While GPUs are free and jobs wait, the queue is also planned at this interval, because the order changes with time.
 TICK_S = 600.0
 
 
 class SimJob(msgspec.Struct, frozen=True):
-    """A job with the time at which it is submitted and its real duration."""
+    """A job with its submission time and its real duration."""
 
     row: Job
     runs_s: float
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """A job that has run: the times are in seconds since the epoch."""
+    """A job that has run; its times are in seconds since the epoch."""
 
     row: Job
     started: float
@@ -76,7 +76,7 @@ class Simulation:
         return self.ran
 
     def _advance(self) -> None:
-        """Jump to the next time at which a job comes or ends, or at which the order may have changed."""
+        """Jump to the next time at which a job arrives or ends, or at which the order may have changed."""
         times = [ran.ended for ran in self._running.values()]
         times += [self._coming[0].row.queued or 0.0] if self._coming else []
         times += [self.now + TICK_S] if self._waiting and len(self._held()) < len(self._gpus) else []
@@ -137,10 +137,10 @@ class Simulation:
 
 
 def crowd(n_jobs: int = 1000, n_users: int = 8, days: float = 5.0, seed: int = 0) -> list[SimJob]:
-    """Return the jobs of several users: half of them come at once from the first user, the others over some days.
+    """Return the jobs of several users: half of them arrive at once from the first user, the others over several days.
 
     Half of the durations are unknown, and the others are wrong by up to a factor of 3. A few jobs need all GPUs, and a
-    few have another priority.
+    few have a different priority.
     """
     source = random.Random(seed)
     jobs = []
@@ -165,7 +165,7 @@ def sim_row(
 
 
 def oldest_since(ran: Sequence[Ran]) -> dict[int, float]:
-    """Return, by job id, the time since which each job was its user's oldest waiting job in its priority."""
+    """Return, by job id, the time at which each job became its user's oldest waiting job of its priority."""
     lanes: dict[tuple[str, int], list[Ran]] = defaultdict(list)
     for one in ran:
         lanes[one.row.user, one.row.priority].append(one)
@@ -179,7 +179,7 @@ def oldest_since(ran: Sequence[Ran]) -> dict[int, float]:
 
 
 def promised_s(one: Ran, since: float, ran: Sequence[Ran], n_users: int) -> float:
-    """Return how long a job may wait at most once it is its user's oldest; jobs of higher priority may delay it."""
+    """Return the longest time a job may wait once it is its user's oldest; jobs of higher priority may delay it."""
     longest_s = max(each.ended - each.started for each in ran)
     above = [each for each in ran if each.row.priority > one.row.priority and each.ended > since]
     delays_s = sum(each.ended - each.started for each in above if each.started <= one.started)

@@ -1,8 +1,8 @@
 """Finds races between the queues of several GPUs, each simulated by a thread.
 
-A queue that reads or overwrites another queue's data must first wait for a `Moment` recorded by the other queue after
-it accessed the data. The real timing of the threads does not matter, because only these waits determine the order of
-two queues.
+A queue that reads or overwrites another queue's data must first wait for a `Moment` that the other queue recorded after
+accessing the data. The real timing of the threads does not matter, because only these waits determine the order of two
+queues.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors changed in place by an operation."""
+    """Return the tensors that an operation changes in place."""
     given = itertools.zip_longest(func._schema.arguments, args)
     by_name = {one.name: value for one, value in given if one is not None} | kwargs
     changed = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]

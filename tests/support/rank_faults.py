@@ -1,6 +1,6 @@
 """Faults injected into a forked rank before it starts: limited memory, an exit at a chosen step, a short timeout.
 
-The last argument to each function is the rank number.
+Each function's last argument is the rank number.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> Non
 
 
 def die_in_step(step: int, rank: int) -> None:
-    """Make the rank kill itself after `step` steps, before the next step."""
+    """Make the rank kill itself after `step` steps, before the next one."""
     trainer_class: Any = loop.Trainer
     take_step = trainer_class._train_step
 
@@ -77,7 +77,7 @@ def die_in_step(step: int, rank: int) -> None:
 
 
 def die_in_save(step: int, rank: int) -> None:
-    """Make the rank kill itself after it has written the tensors of this step's checkpoint, and before the manifest."""
+    """Make the rank kill itself when it has written the tensors of this step's checkpoint, but not the manifest."""
     saving: Any = checkpoint
     write_json = saving.write_json
 
@@ -95,7 +95,7 @@ def share_anew_soon(rank: int) -> None:
 
 
 def end_with_patience(rank: int) -> None:
-    """Set the timeout to 5,000 s per rank, and raise an error that reports it instead of connecting."""
+    """Set the timeout to 5,000 s per rank; instead of connecting, raise an error that reports the timeout."""
 
     def join(*_: object, patience: timedelta, **__: object) -> None:
         raise UserError(f"the others wait {patience.total_seconds():.0f} s")
@@ -107,7 +107,7 @@ def end_with_patience(rank: int) -> None:
 
 
 class Reading(NamedTuple):
-    """Makes each rank read a part of the rows or all rows, and write the sizes of its batches to COUNTS.RANK.
+    """Makes each rank read either part of the rows or all rows, and write the sizes of its batches to COUNTS.RANK.
 
     The rank `failing` fails to read its batch number `fails_at`. Rank 0 requests a stop after `stops_after` steps.
     """

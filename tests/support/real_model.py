@@ -1,4 +1,4 @@
-"""A trained language model small enough for a CPU, and text included in every Python installation.
+"""A trained language model small enough for a CPU, and text that every Python installation includes.
 
 `make model` installs the model in the virtual environment. Without the model, tests that need it are skipped.
 """
@@ -31,7 +31,7 @@ needs_model = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 def write_text(file: Path) -> int:
-    """Write the topics of Python's reference as documents (half a megabyte of English); return their number."""
+    """Write the topics of Python's reference as documents (half a megabyte of English); return how many there are."""
     from pydoc_data.topics import topics
 
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics.values()))

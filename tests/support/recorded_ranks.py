@@ -40,7 +40,7 @@ class Recorded(Threads):
         return super().start_sums(self._all_noted("sum", tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        # Do not call the `start_sums` of this class, which would also record the sums.
+        # Do not call this class's `start_sums`, which would also record the sums.
         Threads.start_sums(self, self._all_noted("sum parts", tensors))
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
@@ -128,7 +128,7 @@ def in_step(one: list[Call], other: list[Call]) -> bool:
 
 
 def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs (number of ranks, number of ranks splitting the latents) for ddp, tensor and every hybrid mode."""
+    """Yield pairs (number of ranks, number of ranks that split the latents) for ddp, tensor and every hybrid mode."""
     for size in sizes:
         for sharing in (1, 2, 4, 8):
             if sharing <= size:

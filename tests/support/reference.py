@@ -106,7 +106,7 @@ def _code(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Escape characters in a help text with a special meaning in Markdown."""
+    """Escape the characters in a help text that have a special meaning in Markdown."""
     return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
 
 
@@ -360,7 +360,7 @@ def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[li
 
 
 def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the definition referred to by a schema reference."""
+    """Return the definition that a schema reference refers to."""
     while "$ref" in shown:
         shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
     return shown

@@ -1,7 +1,7 @@
 """Models the duration of a GPU step from its operations, with constants fitted to an H200.
 
-The duration of an operation is the maximum of three times: its bytes divided by the memory bandwidth, its FLOPs divided
-by the peak rate, and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than
+An operation's duration is the maximum of three times: its bytes divided by the memory bandwidth, its FLOPs divided by
+the peak rate, and its kernel launches. Steps measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than
 modelled. Steps for smaller SAEs took up to 30 % longer, because each of hundreds of small operations takes slightly
 longer than a launch.
 """
@@ -28,12 +28,12 @@ PROCESSORS = 132
 LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
 # The seconds the host takes to replay a step captured as a CUDA graph.
 HOST_RECORDED = 0.4e-3
-# How many times slower torch is for operands with different shapes or types, because it reads them element by element.
+# How many times slower torch is for operands with different shapes or types, which it reads element by element.
 _UNEVEN = 2
-# The seconds per thread instruction in kernels that search rows, limited by instructions rather than bytes. Measured
-# with 128 threads per row: 11,550 instructions per thread took 0.327 ms, and 5,280 instructions took 0.145 ms. The
-# other constants are instruction counts in the code for sm_90: per value read, per candidate, and per candidate in each
-# iteration of the search for a threshold.
+# The seconds per thread instruction in kernels that search rows, which are limited by instructions rather than bytes.
+# Measured with 128 threads per row: 11,550 instructions per thread took 0.327 ms, and 5,280 instructions took 0.145 ms.
+# The other constants are instruction counts in the code for sm_90: per value read, per candidate, and per candidate in
+# each iteration of the search for a threshold.
 _INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
 # The number of iterations of the search for a threshold: over the maxima of the groups, over the values in the selected
 # groups, and over AuxK's rows with more than k positive values. For an SAE trained in bf16 on data/sample, the first
@@ -44,14 +44,14 @@ _GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
 # The seconds torch.topk takes per value, by value size in bytes. torch.topk passes over the matrix two to eight times.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# The bytes/s read by one program, and the seconds its threads take to add up counts and write the result. A
+# The bytes/s that one program reads, and the seconds its threads take to add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
-# because each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
-# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
+# because each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are 6
+# * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
 # bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses,
-# a search of up to 31 iterations of about 1 us follows, not included here.
+# a search of up to 31 iterations of about 1 us follows, which is not included here.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6
-# The number of programs needed by a gather kernel to saturate a GPU, and the bytes/s achieved by fewer programs.
+# The number of programs that a gather kernel needs to saturate a GPU, and the bytes/s that fewer programs achieve.
 _FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
@@ -80,7 +80,7 @@ class Modelled(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The seconds taken by a step: the maximum of the GPU's and the host's time."""
+        """A step's duration in seconds: the longer of the GPU's and the host's time."""
         return max(self.gpu_s, self.host_s)
 
 
@@ -212,7 +212,7 @@ def _gather_kernel(op: Op) -> Cost:
 def _latent_kernel(op: Op) -> Cost:
     """Return the cost of a kernel that gathers rows for each latent, and reads or writes the latent's own row once."""
     if op.argument("latents") is not None:
-        # This kernel processes only the few latents whose entries do not fit into the first block.
+        # This kernel processes only the few latents whose entries do not fit in the first block.
         return Cost(1, 8e-6, "gathering kernel")
     dense, multiplies = op.argument("dense"), op.argument("rows") is not None
     n_entries, width = op.argument("n_entries"), dense.shape[1]
@@ -263,8 +263,8 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("since_fired").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
-# The fraction of rows that must be searched by kernels processing complete rows. With noise around 0, half of the rows
-# have more than k positive values. Kernels that mark or gather values also search rows with fewer positive values.
+# For kernels that process complete rows, the fraction of rows that they must search. With noise around 0, half of the
+# rows have more than k positive values. Kernels that mark or gather values also search rows with fewer positive values.
 _OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
 # torch computes these element-wise operations with a slow kernel if their operands differ in shape or type.
 _UNEVENLY = {"add", "sub", "mul", "div"}

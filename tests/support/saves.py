@@ -34,7 +34,7 @@ def kill_saves(folder: Path) -> int:
 
 
 def kill_exports(folder: Path) -> int:
-    """Kill an export replacing an earlier export at each of its disk calls; return the number of disk calls.
+    """Kill an export that replaces an earlier one at each of its disk calls; return the number of disk calls.
 
     Each attempt uses a new folder.
     """

@@ -93,7 +93,7 @@ def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[i
 
 
 def record_box(data: DataDir) -> int:
-    """Record two past jobs and one running job; return the id of the running job."""
+    """Record two past jobs and one running job; return the running job's id."""
     record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0,), gpu_uuids=("a",))
     record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, loss=21.5, fvu=0.142, l0=32.0,
                tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
@@ -145,7 +145,7 @@ class Scene:
     busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
-        """Record the scene's data in an empty folder, and return an app with values that do not change over time."""
+        """Record the scene's data in an empty folder, and return an app whose values do not change over time."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.busy, since=_SINCE_S)
@@ -209,7 +209,7 @@ def _record_failed(data: DataDir) -> None:
 
 
 async def show_dashboard(pilot: Pilot[Any]) -> None:
-    """Wait until the dashboard shows the GPUs, the jobs and, if displayed, the processes and the preview of a job."""
+    """Wait until the dashboard shows the GPUs, the jobs and, if displayed, the processes and a job's preview."""
     app: Any = pilot.app
     recorded = _n_jobs(app)
     await wait_until(pilot, lambda: len(app.session.jobs) == recorded)
@@ -222,7 +222,7 @@ async def show_dashboard(pilot: Pilot[Any]) -> None:
     await wait_until(pilot, lambda: not (processes.display and is_busy) or processes.n_rows)
     preview = app.screen.query_one(PreviewText)
     await wait_until(pilot, lambda: not app.screen.query_one(PreviewPanel).display or preview.plain)
-    # The layout follows from the rows that the last drawing has counted.
+    # The layout depends on the rows that the previous drawing has counted.
     for _ in range(2):
         app.screen.show_gpus()
         app.screen.show_jobs()

@@ -1,4 +1,4 @@
-"""Helpers for shard tests: random rows, tables with a column of rows, and the error caused by a folder of shards."""
+"""Helpers for shard tests: random rows, tables with a column of rows, and the error raised for a folder of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real two-node SLURM cluster on this host, with fake GPUs and a separate folder and ports."""
+"""A real two-node SLURM cluster on this host, with fake GPUs, its own folder and its own ports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Cluster:
         self._wait(self._is_up, "both nodes to be idle")
 
     def stop(self) -> None:
-        """Stop the jobs, then the daemons in reverse order of their start."""
+        """Stop the jobs, then the daemons, the last one started first."""
         # Without this, a job step would wait forever for the controller, which is stopped next.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()

@@ -19,7 +19,7 @@ _knows = PacketParser._knows
 
 
 def fail(self: PacketParser, sequence: str) -> bool:
-    """Raise an unexpected error at one key sequence."""
+    """Raise an unexpected error for one key sequence."""
     if sequence == FAILING_KEY:
         raise RuntimeError("unforeseen")
     return _knows(self, sequence)

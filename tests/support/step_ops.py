@@ -1,4 +1,4 @@
-"""Records every operation in a GPU step: the tensors it reads and writes, and the line of code calling it."""
+"""Records every operation in a GPU step: the tensors it reads and writes, and the line of code that calls it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
 
 
 class Operand(NamedTuple):
-    """A tensor read or written by an operation."""
+    """A tensor that an operation reads or writes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -65,7 +65,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """A torch operation or a launch of a Triton kernel; `at` is the line in the trainer's code calling it."""
+    """A torch operation or a launch of a Triton kernel; `at` is the line in the trainer's code that calls it."""
 
     name: str
     reads: tuple[Operand, ...]
@@ -82,7 +82,7 @@ class Op:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the operation has tensors on two devices."""
+        """Whether the operation's tensors are on different devices."""
         return len({one.device for one in (*self.reads, *self.writes)}) > 1
 
     @property
@@ -101,7 +101,7 @@ class Op:
 
 @dataclass
 class Exchange:
-    """A collective of `kind` over `group`: the bytes sent by a rank, by type, and the calling function.
+    """A collective of `kind` over `group`: the bytes that a rank sends, by type, and the calling function.
 
     The collective starts just before the operation with index `begins` in its step. Operations from index `ends` on
     wait for the collective; if `ends_later` is set, these are operations in the next step.
@@ -138,7 +138,7 @@ class Step:
 
 
 class OpLog(TorchDispatchMode):
-    """Records the torch operations run and the kernels that would be launched."""
+    """Records the torch operations that run and the kernels that would be launched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -217,8 +217,8 @@ def recorded_step(
     """Return the operations in a late step of a job on one GPU or, with `parallel`, on one of several ranks.
 
     The groups of `parallel` may write to `log`. With `dead`, the SAE may have dead latents. For an SAE with a sparsity
-    penalty, k latents per token exceed the threshold. With `dense`, more latents exceed the threshold, so only dense
-    matmuls are used.
+    penalty, assume that k latents per token exceed the threshold. With `dense`, more latents exceed the threshold, so
+    only dense matmuls are used.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch

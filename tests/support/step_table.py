@@ -22,7 +22,7 @@ COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launche
 
 
 class Way(NamedTuple):
-    """A variant of a step: its training settings, and the number of ranks splitting the latents."""
+    """A variant of a step: its training settings, and the number of ranks that split the latents."""
 
     train: dict[str, Any]
     n_ranks: int = 1

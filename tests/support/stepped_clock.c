@@ -1,6 +1,6 @@
-/* For LD_PRELOAD: the wall clock of a process is set by the file $STEPS, which has a line `AT SECONDS` for each step:
- * from the true time AT on the clock is so many seconds ahead. So are the times of files that were changed since, as
- * where the whole machine's clock was set. Clocks that count from boot continue. */
+/* For LD_PRELOAD: the file $STEPS sets the wall clock of a process. It has a line `AT SECONDS` for each step: from the
+ * true time AT on, the clock is SECONDS ahead. The times of files that were changed since then are ahead by as much, as
+ * if the whole machine's clock had been set. Clocks that count from boot are unaffected. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -26,7 +26,7 @@ __attribute__((constructor)) static void open_steps(void) {
     close(file);
 }
 
-/* The file has MOST bytes, lines and then NULs, and is changed in place. */
+/* The file is MOST bytes long, with NULs after its lines, and is changed in place. */
 static long ahead(time_t at) {
     long seconds = 0, from, then;
     int used;

@@ -1,4 +1,4 @@
-"""Creates new stores by copying a store created once per test process; each copy saves 0.06 core-seconds."""
+"""Creates new stores by copying a store that is created once per test process; each copy saves 0.06 core-seconds."""
 
 from __future__ import annotations
 

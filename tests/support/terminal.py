@@ -1,4 +1,4 @@
-"""A program in a real pseudo-terminal, whose screen is emulated by pyte."""
+"""A program in a real pseudo-terminal, whose screen pyte emulates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Terminal:
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
-        # Some test runners set COLUMNS and LINES, which would override the size of the terminal.
+        # Some test runners set COLUMNS and LINES, which would override the terminal's size.
         own = ("COLUMNS", "LINES", "COLORTERM")
         environment = {name: value for name, value in env.items() if name not in own} | {
             "TERM": term,
@@ -101,21 +101,21 @@ class Terminal:
         """Change the terminal size and send SIGWINCH to the program."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
-        # The kernel sends SIGWINCH only to processes with this terminal as their controlling terminal.
+        # The kernel sends SIGWINCH only to processes whose controlling terminal this is.
         self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
-        """Feed the program's output to the screen for this many seconds."""
+        """For `seconds`, feed the program's output to the screen."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Read until there is no output for `quiet_s` or the program has ended, or fail after `seconds`."""
+        """Read until there has been no output for `quiet_s` or the program has ended; fail after `seconds`."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
@@ -161,7 +161,7 @@ class Terminal:
             self.process.wait()
 
     def usage(self) -> tuple[float, int]:
-        """Return the CPU seconds used by the program, and its peak memory in bytes."""
+        """Return the CPU seconds that the program has used, and its peak memory in bytes."""
         with open(f"/proc/{self.process.pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
         ticks = int(fields[11]) + int(fields[12])

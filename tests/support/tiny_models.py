@@ -1,4 +1,4 @@
-"""Language models with three blocks and random weights, and their tokenizers, as folders loadable by transformers.
+"""Language models with three blocks and random weights, and their tokenizers, as folders that transformers can load.
 
 The variance of the weights is chosen so that a block changes the residual stream by about the same amount as a
 trained block.
@@ -21,7 +21,7 @@ DECODERS = ("gpt2", "llama", "gemma3", "qwen3")
 ENCODERS = ("bert", "roberta")
 FAMILIES = (*DECODERS, *ENCODERS)
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
-# The template added around a text by each family's tokenizer.
+# The template that each family's tokenizer adds around a text.
 AROUND = {"gpt2": "$A", "llama": f"{BOS} $A", "gemma3": f"{BOS} $A", "qwen3": "$A"}
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}" + EOS + "{% endfor %}"
 VOCABULARY = "the a cat dog sat ran on over under red blue small mat hill and then it saw was not here"

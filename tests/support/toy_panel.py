@@ -8,7 +8,7 @@ from sae_tui.widgets.lines import Line
 
 
 class ToyPanel(DetailPanel):
-    """Shows the number of tokens processed by a job."""
+    """Shows the number of tokens that a job has processed."""
 
     DEFAULT_CSS = "ToyPanel { height: 1fr; width: 1fr; }"
 

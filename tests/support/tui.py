@@ -111,7 +111,7 @@ def record_job(
         "gpu_source": "simulated",
         "created": NOW,
     }
-    # The SAE of an imported job was not trained by this job.
+    # An imported job did not train its SAE.
     usual |= {"state": state, "ended": NOW} if state is JobState.IMPORTED else {}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     put_store(data.control_db, "control")
@@ -134,7 +134,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Write the curves for a successful run as rank 0 would."""
+    """Write the curves of a successful run as rank 0 would."""
     paths = data.run(job_id)
     paths.create()
     put_store(paths.metrics_db, "metrics")
@@ -162,7 +162,7 @@ def title_of(panel: Widget) -> str:
 
 
 async def put_into_row(pilot: Pilot[Any], name: str, text: str) -> None:
-    """Replace the text in a row of a form, such as `sae-k`, as if it was typed; the focus stays where it is."""
+    """Replace the text in a row of a form, such as `sae-k`, as if it had been typed; the focus stays where it is."""
     row = pilot.app.screen.query_one(f"#row-{name}", SettingRow)
     editor = row.fill()
     await wait_until(pilot, lambda: editor.is_mounted)

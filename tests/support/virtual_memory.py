@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A tensor with at least this number of elements is large.
+# The minimum number of elements of a large tensor.
 _LARGE = 2**20
-# With this flag, Linux allows a mapping larger than the memory. Python 3.11 has no name for the flag.
+# With this flag, Linux allows a mapping larger than physical memory. Python 3.11 has no name for the flag.
 _MAP_NORESERVE = 0x4000
 
 

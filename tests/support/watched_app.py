@@ -19,14 +19,14 @@ from sae_tui.doctor import torch_build
 
 
 def name_other_users(user: str, host: str) -> None:
-    """Replace the names of all users and of this machine with these names."""
+    """Give every user the name `user`, and this machine the name `host`."""
     getpwuid = pwd.getpwuid
     pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *getpwuid(uid)[1:]))
     socket.gethostname = lambda: host
 
 
 def ask_no_torch() -> None:
-    """Prevent the doctor from importing torch, saving two core-seconds."""
+    """Prevent the doctor from importing torch, which saves two core-seconds."""
     torch_build._ask = lambda box: (None, "no torch")
 
 

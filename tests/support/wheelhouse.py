@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-# Files added to the installed package by an installer.
+# Files that an installer adds to the installed package.
 _BY_INSTALLER = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
 

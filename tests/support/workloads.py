@@ -32,7 +32,7 @@ def look_of(job: JobConfig, data: DataShape, machine: Machine, past: Sequence[Jo
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:
-    """Return the data section for a training job reading a nonexistent language model, with a text file in `folder`."""
+    """Return the data section of a job that trains on a nonexistent language model, with a text file in `folder`."""
     text = folder / "text.txt"
     text.write_text("a cat sat")
     return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

@@ -1,4 +1,6 @@
-"""Tests that the app handles ctrl+z while it has the terminal, and that its driver reads keys without delay."""
+"""Tests that the app handles ctrl+z only while it has the terminal, and that its driver reads keys without delay and
+restores the terminal.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,8 @@ print(*keys)
 """
 
 
-def test_the_driver_reads_a_divided_sequence_as_one_key_and_stops_reading_at_once() -> None:
-    # The machine may be busy, so let the sequence be late by up to 10 s.
+def test_the_driver_reads_a_split_sequence_as_one_key_and_stops_reading_at_once() -> None:
+    # The machine may be busy, so let the rest of the sequence arrive up to 10 s late.
     command = [sys.executable, "-c", KEYS_IN_A_TERMINAL, "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True, check=False)
     assert (done.returncode, done.stdout) == (0, "up x\n"), done.stderr
@@ -143,7 +145,7 @@ asyncio.run(main())
 """
 
 
-def test_a_second_signal_restores_the_terminal_if_the_last_output_of_an_exiting_app_is_blocked() -> None:
+def test_a_second_signal_restores_the_terminal_if_an_exiting_apps_output_is_blocked() -> None:
     terminal = Terminal([sys.executable, "-c", APP_THAT_CANNOT_WRITE], env=os.environ)
     before = terminal.mode
     try:
@@ -183,7 +185,7 @@ asyncio.run(main())
 """
 
 
-def test_the_settings_are_restored_before_the_file_is_closed_which_a_signal_may_find_closed() -> None:
+def test_settings_are_restored_before_the_file_is_closed_and_a_later_signal_is_safe() -> None:
     command = [sys.executable, "-c", APP_THAT_CLOSES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True, check=False)
     assert (done.returncode, done.stdout) == (0, "restored True\nclosed\n"), done.stderr

@@ -52,7 +52,7 @@ class Small(KeysInOrder):
 
 
 def send(app: Small, data: str) -> None:
-    """Post the messages for input arriving in one packet, as the driver does."""
+    """Post the messages for input that arrives in one packet, as the driver does."""
     for message in PacketParser().feed(data):
         message.set_sender(app)
         app.post_message(message)

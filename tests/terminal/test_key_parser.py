@@ -18,7 +18,7 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 class Clock:
-    """A clock advanced by the test."""
+    """A clock that the test advances."""
 
     now = 1000.0
 
@@ -58,7 +58,7 @@ def seen(message: Message) -> str:
 
 
 def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]:
-    """Return the events for these chunks of bytes, through the driver's decoder and parser."""
+    """Return the events that the driver's decoder and parser produce for these chunks of bytes."""
     parser, decoder = PacketParser(), TerminalDecoder()
     messages: list[Message] = []
     for piece in pieces:
@@ -111,7 +111,7 @@ def test_escape_alone_is_a_key_as_soon_as_nothing_can_follow(clock: Clock) -> No
 @pytest.mark.parametrize(
     ("pieces", "pause_s"), [(("\x1b", "[A"), 0.02), (("\x1b[", "A"), 0.09), (("\x1bO", "A"), 0.09)]
 )
-def test_a_sequence_divided_by_a_slow_connection_is_one_key(
+def test_a_sequence_split_by_a_slow_connection_is_one_key(
     clock: Clock, pieces: tuple[str, ...], pause_s: float
 ) -> None:
     assert sent(clock, PacketParser(), *pieces, pause_s=pause_s) == ["up"]

@@ -80,7 +80,7 @@ def test_an_update_that_changes_nothing_sends_nothing() -> None:
     assert painter.render(update, console()) == ""
 
 
-def test_if_one_digit_changes_only_this_digit_is_sent() -> None:
+def test_if_one_digit_changes_only_that_digit_is_sent() -> None:
     painter = Painter()
     style = Style.parse("red on black")
     for text in ("util 41%", "util 42%"):

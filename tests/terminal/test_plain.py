@@ -84,7 +84,7 @@ async def test_without_colours_the_selection_is_reversed_and_no_colour_is_sent(
     reversed_, kept = Colourless().apply([marked, plain], base)
     assert (reversed_.style.reverse, reversed_.style.bgcolor) == (True, None)
     assert (kept.style.reverse, kept.style.bold, kept.style.color) == (None, True, None)
-    # In a terminal with 16 colours, the selection has one of them.
+    # In a terminal with 16 colours, the selection uses one of them.
     of_16, default = Segment("a", Style.parse("color(15) on color(4)")), Segment("b", Style.parse("default on default"))
     reversed_, kept = Colourless().apply([of_16, default], base)
     assert (reversed_.style.reverse, kept.style.reverse) == (True, None)

@@ -1,4 +1,4 @@
-"""Tests that kernels work on a row starting 2³¹ elements into a matrix, where the offset needs 64 bits.
+"""Tests that kernels work on a row that starts 2³¹ elements into a matrix, where the offset needs 64 bits.
 
 `test_long_offsets.py` runs this file with TRITON_INTERPRET=1. All matrix rows except the last are 0, and only the last
 programs of each launch are run. Each result must equal the result for the last row alone.
@@ -22,7 +22,7 @@ from trainer.saes.kernels import triton_encode, triton_errors, triton_sparse, tr
 from trainer.saes.losses import Sums
 from trainer.saes.sparse_acts import SparseActs, SparseIndices
 
-# The shapes of a matrix and of a tensor with levels, in which the offset of the last row needs 64 bits.
+# The shapes of a matrix and of a tensor with levels, in which the last row's offset needs 64 bits.
 WIDTH, N_ROWS = 2**12, 2**19 + 1
 N_LEVELS, LEVEL_WIDTH, N_TOKENS = 8, 2**8, 2**20 + 1
 
@@ -123,7 +123,7 @@ def summed(sums: Sums) -> tuple[Tensor, ...]:
 
 
 def given(n_tokens: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an offset, targets that are 0 except for the last row, and the mean of the targets."""
+    """Return an offset, targets that are 0 except for the last row, and a random stand-in for the targets' mean."""
     return numbers(width, seed=4), below(n_tokens, numbers(1, width, seed=5)), numbers(width, seed=6)
 
 

@@ -41,7 +41,7 @@ def test_held_out_rows_are_evaluated_and_determine_the_threshold(architecture: s
     assert fitted.values["fvu"] != fitted.values["heldout_fvu"]
 
 
-def test_held_out_rows_with_a_different_shape_cause_a_one_sentence_error() -> None:
+def test_held_out_rows_with_a_different_shape_produce_a_one_sentence_error() -> None:
     for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
         with pytest.raises(UserError, match=r"^held_out: must be shaped like the batches of data, \[128, 16\], not "):
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
@@ -134,7 +134,7 @@ def test_a_warning_says_what_to_do_about_data_that_ends_early() -> None:
     ],
     ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
 )
-def test_data_in_an_unsupported_form_causes_a_one_sentence_error(data: Any, told: str) -> None:
+def test_data_in_an_unsupported_form_produces_a_one_sentence_error(data: Any, told: str) -> None:
     with pytest.raises(UserError, match=rf"^data: every batch must be a tensor .*{told}$"):
         train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
 

@@ -59,7 +59,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
 
 
 @pytest.mark.parametrize("command", ["eval", "extract", "inspect", "export"])
-def test_the_garbage_of_imports_is_not_collected(command: str, tmp_path: Path) -> None:
+def test_objects_created_by_imports_are_exempt_from_garbage_collection(command: str, tmp_path: Path) -> None:
     out = ["--out", "out"] if command == "export" else []
     code = f"import gc; from trainer.cli import main; main({[command, 'nowhere', *out]}); print(gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -112,7 +112,7 @@ def test_a_run_shorter_than_its_log_interval_still_reports_excluded_rows(
 
 
 @pytest.mark.slow
-def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path, tmp_path: Path) -> None:
+def test_a_sweeps_result_is_its_best_sae_and_lists_all_saes(job_file: Path, tmp_path: Path) -> None:
     process = start("run", job_file, "--set", "sae.k=[2,4]", "--out", "out", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
@@ -127,7 +127,9 @@ def test_the_result_of_a_sweep_is_its_best_sae_and_lists_all_saes(job_file: Path
 
 
 @pytest.mark.slow
-def test_the_result_of_several_seeds_is_their_mean_and_none_of_them_is_the_best(job_file: Path, tmp_path: Path) -> None:
+def test_the_result_of_several_seeds_is_their_mean_and_no_seed_is_called_the_best(
+    job_file: Path, tmp_path: Path
+) -> None:
     process = start("run", job_file, "--set", "train.seed=[0,1,2]", "--out", "out", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
@@ -141,7 +143,7 @@ def test_the_result_of_several_seeds_is_their_mean_and_none_of_them_is_the_best(
     assert spread["sd"] == pytest.approx(statistics.stdev(values))
 
 
-# Signals sent by batch systems to all processes in a job. The next test also sends the signals for Ctrl-C and for a
+# Signals that batch systems send to all processes in a job. The next test also sends the signals for Ctrl-C and for a
 # closed terminal.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
@@ -165,7 +167,7 @@ def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoi
 
 
 @pytest.mark.slow
-def test_a_second_ctrl_c_ends_a_run_at_once_even_if_a_rank_does_not_respond(
+def test_a_second_ctrl_c_ends_a_run_immediately_even_if_a_rank_does_not_respond(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
     process = start("run", job_file, *ENDLESS, cwd=tmp_path)
@@ -273,7 +275,7 @@ def test_every_problem_in_a_bad_job_file_is_reported_on_its_own_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_problems_that_only_this_machine_can_detect_are_reported_before_the_start(
+def test_problems_detectable_only_on_this_machine_are_reported_before_the_run_starts(
     job_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = ["run", str(job_file), "--out", str(tmp_path / "out"), "--set", "sae.k=1000", "--set", "data.path=gone"]
@@ -326,7 +328,7 @@ def test_the_error_for_a_checkout_that_is_not_installed_says_how_to_install_it(
     assert f"install it first: pip install -e {checkout}" in capsys.readouterr().err
 
 
-def test_the_parts_of_an_estimate_are_named_and_add_up_to_the_total(
+def test_an_estimates_parts_are_named_and_add_up_to_the_total(
     job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", str(job_file), "--json"]) == EXIT_FINISHED
@@ -344,8 +346,8 @@ def test_the_parts_of_an_estimate_are_named_and_add_up_to_the_total(
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
-    # The bar is to scale, so it shows only components of at least a cell, in this order. Here, Python and its libraries
-    # use the most memory.
+    # The bar is to scale, so it shows only the parts that fill at least one cell, in this order. Here, Python and its
+    # libraries use the most memory.
     shown = [letter for letter, _ in groupby(bar.strip(" []"))]
     assert shown == [letters[name] for name in parts if letters[name] in shown]
     assert all(per_gpu[name] < total / 40 for name in parts if letters[name] not in shown)
@@ -361,7 +363,7 @@ def test_an_estimate_warns_about_latents_that_do_not_divide_evenly(
     assert "warning: sae.d_sae: 64 latents do not divide evenly over 3 GPUs" in capsys.readouterr().out
 
 
-def test_an_estimate_uses_measured_speeds_or_if_there_are_none_assumed_speeds(
+def test_an_estimate_uses_measured_speeds_if_there_are_any_and_otherwise_assumed_ones(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def estimate() -> tuple[dict[str, Any], str]:
@@ -384,7 +386,7 @@ def test_an_estimate_uses_measured_speeds_or_if_there_are_none_assumed_speeds(
     assert line.endswith(" by speeds measured here")
 
 
-def test_the_estimate_for_a_sweep_covers_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweeps_estimate_covers_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def per_gpu(*settings: str) -> dict[str, int]:
         overrides = [part for setting in settings for part in ("--set", setting)]
         assert main(["estimate", str(job_file), "--json", *overrides]) == EXIT_FINISHED
@@ -457,7 +459,7 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
         (["rank", "ranks.json"], "ranks.json"),
     ],
 )
-def test_a_relative_path_in_a_deleted_working_folder_causes_a_one_sentence_error(
+def test_a_relative_path_in_a_deleted_working_folder_produces_a_one_sentence_error(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path
 ) -> None:
     words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
@@ -496,7 +498,7 @@ def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytes
     return file
 
 
-def test_gpus_only_for_the_model_have_no_rank_and_a_resumed_run_may_change_them(
+def test_model_only_gpus_have_no_rank_and_a_resumed_run_may_change_their_number(
     on_four_gpus: Path, tmp_path: Path
 ) -> None:
     out, apart = tmp_path / "out", ["--set", "data.model_gpus=2"]
@@ -514,7 +516,7 @@ def test_gpus_only_for_the_model_have_no_rank_and_a_resumed_run_may_change_them(
     assert placed == [(2, 2, 4), (2, 2, 4), (1, 3, 4), (4, 0, 4)]
 
 
-def test_an_estimate_shows_the_memory_on_a_gpu_that_is_only_for_the_model(
+def test_an_estimate_shows_the_memory_on_a_model_only_gpu(
     on_four_gpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def estimate(*overrides: str) -> dict[str, Any]:

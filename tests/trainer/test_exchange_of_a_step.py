@@ -1,4 +1,4 @@
-"""Tests for the number of bytes exchanged by ranks per step, counted by running the process group code."""
+"""Tests how many bytes ranks exchange per step, counted by running the process group code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPECTED = {"sum": 112_000, "broadcast": 64_000, "gather": 56_000, "all to all":
 
 
 @pytest.mark.parametrize("shape", [pytest.param("A", marks=pytest.mark.slow), "B"])
-def test_the_exchanges_in_a_step_match_those_in_the_table(shape: str) -> None:
+def test_a_steps_exchanges_match_those_in_the_table(shape: str) -> None:
     now, (columns, *listed) = list(rows([shape])), TABLE.read_text().splitlines()
     before = [columns, *(row for row in listed if row.split(",")[2] == shape)]
     changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
@@ -44,7 +44,7 @@ def test_the_exchanges_in_a_step_match_those_in_the_table(shape: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SENT)
-def test_the_bytes_for_a_collective_are_counted_as_in_a_ring(kind: str) -> None:
+def test_a_collectives_bytes_are_counted_as_in_a_ring(kind: str) -> None:
     log, ask = OpLog(), SENT[kind]
     with counted_collectives():
         ask(CountedRanks("world", 8, log))

@@ -1,4 +1,4 @@
-"""Tests that kernels work on a row starting 2³¹ elements into a matrix."""
+"""Tests that kernels work on a row that starts 2³¹ elements into a matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares the estimated GPU memory for a step with torch's memory tracker, on tensors that use no memory."""
+"""Checks a step's estimated GPU memory against torch's memory tracker, on tensors that use no memory."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 
 def marked() -> Iterator[Any]:
-    """Yield all cases. All cases except those with one shape are marked as slow and skipped by `make test`."""
+    """Yield all cases, and mark all except those with one shape as slow, so that `make test` skips them."""
     for case in cases():
         yield pytest.param(*case, marks=() if case[2] == SHAPES[1][1] else pytest.mark.slow)
 

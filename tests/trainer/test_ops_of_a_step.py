@@ -22,7 +22,7 @@ def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:
     return recorded_step(job_of(SMALL | sae, {"batch_size": 512} | train), 128, dead=True)
 
 
-def test_the_operations_in_a_step_match_those_in_the_table() -> None:
+def test_a_steps_operations_match_those_in_the_table() -> None:
     now, before = list(rows()), TABLE.read_text().splitlines()
     changed = [f"{was}  ->  {row}" for was, row in zip(before, now, strict=True) if was != row]
     assert not changed, f"if the change is intended, run support/step_table.py: {COLUMNS}\n" + "\n".join(changed)

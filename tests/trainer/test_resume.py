@@ -59,7 +59,7 @@ def finish(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
-def test_the_error_for_a_change_to_a_run_config_names_the_flag(
+def test_the_error_for_a_change_to_a_runs_config_names_the_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (run_dir / "job.toml").read_text()
@@ -69,7 +69,7 @@ def test_the_error_for_a_change_to_a_run_config_names_the_flag(
     assert (run_dir / "job.toml").read_text() == before
 
 
-def test_the_length_and_intervals_and_devices_of_a_run_may_change(run_dir: Path) -> None:
+def test_a_runs_length_intervals_and_devices_may_change(run_dir: Path) -> None:
     changes = {
         "n_steps": 50, "log_every": 3, "eval_every": 7, "checkpoint_every": 9, "checkpoint_every_tokens": 11,
         "checkpoint_every_minutes": 1.5, "keep_checkpoints": 4,
@@ -183,7 +183,9 @@ def test_a_run_whose_sae_was_not_written_is_not_finished(run_dir: Path) -> None:
     assert not stored_run(run_dir).is_finished(stored_job(run_dir, []))
 
 
-def test_a_length_that_ends_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_length_that_does_not_exceed_the_checkpoints_step_is_refused(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["resume", str(run_dir), "--set", "train.n_steps=10"]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("train.n_steps: the run is already at step 10")
     assert load_job(run_dir / "job.toml").train.n_steps == 20
@@ -219,12 +221,12 @@ def test_resume_reports_new_data_and_a_checkpoint_without_a_data_record(run_dir:
     assert note.startswith("data.path: the data has grown by 1,700 rows in 0.safetensors; ")
 
 
-# Tests for the lock of a run folder.
+# Tests for a run folder's lock.
 
 
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that holds a run's lock, like a rank."""
+    """Start a process that holds a run's lock, as a rank does."""
     code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -257,7 +259,7 @@ def test_only_one_of_two_simultaneous_resumes_gets_the_lock(run_dir: Path) -> No
         first.share()
         with pytest.raises(UserError, match="still running"):
             RunLock(run_dir)
-        # Ranks in the process holding the lock can share it.
+        # Ranks in the process that holds the lock can share it.
         hold(run_dir / "run.lock")
 
 
@@ -271,7 +273,7 @@ def test_a_run_can_train_on_a_file_system_without_locks(run_dir: Path, monkeypat
     hold(run_dir / "run.lock")
 
 
-# Tests for the next attempt in a run.
+# Tests for a run's next attempt.
 
 
 def test_the_next_attempt_continues_from_the_last_checkpoint(run_dir: Path) -> None:
@@ -297,7 +299,7 @@ def test_an_attempt_killed_before_it_started_is_skipped(run_dir: Path, written: 
 
 @pytest.fixture
 def launched(run_dir: Path, tmp_path: Path) -> Path:
-    """Move the run to the folder of job 7 in the app's data folder."""
+    """Move the run to job 7's folder in the app's data folder."""
     data = tmp_path / "data"
     (data / "runs").mkdir(parents=True)
     folder = run_dir.rename(data / "runs" / "7")
@@ -324,9 +326,7 @@ def test_a_copy_of_a_launched_run_writes_its_own_sae(launched: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("named", ["precious", "data/saes/7", "run/checkpoints", "run/../precious"])
-def test_the_files_in_a_run_cannot_redirect_its_sae_to_another_folder(
-    named: str, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_runs_files_cannot_redirect_its_sae_to_another_folder(named: str, run_dir: Path, tmp_path: Path) -> None:
     write_spec(RankSpec(run_dir, tmp_path / named, 2, 1, "cpu"))
     assert next_output(run_dir) == run_dir / "sae"
 
@@ -349,7 +349,7 @@ def test_a_moved_run_folder_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) 
         ({"batch_size": 128}, 2, 2, (128, 1)),
     ],
 )
-def test_a_step_has_the_same_number_of_tokens_on_a_different_number_of_ranks(
+def test_a_step_keeps_its_number_of_tokens_on_a_different_number_of_ranks(
     train: dict[str, int], before: int, now: int, expected: tuple[int, int], make_job: MakeJob
 ) -> None:
     job = make_job(train=train)
@@ -375,7 +375,7 @@ def test_the_tokens_per_step_do_not_depend_on_how_many_ranks_share_the_latents(
     assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
 
 
-def test_a_step_has_the_same_number_of_tokens_in_a_different_mode(make_job: MakeJob) -> None:
+def test_a_step_keeps_its_number_of_tokens_in_a_different_mode(make_job: MakeJob) -> None:
     job = make_job()
     shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
     assert Layout(shared, 4).tokens_per_step == Layout(job, 4).tokens_per_step

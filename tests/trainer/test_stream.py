@@ -1,4 +1,4 @@
-"""Tests for training on a stream: each row is read once, in shuffled order, even if ranks are killed."""
+"""Tests training on a stream: each row is read once, in shuffled order, even if ranks are killed."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def toy_job(**sections: dict[str, Any]) -> JobConfig:
 
 
 class Attempts:
-    """The attempts in a run. Ranks are forked from this process, because the toy source is registered here."""
+    """A run's attempts. Ranks are forked from this process, because the toy source is registered here."""
 
     def __init__(self, job: JobConfig, run_dir: Path, world_size: int = 1) -> None:
         self.job, self.run_dir, self.world_size = job, run_dir, world_size
         self._number = 0
 
     def go(self, world_size: int | None = None, killed_at: int = 0) -> list[int]:
-        """Run the next attempt from the latest checkpoint, and return the exit codes of the ranks.
+        """Run the next attempt from the latest checkpoint, and return the ranks' exit codes.
 
         If `killed_at` is not 0, rank 0 kills itself after that step.
         """

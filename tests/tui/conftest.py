@@ -17,7 +17,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture(autouse=True, scope="session")
 def _lasting_objects() -> Iterator[None]:
-    """Exclude existing objects from garbage collection, because pytest keeps objects for every test."""
+    """Exclude existing objects from garbage collection, because pytest keeps objects alive for every test."""
     gc.collect()
     gc.freeze()
     yield
@@ -42,8 +42,8 @@ def data(tmp_path: Path) -> DataDir:
 
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
-    """Return a function such as `make_app(gpus=8, theme="light")`, which creates an app that changes only if the test
-    acts.
+    """Return a function that creates an app, as in `make_app(gpus=8, theme="light")`; the app changes only when the
+    test acts.
     """
 
     def make(

@@ -34,7 +34,7 @@ def test_every_row_has_the_requested_width_and_the_newest_value_is_at_the_right(
         assert value is None or abs(eighths - max(1, value * 8 * height)) <= 1
 
 
-def test_the_axis_shows_its_ends_and_if_there_is_space_its_middle() -> None:
+def test_the_axis_labels_its_ends_and_if_there_is_space_its_middle() -> None:
     heading = (("x", "title"),)
     tall, low = (
         ["".join(text for text, _ in line).split("┤")[0].strip(" │") for line in

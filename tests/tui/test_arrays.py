@@ -1,4 +1,4 @@
-"""Tests for arrays in the jobs table: one row that folds, and actions on all jobs of an array."""
+"""Tests for job arrays in the jobs table: the row that folds an array, and actions on all of its jobs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_key_unfolds_an_array_and_another_folds_it(make_app, array, open
         await wait_until(pilot, lambda: len(table(app).rows) == 2)
 
 
-async def test_folding_from_a_job_of_an_array_selects_the_array(make_app, array) -> None:
+async def test_folding_an_array_from_one_of_its_jobs_selects_the_array(make_app, array) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -83,7 +83,7 @@ async def test_folding_from_a_job_of_an_array_selects_the_array(make_app, array)
         assert table(app).selected_array.id == array
 
 
-async def test_a_filter_finds_the_jobs_of_an_array(make_app, array) -> None:
+async def test_a_filter_finds_jobs_in_a_folded_array(make_app, array) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -155,7 +155,7 @@ async def test_marking_and_tagging_an_array_applies_to_all_its_jobs(make_app, ar
         await wait_until(pilot, lambda: sum("sweep" in job.tags for job in app.session.jobs) == 5)
 
 
-async def test_a_launched_job_that_is_folded_is_selected_through_its_array(make_app, array) -> None:
+async def test_a_launched_job_in_a_folded_array_is_selected_through_the_array(make_app, array) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)

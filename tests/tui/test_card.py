@@ -1,4 +1,4 @@
-"""Tests for the screen showing a job's report card."""
+"""Tests for the screen that shows a job's report card."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_figures_and_their_errors_are_aligned_in_each_column(width: int, n_colum
     assert "  FVU                  0.2500 ± 0.0100" in "".join(lines)
 
 
-def test_figures_of_different_worth_differ_without_colours() -> None:
+def test_figures_of_different_importance_look_different_without_colours() -> None:
     card = msgspec.convert(card_table(), Card)
     styles = {text.strip(): style for line in card_lines(card, (), 79) for text, style in line}
     assert (styles["0.2500"], styles["0.2400"], styles["7.0000"]) == ("title", "text", "dim")
@@ -102,7 +102,7 @@ def test_warnings_come_first_with_their_remedies_and_histograms_have_labelled_en
     assert re.search(r"  nearest decoder +0 │ ▂█│ 1", text)
 
 
-def test_a_card_with_only_held_out_rows_says_what_was_not_measured() -> None:
+def test_a_report_card_with_only_held_out_rows_says_what_was_not_measured() -> None:
     card = msgspec.convert(card_table(spliced=None, probing=None, latents=[]), Card)
     text = "\n".join("".join(text for text, _ in line) for line in card_lines(card, (), 79))
     assert "not measured; press e" in text
@@ -110,7 +110,7 @@ def test_a_card_with_only_held_out_rows_says_what_was_not_measured() -> None:
     assert "nearest decoder    0 │" not in text
 
 
-async def test_a_key_shows_the_difference_to_the_report_card_of_another_job(
+async def test_a_key_shows_the_differences_from_another_jobs_report_card(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     put_card(data.sae(job_id), figures=FIGURES | {"fvu": 0.2})
@@ -132,7 +132,7 @@ async def test_a_key_shows_the_difference_to_the_report_card_of_another_job(
         assert re.search(r"cosine +0\.9000 +0\.9000 +=\*", panel.plain)
         assert re.search(r"CE score +0\.9500 ± 0\.0040 +– +only here", panel.plain)
         assert "against job 2" in str(panel.border_title)
-        # The first press ends the comparison.
+        # The first press only ends the comparison.
         await pilot.press("escape")
         assert "Against" not in panel.plain
         assert isinstance(app.screen, CardScreen)
@@ -171,7 +171,7 @@ async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeAp
         await wait_until(pilot, lambda: isinstance(app.screen, Find) and app.screen.query(Input))
         await pilot.press("enter")
         await wait_until(pilot, lambda: "Against" in screen.query_one(CardPanel).plain)
-        # The other report card was chosen for the first SAE.
+        # The other report card was chosen only for the first SAE.
         await pilot.press("m")
         assert "0.7500" in screen.query_one(CardPanel).plain
         assert "Against" not in screen.query_one(CardPanel).plain
@@ -179,7 +179,7 @@ async def test_the_report_card_for_each_sae_in_a_sweep_is_shown(make_app: MakeAp
         assert app.screen.name == "job"
 
 
-async def test_the_report_card_of_one_of_several_seeds_begins_with_their_means(
+async def test_the_report_card_of_one_of_several_seeds_shows_their_means(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     for seed, fvu in enumerate((0.2, 0.3)):

@@ -225,7 +225,7 @@ async def test_help_lists_the_screens_keys_by_topic(make_app) -> None:
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """Return the titles listed by the command palette for a query, in order."""
+    """Return the titles that the command palette lists for a query, in order."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")
@@ -348,7 +348,7 @@ async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_can_be_sc
         assert app.screen.query_one("#question").region.y == first - 2
 
 
-async def test_the_export_names_the_folder_to_which_it_writes(make_app, data) -> None:
+async def test_the_export_names_the_folder_that_it_writes_to(make_app, data) -> None:
     for name in ("one", "two"):
         record_metrics(data, record_job(data, name, JobState.FINISHED))
     app = make_app(2)
@@ -389,7 +389,7 @@ def test_the_rendered_lines_of_closed_widgets_are_freed() -> None:
     assert kept() is None
 
 
-async def test_a_closed_screen_is_freed_outside_of_its_own_context(make_app, monkeypatch) -> None:
+async def test_a_closed_screen_is_freed_outside_its_own_context(make_app, monkeypatch) -> None:
     freed = []
     monkeypatch.setattr(frame, "_FREED_AFTER_S", 0.01)
     monkeypatch.setattr(frame, "_free_closed", lambda: freed.append(active_app.get(None)))
@@ -399,5 +399,5 @@ async def test_a_closed_screen_is_freed_outside_of_its_own_context(make_app, mon
         assert not freed
         await pilot.press("escape")
         await wait_until(pilot, lambda: freed)
-    # Textual's context would keep the screen alive until the timer has ended.
+    # Textual's context would keep the screen alive until the timer ends.
     assert freed[0] is None

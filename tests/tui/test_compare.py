@@ -19,7 +19,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
-few = st.integers(0, 6).map(float)  # only a few values so that points often have the same coordinates
+few = st.integers(0, 6).map(float)  # only a few values, so that points often share coordinates
 
 
 COMMAND = 'kind = "command"\n[command]\nargv = ["{}"]\n'
@@ -130,7 +130,7 @@ async def test_each_curve_has_a_glyph_and_its_newest_value(make_app, jobs) -> No
         assert plot.count("●") >= 1
         assert plot.count("▲") >= 2
         assert drawn.splitlines()[-2].split() == ["0", "100", "200", "300", "step"]
-        # The axis of the FVU starts at 0, as on the job's screen.
+        # The FVU axis starts at 0, as on the job screen.
         labels = [line.split("┤")[0].strip() for line in drawn.splitlines()[1:-2] if "┤" in line]
         assert labels == ["0.4", "0.3", "0.2", "0.1", "0"]
 
@@ -218,7 +218,7 @@ async def test_a_long_name_is_truncated_in_the_legend_but_not_its_value(make_app
         assert "▲ 2 short 0.1754" in short
 
 
-async def test_runs_with_equal_values_are_next_to_each_other_in_the_plot(make_app, data) -> None:
+async def test_runs_with_equal_values_are_drawn_side_by_side_in_the_plot(make_app, data) -> None:
     ids = [
         record_job(data, name, JobState.FINISHED, heldout_fvu=0.1, heldout_l0=32.0) for name in ("one", "two", "three")
     ]
@@ -305,7 +305,7 @@ def test_the_pareto_front_of_no_points_is_empty() -> None:
     assert front([]) == set()
 
 
-async def test_programs_are_compared_by_what_they_report_losses_first(make_app, data) -> None:
+async def test_programs_are_compared_by_the_metrics_they_report_losses_first(make_app, data) -> None:
     ids = [record_job(data, name, JobState.FINISHED, config=COMMAND.format(name)) for name in ("one", "two")]
     for at, job_id in enumerate(ids):
         data.run(job_id).create()

@@ -9,7 +9,7 @@ from sae_tui.widgets.reading import TextScreen
 
 
 class Recorded(App[None]):
-    """An app that records which screens were rendered, even if nothing was written to the terminal."""
+    """An app that records which screens have been rendered, even if nothing has been written to the terminal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from trainer.contract.store.states import JobState
 
 
 class NoGpus(StillMonitor):
-    """A source that finds no GPUs."""
+    """A monitor that finds no GPUs."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -71,7 +71,7 @@ async def test_a_gpu_shows_its_job_as_soon_as_the_job_is_listed(make_app, data) 
         await pilot.pause()
         assert "idle" in text(app, GpuPanel).splitlines()[0]
         record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
-        # The app must show the job before the next sample, taken only a minute later.
+        # The app must show the job before the next sample, which is taken only a minute later.
         await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
 
 
@@ -167,7 +167,7 @@ async def test_held_and_queued_jobs_are_shown_as_waiting_and_a_silent_gpu_is_not
     ("width", "shown"),
     [(80, "used by mallory (…"), (99, "used by mallory (pid 3…")],
 )
-async def test_a_gpus_user_is_named_as_far_as_there_is_space(make_app, width, shown) -> None:
+async def test_a_gpus_user_is_named_as_far_as_space_allows(make_app, width, shown) -> None:
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
         await pilot.pause()
@@ -191,7 +191,7 @@ async def test_with_two_lines_a_gpu_shows_its_user_power_limit_and_history(make_
         assert re.search(r"used by mallory \(pid (31415, )?.*of 350 W slowed: power limit", busy)
 
 
-async def test_a_long_holder_continues_on_the_second_line(make_app) -> None:
+async def test_a_long_description_of_the_holder_continues_on_the_second_line(make_app) -> None:
     monitor = StillMonitor(4)
     monitor._latest = tuple(replace(sample, condition=None) for sample in monitor._latest)
     app = make_app(monitor=monitor)
@@ -202,7 +202,7 @@ async def test_a_long_holder_continues_on_the_second_line(make_app) -> None:
         assert "MHz" not in busy
 
 
-async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) -> None:
+async def test_gpus_that_do_not_fit_are_counted_and_can_be_reached_with_keys(make_app) -> None:
     app = make_app(16)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -284,7 +284,7 @@ async def test_a_changed_draft_is_kept_while_another_kind_of_job_is_filled_in(ma
         await put_into_row(pilot, "name", "mine")
         await pilot.press("escape", "X")
         await wait_until(pilot, shows("gpt2-activations"))
-        # `n` shows the form with changes, even if another form was shown last.
+        # `n` reopens the last form if it has changes, even if it is for another kind of job.
         await put_into_row(pilot, "name", "rows")
         await wait_until(pilot, shows("rows"))
         await pilot.press("escape", "n")
@@ -293,7 +293,7 @@ async def test_a_changed_draft_is_kept_while_another_kind_of_job_is_filled_in(ma
         await wait_until(pilot, shows("mine"))
 
 
-async def test_f_opens_the_features_of_a_job_with_features(make_app, data) -> None:
+async def test_f_opens_the_features_of_a_job_that_has_them(make_app, data) -> None:
     with_some = record_job(data, "some", JobState.FINISHED)
     record_job(data, "none", JobState.FINISHED)
     data.sae(with_some).mkdir(parents=True)

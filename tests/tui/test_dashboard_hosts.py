@@ -1,4 +1,4 @@
-"""Tests for the dashboard with other hosts. Child processes replace ssh."""
+"""Tests for the dashboard with other hosts, with child processes in place of ssh."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         await wait_until(pilot, lambda: table.cursor == "1")
         await pilot.press("down")
         assert table.cursor == "gpu1 9"
-        # Actions that work only for jobs on this host are not offered for this job; their keys say where they work.
+        # Actions that work only for jobs on this host are not offered for this job; their keys name the command that
+        # works there.
         await pilot.press("space", "R", "N", "number_sign", "plus", "A", "h", "D")
         assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
         commands = ("rename 9 NAME", "note 9 TEXT", "tag 9 --add WORD", "priority 9 --to N", "after 9 OTHER", "hold 9",
@@ -232,7 +233,7 @@ async def test_a_read_only_app_changes_nothing_on_other_hosts_but_reads_their_lo
         assert all(words[0] == "stream" for words in runs_of(folder))
 
 
-async def test_a_disconnected_host_shows_the_time_of_disconnection_and_keeps_its_jobs(make_app, folder) -> None:
+async def test_a_disconnected_host_shows_when_it_disconnected_and_keeps_its_jobs(make_app, folder) -> None:
     hosts = Hosts(["gpu1"], far_side(folder, THEIRS + "import time; time.sleep(1)", "sys.exit(255)"))
     app = make_app(4, hosts=hosts)
     async with app.run_test(size=(80, 24)) as pilot:

@@ -1,4 +1,4 @@
-"""Tests for the panels of the dashboard: the processes, the lower part, keys, focus and frames."""
+"""Tests for the dashboard's panels: the processes, the lower part, keys, focus and frames."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def processes(app) -> str:
 
 
 def shown(app) -> set[str]:
-    """Return the ids of the panels that can be seen."""
+    """Return the ids of the visible panels."""
     panels = app.screen.query("#gpus, #work-processes, #finder, #preview")
     return {str(panel.id) for panel in panels if panel.is_on_screen and panel.display}
 
 
 def hint(app, name: str) -> str:
-    """Return the keys in a panel's frame."""
+    """Return the key hints in a panel's frame."""
     panel = app.screen.query_one(name)
     return panel._border_subtitle.plain if panel._border_subtitle else title_of(panel)
 
 
 @pytest.mark.parametrize("size", [SMALL, MIDDLE, LARGE])
-async def test_the_processes_stand_below_the_gpus_at_every_size(make_app, size) -> None:
+async def test_the_processes_are_shown_below_the_gpus_at_every_size(make_app, size) -> None:
     app = make_app(4)
     async with app.run_test(size=size) as pilot:
         await wait_until(pilot, lambda: "python train.py" in processes(app))
@@ -50,7 +50,7 @@ async def test_the_processes_stand_below_the_gpus_at_every_size(make_app, size) 
         assert gpus.bottom == work.y
 
 
-async def test_a_process_of_a_job_names_its_job(make_app, data) -> None:
+async def test_a_process_that_belongs_to_a_job_names_the_job(make_app, data) -> None:
     own = ProcessRef.current()
     job_id = record_job(data, "mine", JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("u",), supervisor=own)
     app = make_app(monitor=lively_monitor(2, busy=(0,), pid=own.pid))
@@ -102,7 +102,7 @@ async def test_keys_for_jobs_act_only_while_the_jobs_have_the_focus(make_app, da
         await wait_until(pilot, lambda: app.screen.is_modal)
 
 
-async def test_the_shares_of_processes_are_read_only_while_the_panel_is_displayed(make_app) -> None:
+async def test_process_shares_are_read_only_while_the_panel_is_displayed(make_app) -> None:
     app = make_app(4)
     monitor = app.session.monitor
     async with app.run_test(size=MIDDLE) as pilot:
@@ -111,12 +111,12 @@ async def test_the_shares_of_processes_are_read_only_while_the_panel_is_displaye
         await wait_until(pilot, lambda: not monitor.shares_wanted)
         await pilot.press("escape")
         await wait_until(pilot, lambda: monitor.shares_wanted)
-        await pilot.press("z", "z")  # the jobs alone
+        await pilot.press("z", "z")  # shows only the jobs
         assert not app.screen.query_one(DashboardProcesses).display
         assert not monitor.shares_wanted
 
 
-async def test_the_shares_of_processes_are_read_without_a_break_when_the_page_of_one_is_opened(make_app) -> None:
+async def test_process_shares_are_read_without_a_break_when_a_process_page_is_opened(make_app) -> None:
     wanted: list[bool] = []
 
     class Recorded(StillMonitor):
@@ -166,7 +166,7 @@ async def test_the_focus_leaves_a_panel_that_becomes_too_small_to_show(make_app,
 
 
 @pytest.mark.parametrize("tabs", [0, 1, 2])
-async def test_the_focus_returns_to_its_panel_after_a_gpu_was_opened(make_app, tabs) -> None:
+async def test_the_focus_returns_to_its_panel_after_a_gpu_is_opened_and_closed(make_app, tabs) -> None:
     app = make_app(4)
     async with app.run_test(size=MIDDLE) as pilot:
         await pilot.press(*["tab"] * tabs)
@@ -193,7 +193,7 @@ async def test_frames_show_the_keys_of_their_panel_and_the_focus_without_colour(
         assert "/ filter" not in hint(app, "#finder")
 
 
-async def test_a_machine_without_gpus_shows_no_panel_of_processes(make_app) -> None:
+async def test_a_machine_without_gpus_shows_no_process_panel(make_app) -> None:
     monitor = StillMonitor(1)
     monitor._latest, monitor._rings = (), []
     app = make_app(monitor=monitor)
@@ -223,7 +223,7 @@ async def test_a_key_reads_the_gpus_and_repaints_the_screen_on_every_screen(make
         assert app.session.monitor.latest()[0].timestamp > before
 
 
-async def test_the_panel_of_processes_grows_as_soon_as_more_processes_are_listed(make_app, data) -> None:
+async def test_the_process_panel_grows_as_soon_as_more_processes_are_listed(make_app, data) -> None:
     for place in range(12):
         record_job(data, f"old {place}", JobState.FINISHED)
     monitor = lively_monitor(8, busy=())

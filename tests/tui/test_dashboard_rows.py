@@ -1,4 +1,4 @@
-"""Tests for how many rows each panel of the dashboard gets."""
+"""Tests for how many rows each dashboard panel gets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_jobs_that_have_ended_leave_their_space_to_the_processes() -> None:
         assert rows.preview == 0
 
 
-def test_few_processes_leave_space_to_the_preview_of_a_finished_job() -> None:
+def test_few_processes_leave_space_for_the_preview_of_a_finished_job() -> None:
     assert arrange(120, 40, Contents(4, 30, n_processes=1, previews=True)).preview >= 5
 
 
@@ -76,7 +76,7 @@ def test_a_small_window_shows_every_gpu_and_the_processes_or_the_running_jobs() 
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
-def test_one_panel_can_have_the_lower_part_for_itself(size) -> None:
+def test_one_panel_can_have_the_lower_part_to_itself(size) -> None:
     of = Contents(8, 30, n_active=2, is_running=True, n_processes=8, previews=True)
     only = {lower: arrange(*size, of, lower) for lower in get_args(Lower)}
     assert only["processes"].jobs == only["processes"].preview == 0

@@ -77,7 +77,7 @@ async def test_the_selected_finding_is_shown_below_in_full_with_its_remedy(make_
         assert WELL.sentence in text(app, "#chosen")
 
 
-async def test_r_checks_again_and_late_findings_from_an_earlier_check_are_dropped(make_app) -> None:
+async def test_ctrl_n_checks_again_and_late_findings_from_an_earlier_check_are_dropped(make_app) -> None:
     late, looks = threading.Event(), []
 
     def examine() -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""Tests for evaluations in the app: the questions before the start, and how a running evaluation is shown and
-stopped.
+"""Tests for evaluations in the app: what is asked before one starts, and how a running one is shown and stopped. Also
+tests the dialogs for exports and imports.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def job_id(data: DataDir) -> int:
 
 
 async def open_job(pilot: Pilot[None], app: SaeApp, job_id: int) -> None:
-    """Open the screen of a job."""
+    """Open a job's screen."""
     await wait_until(pilot, lambda: app.session.jobs)
     app.session.go.open_job(job_id)
     await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
@@ -89,7 +89,7 @@ async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
     assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
 
 
-async def test_a_running_evaluation_has_a_row_and_is_stopped_by_the_key_for_jobs(
+async def test_a_running_evaluation_has_a_row_and_is_stopped_with_the_same_key_as_a_job(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     lock = FileLock(data.run(job_id).evaluation_lock)
@@ -120,7 +120,7 @@ async def test_a_running_evaluation_has_a_row_and_is_stopped_by_the_key_for_jobs
         await wait_until(pilot, lambda: "evaluating" not in app.screen.query_one(Headline).plain)
 
 
-async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_card(
+async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_report_card(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     failed = record_job(data, "b", JobState.FAILED)
@@ -134,7 +134,7 @@ async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_ca
             await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
             shown = app.screen.query_one(Footer).plain
             assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
-            # The job has one rank.
+            # The job has only one rank, so no key for ranks is offered.
             assert ["a All metrics" in shown, "b Curve" in shown, "] Rank" in shown] == [True, True, False]
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)

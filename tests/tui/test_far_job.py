@@ -1,4 +1,4 @@
-"""Tests for the screens of a job on another host: the real `sae-tui stream` with another data folder replaces ssh."""
+"""Tests for the screens of a job on another host; the real `sae-tui stream` on another data folder replaces ssh."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def there(tmp_path: Path) -> DataDir:
-    """Return the data folder of the other host, with a finished job that has a report card and features."""
+    """Return the other host's data folder, with a finished job that has a report card and features."""
     data = DataDir(tmp_path / "there")
     data.create()
     output = {"output_path": str(data.sae(1))}
@@ -76,7 +76,7 @@ def line(app) -> str:
 
 
 def shown(app) -> str:
-    """Return everything that the panels of the screen show."""
+    """Return everything that the screen's panels show."""
     return "\n".join(one.plain for one in app.screen.query(".panel") if hasattr(one, "plain"))
 
 
@@ -89,7 +89,7 @@ def messages_of(app) -> str:
 
 
 async def reach(pilot, *keys: str) -> None:
-    """Press these keys on the job of the other host in the jobs table."""
+    """Press these keys on the other host's job in the jobs table."""
     await wait_until(pilot, lambda: "theirs" in text(pilot.app, JobsPanel), 30)
     await pilot.press("end", *keys)
 
@@ -105,7 +105,7 @@ def headline(app) -> Headline:
     return app.screen.query_one(Headline)
 
 
-async def test_everything_of_a_job_on_another_host_can_be_read(make_app, hosts) -> None:
+async def test_everything_about_a_job_on_another_host_can_be_read(make_app, hosts) -> None:
     app = make_app(4, hosts=hosts)
     async with app.run_test(size=SCREEN) as pilot:
         await opened(pilot)
@@ -131,7 +131,7 @@ async def test_everything_of_a_job_on_another_host_can_be_read(make_app, hosts) 
 
 
 def wait_to_send_features(folder: Path, may_send: Path) -> None:
-    """Make the other host wait for a file before it sends features."""
+    """Make the other host wait until a file exists before it sends features."""
     program = folder / "1"
     wait = f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_send)!r}), True)]"
     program.write_text(f"import os, time\nif '--features' in words:\n    say(HELLO); {wait}\n{program.read_text()}")
@@ -220,7 +220,7 @@ async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hos
         await wait_until(pilot, lambda: "runs `make evil` as you" in question(app), 30)
         await pilot.press("escape")
         assert isinstance(app.screen, FarJobScreen)
-        # The environment stays on the other host, so the clone gets the one of this app.
+        # The environment stays on the other host, so the clone gets this app's environment.
         await pilot.press("y", "y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen), 30)
         await wait_until(
@@ -228,7 +228,7 @@ async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hos
         )
 
 
-async def test_a_lost_connection_says_since_when_the_screen_is_old(make_app, hosts, there, tmp_path) -> None:
+async def test_a_lost_connection_shows_since_when_the_screen_is_outdated(make_app, hosts, there, tmp_path) -> None:
     app = make_app(4, hosts=hosts)
     async with app.run_test(size=SCREEN) as pilot:
         await opened(pilot)
@@ -241,7 +241,7 @@ async def test_a_lost_connection_says_since_when_the_screen_is_old(make_app, hos
         assert isinstance(app.screen.query_one(JobsPanel), JobsPanel)
 
 
-async def test_an_older_host_is_told_to_be_updated(make_app, tmp_path) -> None:
+async def test_for_a_host_with_an_older_version_the_screen_says_to_update_it(make_app, tmp_path) -> None:
     old = """
 if "--job" in words:
     sys.stderr.write("sae-tui: error: unrecognized arguments: --job 7; see sae-tui stream --help"); sys.exit(2)
@@ -256,7 +256,7 @@ say(HELLO); say({"type": "jobs", "jobs": [JOB]}); say({"type": "gpus", "cards": 
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
 
 
-async def test_a_job_that_is_stopped_there_is_asked_about_here(make_app, there, tmp_path) -> None:
+async def test_stopping_a_job_on_another_host_asks_for_confirmation_here(make_app, there, tmp_path) -> None:
     record_job(there, "theirs too", JobState.RUNNING)
     app = make_app(4, hosts=Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root)))
     async with app.run_test(size=SCREEN) as pilot:
@@ -269,7 +269,7 @@ async def test_a_job_that_is_stopped_there_is_asked_about_here(make_app, there, 
         await wait_until(pilot, lambda: "Stop job 2 (theirs too) of gpu1?" in question(app))
 
 
-async def test_an_open_job_uses_the_settings_and_hosts_as_they_are_now(make_app, there, tmp_path) -> None:
+async def test_an_open_job_uses_the_current_settings_and_hosts(make_app, there, tmp_path) -> None:
     record_job(there, "theirs too", JobState.RUNNING)
     app = make_app(4, hosts=Hosts(["gpu1"], real_side(tmp_path / "ssh", there.root)))
     async with app.run_test(size=SCREEN) as pilot:
@@ -310,7 +310,7 @@ async def test_a_lost_job_says_nothing_about_checkpoints_which_are_not_copied(ma
         assert "its processes are gone" in shown(app)
 
 
-async def test_a_command_with_control_characters_of_another_host_is_not_copied(make_app, hosts, there) -> None:
+async def test_a_command_from_another_host_with_control_characters_is_not_copied(make_app, hosts, there) -> None:
     config = dump_job(job_of({"name": "theirs", "data": {"path": "rows\x1b[201~; evil"}}))
     with contextlib.closing(Control(there.control_db)) as control:
         control.update(1, config=config)
@@ -322,7 +322,7 @@ async def test_a_command_with_control_characters_of_another_host_is_not_copied(m
         assert not app.clipboard
 
 
-async def test_a_copied_command_of_another_host_names_the_host_and_warns_of_secrets(make_app, hosts, there) -> None:
+async def test_a_copied_command_from_another_host_names_it_and_warns_about_secrets(make_app, hosts, there) -> None:
     command = {"name": "theirs", "kind": "command", "command": {"argv": ["make"], "env": ["TOKEN=abc"]}}
     with contextlib.closing(Control(there.control_db)) as control:
         control.update(1, config=dump_job(any_job_of(command)))

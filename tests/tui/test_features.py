@@ -1,4 +1,4 @@
-"""Tests for the screen showing an SAE's latents and their max-activating examples."""
+"""Tests for the screen that shows an SAE's latents and their max-activating examples."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_latents_are_listed_and_the_selected_one_is_shown_with_its_context
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
-        # The most strongly activating token in each context is in the same column.
+        # The most strongly activating token of every context is in the same column.
         first, second = [line for line in detail.plain.splitlines() if "Lämb" in line]
         assert first.index(" Lämb") == second.index(" Lämb")
         assert " the Lämbs" in first

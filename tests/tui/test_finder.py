@@ -127,7 +127,7 @@ async def test_tags_apply_to_all_marked_jobs_or_to_the_job_under_the_cursor(make
         await wait_until(pilot, lambda: stored(data, 3).tags == ("later",))
 
 
-async def test_a_job_can_be_renamed_and_get_a_note(make_app, data, three) -> None:
+async def test_a_job_can_be_renamed_and_given_a_note(make_app, data, three) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(app, pilot)
@@ -239,7 +239,7 @@ async def test_a_deleted_job_can_be_restored_until_the_app_exits(make_app, data,
         await pilot.press("end", "D", "y")
         await wait_until(pilot, lambda: app.session.actions.thrown_away)
     app.session.actions.empty_trash()
-    # The job's id remains reserved even though its files are deleted.
+    # The job's id remains reserved, although its files have been deleted.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []
 
 

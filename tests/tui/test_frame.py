@@ -25,7 +25,7 @@ def job_id(data) -> int:
 
 
 def rows(app) -> list[str]:
-    """Return the rows shown by the terminal."""
+    """Return the rows that the terminal shows."""
     return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
 
 
@@ -107,7 +107,7 @@ async def test_moving_the_focus_inside_a_form_restyles_no_other_fields(make_app,
         monkeypatch.setattr(app.stylesheet, "update_nodes", update)
         await pilot.press("down")
         await pilot.pause()
-        # A row has four widgets, and the form over a hundred.
+        # A row has four widgets, whereas the form has over a hundred.
         assert 0 < max(sizes) < 10
 
 

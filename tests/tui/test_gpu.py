@@ -142,7 +142,7 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_shows_time_and_job(
         await wait_until(pilot, lambda: "last 1 h" in text(app, GpuHistory) and "▄" in text(app, GpuHistory))
         await pilot.press(*["left"] * 30)
         last = text(app, GpuHistory).splitlines()[-1]
-        # A time before midnight is shown with the date.
+        # A time before the last midnight is shown with its date.
         assert re.match(r" +(\d\d:\d\d:\d\d|\d\d \w+ \d\d:\d\d) · job 12 ", last), last
         assert "Utilisation 50%" in text(app, GpuHistory)
         assert "│" in text(app, GpuHistory).splitlines()[1][10:]

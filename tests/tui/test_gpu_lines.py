@@ -75,7 +75,7 @@ def test_every_card_shows_all_quantities_in_full_and_cards_are_spread_evenly(
     assert grid.columns * grid.bands - count < grid.bands
 
 
-def test_four_cards_are_two_by_two_or_side_by_side_and_tall_cards_have_a_history_of_each_quantity() -> None:
+def test_four_cards_are_two_by_two_or_side_by_side_and_tall_cards_have_all_histories() -> None:
     assert [card_grid(4, width, 40).columns for width in (38, 78, 116, 150, 196)] == [1, 2, 2, 2, 4]
     rows = [GpuRow(SAMPLE, "idle", "dim", lambda name, n: [50.0] * n)]
     assert sum(blocks(text) > 0 for line in card(rows[0], 50, 6) for text, _ in line) == 4

@@ -78,7 +78,7 @@ def test_a_tile_shows_the_state_of_its_gpu_even_without_colour() -> None:
     assert tall[3].startswith("job 12 (gemma)")
 
 
-def test_the_tile_of_a_lost_gpu_shows_since_when() -> None:
+def test_the_tile_of_a_lost_gpu_shows_when_it_was_lost() -> None:
     lost = row(63, healthy=False, reason="the GPU has fallen off the bus", unread_since=time.time())
     clock = clock_time(lost.sample.unread_since or 0)
     assert [line.strip() for line in text([lost], 10, 4)[1:]] == [f"{clock}:", "the GPU", "has…"]

@@ -238,9 +238,7 @@ async def test_a_bar_at_the_end_of_a_log_is_updated_in_place(make_app, data) -> 
 COMMAND = 'kind = "command"\n[command]\nargv = ["true"]\n'
 
 
-async def test_a_programs_own_metrics_are_shown_losses_first_and_its_use_of_the_machine_by_second(
-    make_app, data
-) -> None:
+async def test_a_programs_own_metrics_are_shown_losses_first_and_machine_use_by_second(make_app, data) -> None:
     job_id = record_job(data, "probe", JobState.RUNNING, config=COMMAND)
     data.run(job_id).create()
     with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
@@ -595,7 +593,7 @@ async def test_a_user_error_is_shown_once_and_in_full_without_a_traceback(make_a
         assert "Traceback" not in cause
 
 
-async def test_a_killed_rank_has_its_last_line_only_in_the_log_and_a_remedy(make_app, data) -> None:
+async def test_a_killed_ranks_last_line_is_only_in_the_log_and_a_remedy_is_shown(make_app, data) -> None:
     last = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1e-3  12,345 tok/s"
     error = f"rank 0 was killed (SIGKILL); its last log line: {last}"
     job_id = record_job(data, "killed", JobState.FAILED, error=error, attempt=1)

@@ -39,7 +39,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
-# A program with a child that keeps 40 MiB and a core busy.
+# A program with a child that holds 40 MiB and keeps a core busy.
 _CHILD = "import time\nkept = bytearray(40 << 20)\nend = time.time() + 600\nwhile time.time() < end: pass"
 _PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_CHILD!r}])"
 
@@ -53,7 +53,7 @@ def program() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def record(data: DataDir, state: JobState, *argv: str, log: str = "", settings: dict | None = None, **fields) -> int:
-    """Record a command on the first two GPUs of this machine, with its log."""
+    """Record a command on this machine's first two GPUs, with its log."""
     config = command_file(*(argv or ("sh", "train.sh")), **(settings or {}))
     gpus = {"gpu_ids": (0, 1), "gpu_uuids": (uuid_of(0), uuid_of(1)), "world_size": 2}
     job_id = record_job(data, "probe", state, config=config, **(gpus | {"host": socket.gethostname()} | fields))
@@ -120,7 +120,7 @@ async def test_with_metrics_a_command_shows_curves_with_any_names(make_app, data
         assert len(speed) == 1
 
 
-async def test_a_command_shows_what_all_its_processes_use_now(make_app, data, program) -> None:
+async def test_a_command_shows_the_current_use_by_all_its_processes(make_app, data, program) -> None:
     job_id = record(data, JobState.RUNNING, supervisor=ProcessRef.of(program.pid))
     record_program(data, job_id, program.pid)
     app = make_app(4)
@@ -247,7 +247,7 @@ async def test_a_finished_command_runs_again_only_after_confirmation(make_app, d
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 @pytest.mark.parametrize("metrics", [[], ["loss"]])
-async def test_nothing_wraps_on_the_screen_of_a_command(make_app, data, size, metrics) -> None:
+async def test_nothing_wraps_on_a_commands_screen(make_app, data, size, metrics) -> None:
     log = "".join(f"line {n} {'x' * 200}\n" for n in range(100))
     job_id = record(data, JobState.RUNNING, "sh", "-c", "a-long-word " * 30, log=log)
     if metrics:
@@ -262,7 +262,7 @@ async def test_nothing_wraps_on_the_screen_of_a_command(make_app, data, size, me
                 assert all(panel.render_line(y).cell_length == panel.size.width for y in range(panel.size.height))
 
 
-def test_a_commands_row_shows_its_run_time_loss_and_exit_code_instead_of_values_of_saes() -> None:
+def test_a_commands_row_shows_run_time_loss_and_exit_code_instead_of_sae_values() -> None:
     usual = {"id": 1, "name": "probe.py --layer 12 --rank 8", "config": command_file("sh"), "user": "me"}
     usual |= {"host": "here", "device": "cpu", "gpu_source": "none", "started": time.time() - 300.2}
 
@@ -321,7 +321,7 @@ async def test_the_preview_of_a_command_shows_its_first_metric_or_only_its_log(m
         await wait_until(pilot, lambda: plot.plain.strip().startswith("accuracy"))
 
 
-async def test_only_the_logs_of_a_command_are_said_to_be_deleted_with_it(make_app, data) -> None:
+async def test_the_question_before_a_command_is_deleted_mentions_only_its_logs(make_app, data) -> None:
     job_id = record(data, JobState.FAILED)
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:

@@ -63,7 +63,7 @@ def test_a_finished_job_shows_its_duration_instead_of_a_full_bar() -> None:
     took = {"started": 100.0, "ended": 129.0, "attempt": 1, "progress": 1.0}
     assert cells(job(JobState.FINISHED, **took))["PROGRESS"] == ("29 s", "dim")
     assert "━" in cells(job(JobState.STOPPED, **took))["PROGRESS"][0]
-    # With several attempts, `started` is the start of the latest attempt, so no duration is shown.
+    # With several attempts, `started` is when the latest attempt started, so no duration is shown.
     assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
 
 
@@ -100,7 +100,7 @@ def test_the_fraction_of_dead_latents_is_explained_once_the_token_count_is_known
     assert dead_after_words(job(config=config())) == ""
 
 
-def test_every_column_of_the_setting_exists_and_sorts_by_a_known_order() -> None:
+def test_every_column_in_the_setting_exists_and_sorts_by_a_known_order() -> None:
     assert list(COLUMNS) == list(get_args(JobColumnName))
     assert {one.order for one in COLUMNS.values()} - {""} <= orders().keys()
     assert COLUMNS.keys() == HELP.keys()
@@ -113,7 +113,7 @@ def test_a_sweep_shows_its_values_in_its_name() -> None:
     assert job_row(job(config=config(k=8))).cells[1][0] == "run"
 
 
-def test_a_sentence_takes_the_place_of_the_values_in_any_order_of_columns() -> None:
+def test_a_sentence_takes_the_place_of_the_values_in_any_column_order() -> None:
     names = ("gpus", "fvu", "k", "state", "eta")
     row = job_row(job(JobState.QUEUED, waits_for="GPU 0 is in use", config=config(k=8)), names)
     assert [text for text, _ in row.cells[2:]] == ["cpu", "GPU 0 is in use", "", "◌ queued", ""]

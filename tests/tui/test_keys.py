@@ -1,4 +1,4 @@
-"""Tests that a key means the same on every screen, and that the keys of the last release still work."""
+"""Tests that a key means the same on every screen, and that the last release's keys still work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sae_tui.widgets.old_keys import OLD
 
 # Keys that act on the focused widget, or move the focus.
 GENERAL = frozenset(("space", "enter", "escape", "up", "down", "left", "right"))
-# The keys that have several names, and why they may.
+# Keys that may have several names, and why.
 ACCEPTED: Mapping[str, tuple[set[str], str]] = {
     "question_mark": ({"Help", "Close"}, "closes what it has opened"),
     "f1": ({"Help", "Close"}, "closes what it has opened"),
@@ -60,7 +60,7 @@ def test_a_key_has_the_same_name_on_all_screens() -> None:
 
 @dataclass(frozen=True)
 class OldKey:
-    """A key of the last release, the key shown instead, the scene it works in, and what it changes there."""
+    """A key from the last release, the key that is shown instead, a scene where it works, and what it changes there."""
 
     place: str
     key: str
@@ -115,7 +115,7 @@ OLD_KEYS = (
 
 
 @pytest.mark.parametrize("old", OLD_KEYS, ids=lambda old: f"{old.place}-{old.key}")
-async def test_a_key_of_the_last_release_works_like_its_new_key_but_is_not_shown(data, old: OldKey) -> None:
+async def test_a_key_from_the_last_release_works_like_its_new_key_but_is_not_shown(data, old: OldKey) -> None:
     (scene,) = (one for one in SCENES if one.name == old.scene)
     app: Any = scene.app(data)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -133,7 +133,7 @@ async def test_a_key_of_the_last_release_works_like_its_new_key_but_is_not_shown
         await wait_until(pilot, lambda: old.changes(app) != before)
 
 
-def test_every_key_of_the_last_release_is_tested() -> None:
+def test_every_key_from_the_last_release_is_tested() -> None:
     assert {(node.__name__, binding.key) for node, binding in declared() if binding.group is OLD} == {
         (old.place, old.key) for old in OLD_KEYS
     }

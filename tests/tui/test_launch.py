@@ -132,7 +132,7 @@ async def test_a_setting_chooses_which_gpus_are_ticked(make_app, default, expect
         await wait_until(pilot, lambda: screen.query_one(GpuPicker).chosen == expected)
 
 
-async def test_more_gpus_than_pay_are_named_in_the_review_and_a_key_takes_fewer(make_app) -> None:
+async def test_the_review_says_if_more_gpus_do_not_pay_off_and_a_key_selects_fewer(make_app) -> None:
     app = make_app(16)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -527,7 +527,7 @@ async def test_a_review_may_arrive_while_the_form_is_being_removed(make_app) -> 
 
 
 def model_of(folder: Path, n_parameters: int) -> Path:
-    """Write the files read by a review to estimate the size of a language model."""
+    """Write the files that a review reads to estimate a language model's size."""
     folder.mkdir()
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Tests for the switch between the kinds of job on the launch screen, and for the form for commands."""
+"""Tests for switching between kinds of jobs on the launch screen, and for the form for commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDE = (130, 45)
 
 
 async def opened(pilot, key: str = "r") -> LaunchScreen:
-    """Open the form for commands, or the form of another key."""
+    """Open the form for commands, or the form that another key opens."""
     await pilot.pause()
     before = pilot.app.screen
     await pilot.press(key)
@@ -171,7 +171,7 @@ async def test_the_form_says_which_environment_the_program_gets(make_app, monkey
         assert not screen.query_one("#preset").display
 
 
-async def test_a_clone_gets_the_environment_of_its_job(make_app, data) -> None:
+async def test_a_clone_gets_the_environment_of_the_original_job(make_app, data) -> None:
     job_id = record_job(data, "probe", JobState.FINISHED, config=command_file("sh", "train.sh"), user=user_name())
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -219,7 +219,7 @@ async def test_nothing_wraps_in_the_form_for_commands(make_app, size) -> None:
             assert all(panel.render_line(y).cell_length == panel.size.width for y in range(panel.size.height))
 
 
-async def test_a_launched_job_keeps_the_forms_of_the_other_kinds(make_app, data, monkeypatch) -> None:
+async def test_launching_a_job_keeps_the_forms_for_the_other_kinds(make_app, data, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.launch.launching.enqueue", lambda data: "")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:

@@ -44,7 +44,7 @@ def test_a_value_at_a_threshold_has_its_colour(percent: int) -> None:
     assert load_style(replace(SAMPLE, utilization=percent - 1), "utilization", settings) == "low"
 
 
-def test_a_temperature_is_judged_by_the_gpus_own_limit_and_otherwise_by_a_usual_one() -> None:
+def test_a_temperature_is_judged_by_the_gpus_own_limit_or_else_by_a_typical_one() -> None:
     hot = replace(SAMPLE, temperature_c=USUAL_SLOWDOWN_C - 6, condition=None)
     assert load_style(hot, "temperature_c", Settings()) == "high"
     cool = replace(hot, condition=Condition(slowdown_c=USUAL_SLOWDOWN_C + 20))
@@ -69,7 +69,7 @@ def test_thresholds_can_be_set_in_either_order_and_a_wrong_one_is_named(tmp_path
     }
 
 
-def test_number_and_bar_of_a_gpu_and_of_the_totals_have_the_colour_of_the_load() -> None:
+def test_the_number_and_bar_of_a_gpu_and_of_the_totals_have_the_loads_colour() -> None:
     busy = replace(SAMPLE, utilization=100, memory_used_bytes=70 * GIB, power_w=300.0, temperature_c=79)
     row = GpuRow(busy, "used by ann", "text", lambda name, n: [None] * n)
     (line,) = gpu_lines([row], [row], 150)

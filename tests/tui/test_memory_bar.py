@@ -83,7 +83,7 @@ def test_much_free_memory_is_drawn_as_an_arrow_and_unknown_free_memory_is_left_o
     assert not set("│→✓✗") & set(bar)
 
 
-def test_process_memory_is_added_up() -> None:
+def test_the_memory_of_several_processes_is_added_up() -> None:
     assert (
         "✗ 4 × 16.5 GiB of 60.0 GiB free on this machine"
         in drawn(Need(PARTS, 4), FreeMemory(60 * GIB, "this machine"), 80)[0]
@@ -106,7 +106,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         fullest = min(screen.query_one(GpuPicker).choices[:3], key=lambda choice: choice.memory_free_bytes)
         assert f"free on GPU {fullest.index}" in panel.plain
         assert "Exch" in panel.plain
-        # The other components are smaller than a cell, and are only named.
+        # The other components are smaller than a cell, so they are only named.
         letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
         assert letters == list("ERC")
         small = "not drawn: Weights " if size[0] > 100 else "Weights+Grad+Opt+Acts "
@@ -134,7 +134,7 @@ async def test_a_job_too_large_for_its_gpus_is_reported_and_leaves_space_for_the
         assert screen.query_one("#review-row").size.height >= 1
 
 
-async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_stays(make_app) -> None:
+async def test_with_an_invalid_form_only_the_heading_is_shown_and_the_layout_is_unchanged(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)

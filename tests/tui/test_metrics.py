@@ -1,4 +1,4 @@
-"""Tests for the screen showing all of a job's metrics in a grid of plots."""
+"""Tests for the screen that shows all of a job's metrics in a grid of plots."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ async def test_the_preview_is_shown_if_there_is_space(make_app, data, size, show
             assert app.session.detail is None
 
 
-async def test_a_job_opened_at_once_keeps_the_log_followed_by_its_screen(make_app, data) -> None:
+async def test_a_job_opened_at_once_keeps_the_log_that_its_screen_follows(make_app, data) -> None:
     record_job(data, "one", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -116,6 +116,6 @@ async def test_a_job_opened_at_once_keeps_the_log_followed_by_its_screen(make_ap
         app.screen._selected()
         app.session.go.open_job(1)
         app.session.watcher.follow(1, 1)
-        # Wait longer than the cursor must stay on a job for the preview to show the job.
+        # Wait longer than the cursor must rest on a job before the preview shows the job.
         await pilot.pause(0.5)
         assert app.session.watcher._followed == (1, 1)

@@ -1,4 +1,4 @@
-"""Tests for the screen listing processes, and for the same list on a GPU's screen."""
+"""Tests for the screen that lists processes, and for the same list on a GPU's screen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RESTS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def two() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start two processes standing in for ranks on the first two GPUs."""
+    """Start two processes that stand in for ranks on the first two GPUs."""
     argv, environment = [sys.executable, "-c", RESTS, "--token=a\x1b[2J"], {"PATH": "/bin", SECRET: VALUE}
     processes = [subprocess.Popen(argv, env=environment) for _ in range(2)]
     yield processes
@@ -70,7 +70,8 @@ def rank_of(data, processes) -> int:
     """Record a job whose ranks are these processes."""
     uuids = tuple(uuid_of(index) for index in range(len(processes)))
     n_gpus = len(processes)
-    # The test process, the parent of both processes, must not be the supervisor: its children belong to the job.
+    # The supervisor must not be the test process, which is the parent of both processes: a supervisor's children belong
+    # to its job.
     supervisor = ProcessRef.of(processes[0].pid)
     job_id = record_job(
         data, "minilm", JobState.RUNNING, supervisor=supervisor, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids,
@@ -140,7 +141,7 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         assert VALUE not in page.plain
 
 
-async def test_a_key_makes_a_job_of_the_process_under_the_cursor_after_confirmation(
+async def test_a_key_turns_the_process_under_the_cursor_into_a_job_after_confirmation(
     make_app, on_gpus, two, data
 ) -> None:
     app = make_app(monitor=on_gpus)
@@ -308,7 +309,7 @@ async def test_cpu_use_and_shares_are_shown_soon_after_the_list_opens(make_app, 
         await wait_until(pilot, lambda: shown().cpu_percent is not None and shown().sm_percent is not None)
 
 
-async def test_meters_of_all_gpus_stand_above_the_processes(make_app, on_gpus, two) -> None:
+async def test_meters_for_all_gpus_are_shown_above_the_processes(make_app, on_gpus, two) -> None:
     app = make_app(monitor=on_gpus)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, str(two[0].pid))

@@ -1,4 +1,4 @@
-"""Tests that a panel on the job screen needs only one file and one registry entry."""
+"""Tests that adding a panel to the job screen takes only one file and one registry entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.store.states import JobState
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-async def test_a_registered_panel_is_on_the_job_screen(make_app, data, monkeypatch, is_registered) -> None:
+async def test_a_registered_panel_is_shown_on_the_job_screen(make_app, data, monkeypatch, is_registered) -> None:
     if is_registered:
         monkeypatch.setitem(PANELS, "toy", PanelEntry("support.toy_panel:ToyPanel", "middle"))
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)

@@ -1,4 +1,4 @@
-"""Tests of forms whose rows get an editor only with the focus."""
+"""Tests for forms whose rows get an editor only when they get the focus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def row_in_focus(app) -> str:
 
 
 def drawn(screen, row: SettingRow) -> str:
-    """Return the characters on the screen at the place of a row."""
+    """Return the characters that the screen shows at a row's position."""
     return screen._compositor.render_strips()[row.region.y].crop(row.region.x, row.region.right).text
 
 
@@ -124,7 +124,7 @@ async def test_an_editor_keeps_the_width_of_its_value_if_the_window_gets_wider(m
         await wait_until(pilot, lambda: row._value_width > 22 and row.query_one(Input).size.width == row._value_width)
 
 
-async def test_a_click_on_a_drawn_value_edits_it_at_this_place_or_opens_its_menu(make_app) -> None:
+async def test_a_click_on_a_drawn_value_edits_it_at_that_place_or_opens_its_menu(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(130, 45)) as pilot:
         screen = await opened(pilot)

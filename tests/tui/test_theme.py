@@ -24,7 +24,7 @@ TEXT = ("text", "dim", "label", "good", "warn", "bad", "low", "middle", "high", 
 GRAPHS = ("spark", "bar", "memory", "heat")
 SHADED = ("faint", "weak", "strong", "full")
 # The minimum text contrast, with 24-bit colours and with 256 colours. With 256 colours, the line under the cursor is
-# bright teal instead of blue, so the contrast of dim text on this line is less than 4.5 in the dark theme.
+# bright teal instead of blue, so dim text on that line has a contrast of less than 4.5 in the dark theme.
 LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
 
 
@@ -62,7 +62,7 @@ async def test_text_has_enough_contrast_with_its_background_in_every_theme(make_
 
 
 def use_colours(app: SaeApp, system: ColorSystem) -> None:
-    """Draw as in a terminal with this many colours."""
+    """Draw as in a terminal with this colour system."""
     app.console._color_system = system
     app.screen.query_one(GpuPanel)._styles.clear()
 
@@ -94,7 +94,7 @@ def ramp_of(name: str) -> list[str]:
 
 
 def brightness(color: Color | None, of_256: bool) -> float | None:
-    """Return the luminance of a colour, or None for the terminal's own foreground or background."""
+    """Return a colour's contrast with black, or None for the terminal's own foreground or background."""
     if color is None or color.is_default:
         return None
     return contrast(Style(color=color, bgcolor="#000000"), of_256)
@@ -108,7 +108,8 @@ async def test_tokens_have_a_different_style_at_each_step_in_the_terminals_own_1
         styles = [styled(app, name) for name in SHADED]
         assert len({*styles}) == len(SHADED)
         for style in styles:
-            # A text colour is set wherever a background is, since the terminal's own may be light or dark.
+            # A text colour is set wherever a background is set, since the terminal's own text colour may be light or
+            # dark.
             assert (style.color is None or style.color.is_default) == (
                 style.bgcolor is None or style.bgcolor.is_default
             )

@@ -162,7 +162,7 @@ async def test_wide_and_unprintable_characters_scroll_sideways_by_the_cells_that
         assert row.rstrip().endswith("END x")
 
 
-async def test_a_click_on_a_heading_names_the_order_of_its_column_which_has_an_arrow() -> None:
+async def test_clicking_a_heading_requests_its_sort_order_and_the_current_one_has_an_arrow() -> None:
     app = ShiftedApp()
     async with app.run_test(size=(40, 10)) as pilot:
         table = app.query_one(KeyedTable)
@@ -217,7 +217,7 @@ def test_a_legend_fits_the_given_width_and_number_of_rows(lengths: list, width: 
     assert all(sum(len(text) for text, _ in row) <= width for row in rows)
 
 
-async def test_a_menu_shows_its_value_or_its_prompt_in_its_first_picture() -> None:
+async def test_a_menu_shows_its_value_or_its_prompt_when_it_is_first_drawn() -> None:
     class TwoMenus(App[None]):
         def compose(self) -> ComposeResult:
             yield Menu([("one", 1), ("two", 2)], value=2, allow_blank=False)

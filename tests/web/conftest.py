@@ -1,4 +1,4 @@
-"""Fixtures for `sae-tui serve` as a separate process, with the app or a test program."""
+"""Fixtures that run `sae-tui serve` as a separate process, with the app or with a test program."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ServeFake = Callable[[str], Served]
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses, in the kernel's format, on which a process is listening at this port."""
+    """Return the addresses on which a process listens at this port, in the kernel's format."""
     tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
     sockets = [line.split() for table in tables for line in table]
     return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
@@ -96,7 +96,7 @@ async def test_a_page_from_another_origin_gets_no_session(serve_fake: ServeFake)
         await look.wait_for("here")
 
 
-async def test_only_a_few_sessions_are_open_at_a_time_and_any_other_gets_a_message(
+async def test_only_a_few_sessions_can_be_open_and_any_further_one_gets_a_message(
     serve_fake: ServeFake,
 ) -> None:
     served = serve_fake(STAYS)

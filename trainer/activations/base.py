@@ -18,7 +18,7 @@ from trainer.parallel.group import Group
 
 # Inputs [n, d_in] and their targets [n, d_out]; for an SAE, both are the same tensor.
 Pair = tuple[Tensor, Tensor]
-# Allocates memory for rows, given the row count, the width and the dtype.
+# Allocates memory for rows, given their count, width and dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
 
 
@@ -38,19 +38,19 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets in fp32 on a device; if they are the same tensor, so are the results."""
+    """Return inputs and targets in fp32 on a device; if both are the same tensor, so are the results."""
     return in_fp32(to_device(pair, device))
 
 
 def to_device(pair: Pair, device: torch.device) -> Pair:
-    """Return inputs and targets on a device; if they are the same tensor, so are the results."""
+    """Return inputs and targets on a device; if both are the same tensor, so are the results."""
     x, y = pair
     inputs = x.to(device)
     return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
-    """Return inputs and targets in fp32; if they are the same tensor, so are the results."""
+    """Return inputs and targets in fp32; if both are the same tensor, so are the results."""
     x, y = pair
     inputs = x.float()
     return inputs, inputs if y is x else y.float()
@@ -69,7 +69,7 @@ def are_finite(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Source(ABC):
-    """An activation source; `place` is its name in messages, and `meta` contains metadata about its origin.
+    """An activation source; `place` is its name in messages, and `meta` describes its origin.
 
     If `d_out` is set (for a transcoder), every row has a target of this width. With several hooks, each row
     [n_hooks * d_in] concatenates one token's activations at all hooks; targets are concatenated in the same way.
@@ -122,7 +122,7 @@ class IndexedSource(Source):
         """Keep the row numbers of a run that was trained on `before`; rows added since then get higher numbers."""
 
     def read_by_all_threads(self) -> None:
-        """From now on, read with all threads of this process; on a rank with a GPU, they would otherwise be idle."""
+        """From now on, read with all of this process's threads, which would otherwise be idle on a rank with a GPU."""
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
@@ -141,7 +141,7 @@ class IndexedSource(Source):
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """Return a row's name for messages."""
+        """Return the name to use for a row in messages."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
         """Reread the rows and return the number of the first row with non-finite values, or None if all are finite."""
@@ -164,7 +164,7 @@ class StreamSource(Source):
     is_divided: bool = False
     # Whether `documents` is available.
     knows_texts: bool = False
-    # The devices that this rank uses only for computing rows, set before `begin`; if empty, the training device
+    # The devices that this rank uses exclusively for computing rows, set before `begin`; if empty, the training device
     # computes them.
     own_devices: Sequence[torch.device] = ()
 
@@ -190,7 +190,7 @@ class StreamSource(Source):
         raise NotImplementedError
 
     def divide(self, peers: Group) -> None:
-        """Compute only a share of the rows, and receive the other rows from `peers`; called after `begin`.
+        """Compute only a share of the rows, and receive the rest from `peers`; called after `begin`.
 
         All peers read the same part, and from now on they must read and restore at the same positions. They exchange
         CPU tensors.

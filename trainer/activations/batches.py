@@ -40,7 +40,7 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch, and the exchange of its rows among the ranks that each read one part of it."""
+    """A batch, and the exchange of its rows among the ranks, each of which reads one part of it."""
 
     coming: BatchInTransfer
     exchange: Exchange
@@ -90,7 +90,7 @@ class Batches:
         self._thread.start()
 
     def next(self) -> Batch:
-        """Return the next batch on the device; if reading it failed, raise that error."""
+        """Return the next batch on the device; if reading it failed, re-raise the error."""
         while len(self._arriving) <= self._n_ahead:
             self._arriving.append(self._begin())
         coming, exchange = self._arriving.popleft()
@@ -119,7 +119,7 @@ class Batches:
         return Arriving(item, Exchange(pair, item.token_slice.length, self._data.readers))
 
     def close(self) -> None:
-        """Stop the thread; this is required before another reader of the same files starts in this process.
+        """Stop the thread; call this before starting another reader of the same files in this process.
 
         If ranks read together, or each read a part of a batch, all ranks must call this after the same batch.
         """
@@ -137,7 +137,7 @@ class Batches:
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":
-            # The current device of a new thread is GPU 0. Without this call, every rank would allocate memory and run
+            # A new thread's current device is GPU 0. Without this call, every rank would allocate memory and run
             # kernels on GPU 0.
             torch.cuda.set_device(self._device)
         try:

@@ -16,7 +16,7 @@ _BATCH = 4096
 
 
 def copies_in(rows: HookRows, seed: int) -> float | None:
-    """Return the share of this rank's held-out rows that are bitwise equal to a row in a sample of the training rows.
+    """Return the fraction of this rank's held-out rows that are bitwise equal to a row in a sample of training rows.
 
     Zero rows are ignored. Return None if no rows are held out. Rows are reread rather than kept in memory, because
     reading and hashing 32,768 rows of 2,304 16-bit numbers from each of the two sets takes only 0.3 s.
@@ -34,6 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a 64-bit hash of each of the rows [n, d], except for zero rows, which come from padding."""
+    """Return a 64-bit hash of each row in [n, d], skipping zero rows, which come from padding."""
     rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

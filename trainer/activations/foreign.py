@@ -1,6 +1,6 @@
-"""Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running code from a file.
+"""Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running any code in them.
 
-Each library is imported only for the first file that needs it; opening Arrow files, for example, does not import torch.
+Each library is imported only once a file needs it; opening Arrow files, for example, does not import torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DEEPEST = 16
 
 
 def inspect(root: Path, files: Sequence[Path], field: str) -> ShardSet:
-    """Return the shards of a data path; raise a `JobFileError` that names `field` if they cannot be read."""
+    """Return the shards at a data path; raise a `JobFileError` that names `field` if they cannot be read."""
     return shard_set(root, files, field, read_rows)
 
 
@@ -187,7 +187,7 @@ def _rows_of_batch(column: Any, name: str, dtype: str, whole: pyarrow.Buffer) ->
 
 
 def _plain(column: Any) -> Any:
-    """Return a column's storage if the column has an extension type, as in `datasets`, otherwise the column itself."""
+    """Return the storage of a column with an extension type (as written by `datasets`), or any other column itself."""
     return getattr(column, "storage", column)
 
 
@@ -204,7 +204,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _rows_of_parquet(file: str) -> RowRange:
-    """Count the rows in a Parquet file and decode the first row; the offset is 0, as encoded rows cannot be mapped.
+    """Count the rows in a Parquet file and decode the first row; the offset is 0, since encoded rows cannot be mapped.
 
     The lengths of the other rows are checked during decoding. Reading the number of values from a damaged footer
     instead would make pyarrow abort the process.

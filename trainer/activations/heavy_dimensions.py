@@ -49,7 +49,7 @@ class HeavyDimensions(NamedTuple):
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions with most of the `variance` [d_in], or None if that set is too large."""
+    """Return the smallest set of dimensions with most of the total `variance` [d_in], or None if it is too large."""
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None
@@ -69,7 +69,7 @@ def named(numbers: Sequence[int], d: int) -> str:
 def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
     """Return the factors, fp32 [d], by which to multiply the dimensions of rows [n, d].
 
-    A factor is at most 1, and 0 leaves its dimension out.
+    A factor is at most 1; a factor of 0 leaves its dimension out.
 
     Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance.
     Dimensions within this limit are not scaled, and the factor is continuous at the limit.

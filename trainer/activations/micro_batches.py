@@ -28,7 +28,7 @@ class Cut:
 
     @property
     def own_tokens(self) -> int:
-        """The number of this rank's tokens in a step."""
+        """This rank's number of tokens per step."""
         return sum(token_slice.length for token_slice in self.token_slices)
 
     @property

@@ -1,4 +1,4 @@
-"""Assigns rows from several sources, mixed according to weights, to batches."""
+"""Assigns rows from several sources to batches, mixed according to weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainer.activations.texts import Texts
 from trainer.contract.settings.sources import HoldOut
 from trainer.contract.wording import join_words
 
-# A seed is a list of numbers. The last element of a seed differs between passes and splits, so that their random
-# numbers are independent of each other and of the order of the epochs.
+# A seed is a list of numbers. A seed's last element differs between passes and splits, so that their random numbers are
+# independent of each other and of the order of the epochs.
 _OF_PASS, _OF_SPLIT = 1, 2
 
 
@@ -62,7 +62,7 @@ class MixedSplit:
         return self._through(source, self.splits[source].rows(numbers))
 
     def sample(self, n: int, seed: int) -> Indices:
-        """Sample at most n training rows, from each source in proportion to its weight."""
+        """Sample at most n training rows, drawn from each source in proportion to its weight."""
         parts = apportion(min(n, self.n_train), self.draws, self._sizes)
         drawn = (self.splits[source].sample(part, seed, source) for source, part in enumerate(parts))
         return np.concatenate([self._through(source, rows) for source, rows in enumerate(drawn)])
@@ -73,7 +73,7 @@ class MixedSplit:
 
 
 class MixedOrder:
-    """An endless sequence of epochs in a seeded order; the length of an epoch is the total number of training rows.
+    """An endless sequence of epochs in a seeded order; an epoch's length is the total number of training rows.
 
     Each source's share of an epoch is its relative weight, rounded to whole rows. A row is repeated only after all
     other rows of its source have been used equally often. To ensure this, a pass over a source can span several epochs,
@@ -116,7 +116,7 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); `most` contains the upper limits.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their upper limits.
 
     Any excess over a limit is distributed among the other integers.
     """

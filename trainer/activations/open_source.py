@@ -11,7 +11,7 @@ from trainer.contract.settings.job import JobConfig
 
 
 def open_source(job: JobConfig) -> Source:
-    """Return a source of a job's rows, with the activations of all its hooks concatenated.
+    """Return the source of a job's rows, with the activations of all its hooks concatenated.
 
     Raise `JobFileError` if the data does not match the job.
     """

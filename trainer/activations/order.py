@@ -14,8 +14,9 @@ from trainer.activations.split import Split
 class Order:
     """An endless sequence of epochs, each a seeded permutation of all training rows.
 
-    A batch is a contiguous slice of this sequence. Therefore, a batch can contain the end of one epoch and the start of
-    the next, no token is lost, and a checkpoint stores only a position. Runs of `run` neighbouring rows stay together.
+    A batch is a contiguous slice of this sequence. Therefore, a batch can span the end of one epoch and the start of
+    the next, no token is lost, and a checkpoint only has to store a position. Runs of `run` neighbouring rows stay
+    together.
     """
 
     def __init__(self, split: Split, seed: int, run: int = 1) -> None:

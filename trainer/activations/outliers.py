@@ -82,7 +82,7 @@ class Outliers:
         self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the kept rows."""
+        """Return only the rows to keep."""
         stay = self.ordinary(x, y)
         kept = x[stay]
         return kept, kept if y is x else y[stay]

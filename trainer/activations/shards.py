@@ -1,4 +1,4 @@
-"""Reads activations from memory-mapped shards; only the rows of a batch are read."""
+"""Reads activations from memory-mapped shards; only a batch's own rows are read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.contract.settings.sources import Paths, ShardSettings, each, inspec
 from trainer.contract.wording import gibibytes, join_words
 
 Bytes = NDArray[np.uint8]
-# The numpy and torch dtype for each stored dtype. Two-byte values are read as integers and reinterpreted by torch,
+# The numpy and torch dtypes for each stored dtype. Two-byte values are read as integers and reinterpreted by torch,
 # because numpy has no bfloat16.
 _DTYPES = {
     "F16": (np.int16, torch.float16),
@@ -52,7 +52,7 @@ class ShardCutError(UserError):
 
 
 class Shards(IndexedSource):
-    """The shards of one or more folders as a single array [n_tokens, d_in]; other folders can provide the targets.
+    """The shards in one or more folders, as a single array [n_tokens, d_in]; other folders can provide the targets.
 
     The constructor raises a `JobFileError` that names data.path, data.target_path or data.weights.
     """
@@ -179,7 +179,7 @@ class _Mapped:
 
 
 def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
-    """Return the shards in each folder; shards the run was trained on come first, in their earlier order."""
+    """Return the shards in each folder; shards the run was trained on come first, in their original order."""
     return [one.beginning_with(folder.names) for one, folder in zip(sets, before, strict=True)]
 
 

@@ -155,12 +155,12 @@ class MixedRows(NamedTuple):
 
 
 class ShuffleBuffer:
-    """Yields a stream's rows in a seeded order, shuffled in a buffer of `size` rows.
+    """Yields a stream's rows in a seeded random order, shuffled in a buffer of `size` rows.
 
-    The stream is divided into blocks of `size` rows. The rows of a block are returned in a random order. Each returned
-    row is replaced in the buffer by a row of the next block, so that reads are spread evenly. Rows are only shuffled
-    within their block. Therefore, the buffer's content depends only on the block's position in the stream and on how
-    many of the block's rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
+    The stream is divided into blocks of `size` rows. A block's rows are returned in random order. Each returned row is
+    replaced in the buffer by a row from the next block, so that reads are spread evenly. Rows are only shuffled within
+    their block. Therefore, the buffer's content depends only on the block's position in the stream and on how many of
+    the block's rows have been returned. A checkpoint stores these two values, about a hundred bytes, instead of
     gigabytes of rows. In exchange, a resumed run rereads up to 2 × `size` rows of the stream.
     """
 
@@ -215,7 +215,7 @@ class ShuffleBuffer:
     def _slots(self, n: int) -> Indices:
         """Return the slots of the block's next n rows."""
         positions = np.arange(self._n_gone, self._n_gone + n)
-        # Only the last block of a stream can be shorter.
+        # Only a stream's last block can be shorter.
         chosen = self._order(self._block, self._n_block)(positions)
         return chosen if self._n_block == self._size else self._slots_of_block(chosen)
 
@@ -233,7 +233,7 @@ class ShuffleBuffer:
         self._n_next += self._read_into(slots, (self._block + 1) * self._size + self._n_next)
 
     def _read_into(self, slots: Indices, first: int) -> int:
-        """Read the next rows of the stream into slots, number the rows from `first`, and return how many were read."""
+        """Read the next rows from the stream into slots, number them from `first`, and return how many were read."""
         n = 0
         while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]

@@ -1,4 +1,4 @@
-"""Stored activations of several hooks, concatenated row by row."""
+"""Stored activations from several hooks, concatenated row by row."""
 
 from __future__ import annotations
 

@@ -13,11 +13,12 @@ from trainer.contract.settings.sources import HoldOut
 BLOCK = 128
 # The minimum number of blocks from which held-out rows are chosen.
 LEAST_BLOCKS = 8
-# The maximum share of all rows that held-out texts may contain; twice the requested number of rows is always allowed.
+# The maximum fraction of all rows that held-out texts may contain; twice the requested number of rows is always
+# allowed.
 MOST_IN_TEXTS = 0.25
-# The minimum share of the held-out rows that each half should contain.
+# The minimum fraction of the held-out rows that each half should contain.
 LEAST_OF_HALF = 0.25
-# The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept complete.
+# The number of contiguous ranges of rows that alternate between the halves if texts are too long to be kept whole.
 N_RANGES = 16
 
 
@@ -32,7 +33,7 @@ class Split:
     first `n_first` rows (by default, of all rows). Therefore, `held_out` does not change if rows are added at the end.
     Added rows become training rows, except rows of a held-out text: these are in `left_out` but not in `held_out`.
 
-    "texts" holds out about the requested number of rows, and "rows" and "blocks" hold out exactly this number. The
+    With "texts", about the requested number of rows is held out; with "rows" and "blocks", exactly that number. The
     constructor raises `TooFewTexts` if complete texts cannot be held out.
     """
 

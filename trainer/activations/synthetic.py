@@ -44,7 +44,7 @@ class Synthetic(IndexedSource):
         settings = SyntheticSettings(**options)
         self.d_in, self.d_out, _ = settings.shape()
         self.n_tokens = settings.n_rows
-        # Identifies the data's settings.
+        # A short hash that identifies the data's settings.
         self.digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]
         self.place, self.meta = settings.place, dict[str, Any]()
         # Do not use the seed directly: an SAE with the same seed would start with the same random directions.
@@ -127,7 +127,7 @@ class _Groups:
         self._topic_of = np.arange(settings.n_roots) % max(1, self._n)
 
     def fire(self, rates: Floats) -> Floats:
-        """Return each root's probability of firing, averaged over topics; `rates` contains mean draws per row."""
+        """Return each root's probability of firing, averaged over topics; `rates` are mean draws per row."""
         if not self._n:
             return -np.expm1(-rates)
         shares = self._shares(rates)[self._topic_of]

@@ -45,12 +45,13 @@ _HELD_OUT_OTHERS = (
     "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
     "ranks than held-out rows; undo the change, or start a new run"
 )
-# The share of texts held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be read. The
-# shuffle buffer needs that many rows anyway, so the model computes no extra rows.
+# The fraction of texts held out at the start of a stream. To find 32,768 held-out rows, 8 x 32,768 rows must be read.
+# The shuffle buffer needs that many rows anyway, so the model computes no extra rows.
 SHARE_OF_TEXTS = 1 / 8
-# The maximum number of rows to read per held-out row, and the minimum share of the requested rows that must be found.
+# The maximum number of rows to read per held-out row, and the minimum fraction of the requested rows that must be
+# found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
-# The halves of the held-out rows.
+# The indices of the two halves of the held-out rows.
 HALVES = (0, 1)
 
 
@@ -122,7 +123,7 @@ class TrainingData(ABC):
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
-    # The number of stored training rows, or None for a stream, because its length is unknown.
+    # The number of stored training rows, or None for a stream, whose length is unknown.
     n_train: int | None = None
     # Whether `read` waits for other ranks. If so, all ranks must call it the same number of times.
     reads_together: bool = False
@@ -171,7 +172,7 @@ class TrainingData(ABC):
 def open_data(
     source: Source, job: JobConfig, parallel: Parallel, resumed: CheckpointState | None = None
 ) -> TrainingData:
-    """Return the training data of one rank; `resumed` is the checkpoint state that the run resumes from.
+    """Return one rank's training data; `resumed` is the checkpoint state that the run resumes from.
 
     Raise `UserError` if a stream cannot continue from this state, or if rows cannot be held out as the job requests.
     """
@@ -257,7 +258,7 @@ class IndexedData(TrainingData):
 
 
 class _IndexedRows(HookRows):
-    """The stored rows of one hook."""
+    """One hook's stored rows."""
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
         self._source, self._split = source, split
@@ -338,16 +339,15 @@ def _n_split(source: Source) -> int | None:
 
 
 class StreamData(TrainingData):
-    """The rows of a stream, shuffled by a `ShuffleBuffer`; each row is used once for training.
+    """A stream's rows, shuffled by a `ShuffleBuffer`; each row is used once for training.
 
-    Ranks with different tokens read different parts of the stream. A checkpoint stores the position of each part, so a
-    run can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows in each
-    step change too, but no row is used twice.
+    Ranks with different tokens read different parts of the stream. A checkpoint stores each part's position, so a run
+    can only be resumed with the same number of parts. If the ranks' shares of the tokens change, the rows in each step
+    change too, but no row is used twice.
 
     If the stream's texts are known, complete texts near its start are held out, chosen by a hash of their numbers. If
-    texts are unknown, or if there are only a few long texts, the first rows of each part are held out instead. The
-    held-out rows and the sample, which consists of the first training rows, stay in memory. A resumed run rereads these
-    rows.
+    texts are unknown, or if there are only a few long texts, each part's first rows are held out instead. The held-out
+    rows and the sample, which consists of the first training rows, stay in memory. A resumed run rereads these rows.
     """
 
     def __init__(
@@ -570,7 +570,7 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:
-    """Return this rank's position; raise `UserError` if the checkpoint has no stream or a different number of parts."""
+    """Return this rank's position; raise `UserError` if the checkpoint has no positions or a different number."""
     if isinstance(places, msgspec.UnsetType):
         raise UserError("data.source: the checkpoint is from a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:

@@ -30,7 +30,7 @@ class Sent(NamedTuple):
 
 
 class Transfer:
-    """A non-overlapping transfer: rows are read into new memory, and the training thread moves them to the device."""
+    """A non-overlapping transfer: rows are read into fresh memory, and the training thread moves them to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class Lane(Protocol):
         """Return an event marking the point after the last queued copy."""
 
     def meet(self, arrival: DeviceEvent, rows: tuple[Tensor, ...]) -> None:
-        """Make the training queue wait for `arrival`, and keep the memory of `rows` until training has used them."""
+        """Make the training queue wait for `arrival`, and keep `rows` in memory until training has used them."""
 
 
 class CudaLane:
@@ -134,7 +134,7 @@ class Overlapped(Transfer):
 
 
 class _PinnedBuffer:
-    """A pinned buffer for the rows of one batch; it grows to the size of the largest batch."""
+    """A pinned buffer for one batch's rows; it grows to the size of the largest batch."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane

@@ -47,7 +47,7 @@ def fill_folder(folder: Path, last: str) -> Iterator[Path]:
     except OSError as error:
         raise _write_error(folder, error) from error
     except UserError as error:
-        # If a full disk prevented the creation of a parent folder, the original OSError is the context.
+        # If a full disk prevented the creation of a parent folder, the original OSError is this error's context.
         if isinstance(cause := error.__context__, OSError) and cause.errno in _NO_SPACE:
             raise _write_error(folder, cause) from error
         raise

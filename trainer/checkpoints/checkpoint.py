@@ -48,12 +48,12 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.wording import distinct_sizes
 
-# Bytes on disk per byte of tensor data; the excess is for tensor names, JSON and file system metadata.
+# Bytes on disk per byte of tensor data; the excess covers tensor names, JSON and file system metadata.
 BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
-    """Manages one run's checkpoints: keeps the latest `keep`, in case one is damaged, and the best checkpoint.
+    """Manages one run's checkpoints: keeps the best one, and the latest `keep` in case one is damaged.
 
     `d_out` and `origin` describe the data, so that an export needs only the checkpoint. If the SAEs train on several
     hooks, `origins` maps each SAE's label to its origin. `data` returns the record of the shards, which contain
@@ -190,7 +190,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Raise `UserError` instead of the errors caused by a checkpoint with intact files but wrong content.
+    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
 
     Exceptions of the types in `also` are converted too; the message ends with `remedy`.
     """

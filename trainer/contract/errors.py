@@ -49,7 +49,7 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """Return the message for the user: an error's text, or the reason for an `OSError` without the error number."""
+    """Return the message to show to the user: an error's text, or an `OSError`'s reason without the error number."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
@@ -60,8 +60,8 @@ def first_line(error: BaseException) -> str:
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
-    # If a pickle contains more than tensors, torch's message recommends `weights_only=False`, which would run code from
-    # the file, so replace this message.
+    # If a pickle contains more than tensors, torch's message recommends `weights_only=False`, which would let the file
+    # run code, so replace the message.
     return "it is a pickle that contains more than tensors, so it could run code" if "weights_only" in line else line
 
 

@@ -40,7 +40,7 @@ _ELSEWHERE: ContextVar[OtherInterpreter | None] = ContextVar("elsewhere", defaul
 
 
 def elsewhere() -> OtherInterpreter | None:
-    """Return the other Python, with its packages, that jobs are currently checked against; None for this Python."""
+    """Return the other interpreter whose packages jobs are currently checked against, or None for this one."""
     return _ELSEWHERE.get()
 
 
@@ -76,7 +76,7 @@ def install(extra: str) -> str:
 
 
 def _way_of(prefix: Path) -> str:
-    """Return the install command for an environment; those created by pipx or uv have no pip."""
+    """Return the install command for an environment; environments created by pipx or uv have no pip."""
     if (prefix / "pipx_metadata.json").exists():
         return "pipx install --force"
     # `uvx` creates temporary environments in its cache.
@@ -85,7 +85,7 @@ def _way_of(prefix: Path) -> str:
 
 
 def missing_of_trainer() -> list[str]:
-    """Return the modules that the trainer requires but that are not installed."""
+    """Return the modules required by the trainer that are not installed."""
     return [name for name in OF_TRAINER if not is_installed(name)]
 
 

@@ -18,7 +18,7 @@ from trainer.contract.paths import file_mode, open_below
 
 # The first bytes of a pointer file, which git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# No write takes this long, so any older temporary file was left behind by a killed process.
+# No write takes this long, so a temporary file older than this was left behind by a killed process.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
@@ -27,7 +27,7 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
     """Write a file atomically: readers see either the complete file or no file, even after a power cut.
 
     Only the owner may read the file, unless a group shares the folder. Without `durable`, the call does not wait for
-    the disk, and a power cut may leave an empty file; use this for expendable files that are written every few seconds.
+    the disk, and a power cut may leave an empty file; this suits expendable files that are written every few seconds.
     """
     with replacing(path, file_mode(path.parent), durable=durable) as stream:
         stream.write(_encoded(content))
@@ -76,15 +76,15 @@ def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[Binary
 
 # The files written in the body of `synced_together`, or None outside it.
 _unsynced: ContextVar[list[Path] | None] = ContextVar("_unsynced", default=None)
-# Disks finish writes in groups, so several threads wait little longer than one.
+# Disks complete writes in batches, so several threads wait barely longer than one.
 _SYNC_THREADS = 8
 
 
 @contextlib.contextmanager
 def synced_together() -> Iterator[None]:
-    """Wait for the disk only once, for all files that this thread writes in the body; raise `OSError` on failure.
+    """Sync all files that this thread writes in the body together, at the end of the body; raise `OSError` on failure.
 
-    Waiting for 1,000 files one after the other takes 10 s on a busy disk.
+    Syncing 1,000 files one by one takes 10 s on a busy disk.
     """
     files: list[Path] = []
     token = _unsynced.set(files)

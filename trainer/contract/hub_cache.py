@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-# The suggested fix for a rejected link.
+# The suggested fix for a refused link.
 COPY = "replace it with a copy of the file, as `cp -rL` does"
 
 

@@ -24,7 +24,7 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a dedicated file, for electing one of several processes."""
+    """An exclusive lock on a dedicated file, used to elect one of several processes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

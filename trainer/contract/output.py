@@ -32,7 +32,7 @@ class OutputLost(UserError):
 
 
 class SafeParser(argparse.ArgumentParser):
-    """A parser that replaces control characters in its messages, because these may quote other users' file names."""
+    """A parser that replaces control characters in its messages, which may quote other users' file names."""
 
     def __init__(self, *arguments: Any, is_of_command: bool = False, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -41,7 +41,7 @@ class SafeParser(argparse.ArgumentParser):
         self.color = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse a command's unknown flags here; argparse would leave them to the top-level parser."""
+        """Refuse a command's unknown flags here, because argparse would leave them to the top-level parser."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown and self._is_of_command:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -55,7 +55,7 @@ class SafeParser(argparse.ArgumentParser):
         raise BadUsage(name + said, printable_lines(self.sentence_on(message)), f"see {self.prog} --help")
 
     def sentence_on(self, message: str) -> str:
-        """Return the text of a usage error, as shown to a person."""
+        """Return the text of a usage error as it is shown to a person."""
         return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -126,7 +126,7 @@ def _code_of(command: Callable[[], int]) -> int:
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
     """Report on standard error which actions were completed and that the output was lost.
 
-    Print nothing if the reader closed the pipe and no action was completed.
+    If the reader closed the pipe and no action was completed, print nothing.
     """
     _drop(sys.stdout)
     if _DONE or code != Exit.UNREAD:

@@ -16,7 +16,7 @@ ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
 # The name of a file next to the checkpoints that reserves disk space for the last checkpoint.
 RESERVE = ".reserved-for-the-last"
-# Folders under which links are not followed because other users may create links there. The folders themselves may be
+# Links under these folders are not followed, because other users may create links there. The folders themselves may be
 # links.
 _KEPT: set[str] = set()
 
@@ -24,8 +24,8 @@ _KEPT: set[str] = set()
 class RunPaths:
     """Paths for a run's files under `root`; methods returning a path do not create it.
 
-    The paths are properties, so each is computed only when used: the queue looks at only one or two files in each of a
-    thousand runs.
+    The paths are properties, so that each is computed only when used: the queue may go through a thousand runs, but
+    looks at only one or two files in each.
     """
 
     def __init__(self, root: Path) -> None:
@@ -68,11 +68,11 @@ class RunPaths:
 
     @property
     def record_file(self) -> Path:
-        """The file with the job's database row as of its last start; a lost store is restored from these files."""
+        """The file with the job's database row as of its last start, from which a lost store is restored."""
         return self.root / "record.json"
 
     def free_reserve(self) -> None:
-        """Free disk space that a killed process of the run had reserved for the last checkpoint."""
+        """Free the disk space that a killed process in the run had reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
             folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -96,11 +96,11 @@ class RunPaths:
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
-        """Return the path of the `RankSpec` configuring the ranks of an attempt."""
+        """Return the path of the `RankSpec` that configures an attempt's ranks."""
         return self.attempt(attempt) / "ranks.json"
 
     def data_record(self, attempt: int) -> Path:
-        """Return the path of the `DataRecord` for the shards at the start of an attempt."""
+        """Return the path of the `DataRecord` that describes the shards at the start of an attempt."""
         return self.attempt(attempt) / DATA_RECORD
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
@@ -108,7 +108,7 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def begun_file(self, attempt: int) -> Path:
-        """Return the path of the file that is created just before an attempt's program is started."""
+        """Return the path of the file that is created just before an attempt's program starts."""
         return self.attempt(attempt) / "begun"
 
     def first_rank(self, attempt: int) -> Path:
@@ -120,7 +120,7 @@ class RunPaths:
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """Return the path of the JSON Lines file with the progress of rank 0 if it runs on another host."""
+        """Return the path of the JSON Lines file with rank 0's progress, used if rank 0 runs on another host."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
@@ -185,7 +185,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The log for everything that libraries write to standard error while this user's app occupies the terminal."""
+        """The log of everything that libraries write to standard error while this user's app occupies the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def queue_lock(self, host: str, user: str) -> Path:
@@ -324,7 +324,7 @@ def _is_data_folder_of(folder: Path, place: Path) -> bool:
 
 
 def _is_run_of(folder: Path, place: Path) -> bool:
-    """Return whether `folder` is a started run and `place` is this folder or is inside one of its standard folders."""
+    """Return whether `folder` is a started run, and `place` is that folder or is in one of its standard folders."""
     inside = _inside(folder, place)
     is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
     files = ("job.toml", "run.lock") if inside else ("job.toml",)
@@ -339,7 +339,8 @@ def _inside(folder: Path, place: Path) -> str:
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     """Open a file or folder like `os.open`; raise `OSError` if the path contains a link under a folder in `_KEPT`.
 
-    Each folder is opened relative to its parent, so that no folder on the path can be replaced by a link meanwhile.
+    Each folder is opened relative to its parent, so that no folder on the path can be swapped for a link in the
+    meantime.
     """
     whole = os.path.abspath(path)
     # Iterate over a copy of `_KEPT` because another thread may add a folder.
@@ -454,8 +455,8 @@ def private_folder(path: Path, setting: str = "") -> Path:
     """Create the folder and all missing parents with mode 0700, or 2770 in a data folder that a group shares.
 
     `mkdir(parents=True)` would leave the parents accessible to other users. Outside data folders, sharing is not
-    inherited: lab folders often belong to a group although new folders should not be shared. `setting` is the name of
-    the setting that specifies the folder; if empty, error messages suggest --data-dir.
+    inherited: lab folders are often writable by a group, but folders created in them should not be. `setting` is the
+    name of the setting that specifies the folder; if empty, error messages suggest --data-dir.
     """
     with _explain_failure(path, setting):
         refuse_links_on_the_way(path / "any")
@@ -489,7 +490,7 @@ def _is_in_data_folder(folder: Path) -> bool:
 
 
 def shipped_data() -> Path:
-    """Return the folder with sample data and job files, in the installed package or at the root of a clone."""
+    """Return the folder with sample data and job files: in the installed package, or at the root of a clone."""
     root = Path(__file__).parents[2]
     installed = root / "sae_tui" / "data"
     return installed if installed.exists() else root / "data"

@@ -15,7 +15,7 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]
 
 
 def printable(text: str) -> str:
-    """Replace with a visible mark every character that could control a terminal or reorder text; keep tabs.
+    """Replace every character that could control a terminal or reorder text with a visible mark; keep tabs.
 
     All characters that Unicode classifies as unprintable are replaced, such as C0 and C1 control characters and
     right-to-left marks. Line ends are also replaced to keep the text on one line.
@@ -40,12 +40,12 @@ def in_markdown(text: str, longest: int = 120) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Escape unprintable characters in JSON, in the form `\\u001b`; the value stays the same."""
+    """Escape unprintable characters in JSON, in the form `\\u001b`, without changing the value."""
     return _escape_unprintable(text, lambda char: json.dumps(char)[1:-1])
 
 
 def printable_toml(text: str) -> str:
-    """Escape unprintable characters in TOML, in the form `\\U0000001b`; the values stay the same.
+    """Escape unprintable characters in TOML, in the form `\\U0000001b`, without changing the values.
 
     Strings must be in double quotes, not TOML literal strings.
     """

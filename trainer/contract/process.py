@@ -124,7 +124,7 @@ def machine_id() -> str:
 
 
 def in_container() -> bool:
-    """Return whether this process is in a container, where processes are numbered differently than on the host."""
+    """Return whether this process is in a container, where pids differ from those on the host."""
     return "/" in boot_id()
 
 
@@ -150,7 +150,7 @@ def parent_of(pid: int) -> int | None:
 
 
 def ancestors_of(pid: int) -> tuple[int, ...]:
-    """Return the pids of a process's parent, grandparent and so on, without process 1; () if there is no process."""
+    """Return the pids of a process's parent, grandparent and so on, except pid 1; () if there is no such process."""
     found: list[int] = []
     while len(found) < _MOST_ANCESTORS and (pid := parent_of(pid) or 0) > 1:
         found.append(pid)

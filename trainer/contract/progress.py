@@ -19,7 +19,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The environment variable with the number of the file descriptor to which a child process writes its progress.
+# The environment variable containing the file descriptor to which a child process writes its progress.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5

@@ -112,7 +112,7 @@ def open_own(file: Path, owners: Collection[int] = ()) -> io.BufferedReader:
     file, and `OSError` if it is missing.
     """
     descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Check the open file because the name may refer to another file by now.
+    # Check the open file, because the path may refer to a different file by now.
     if why := distrust_of_open(file, os.fstat(descriptor), owners=owners):
         os.close(descriptor)
         raise UserError(f"{file.name} is ignored, because {why}")
@@ -120,7 +120,7 @@ def open_own(file: Path, owners: Collection[int] = ()) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False, owners: Collection[int] = ()) -> str:
-    """Return the same as `distrust_of_file` for an open file with this status; with `pipes`, also allow pipes.
+    """Check an open file with this status in the same way as `distrust_of_file`; with `pipes`, also allow pipes.
 
     `owners` replaces this user and root as the users whose files are trusted.
     """

@@ -22,7 +22,7 @@ def distinct_sizes(first: int, second: int) -> tuple[str, str]:
 
 
 def rate(bytes_per_s: float) -> str:
-    """Format a number of bytes per second like `12.0 GB/s`, in units of 10^9 bytes, as is usual for bandwidths."""
+    """Format a number of bytes per second like `12.0 GB/s`, in units of 10^9 bytes, as is customary for bandwidths."""
     return f"{bytes_per_s / 1e9:,.1f} GB/s"
 
 
@@ -61,7 +61,7 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# A share of zero rows above this limit is reported, together with the setting to drop zero rows.
+# A share of zero rows above this limit is reported, along with the setting that drops zero rows.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 

@@ -36,7 +36,7 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
 ERROR_NAME = error_of(held_out(CRITERION))
-# The maximum number of rows to measure an SAE on; this is also the default maximum number of held-out rows.
+# The maximum number of rows on which to measure an SAE; this is also the default maximum number of held-out rows.
 MOST_ROWS = 32_768
 # The minimum number of training tokens per measured row. Measuring a row takes a third as long as training on it.
 SHARE_OF_TOKENS = 20
@@ -105,7 +105,7 @@ class Cards:
         return {STABILITY: ("info", message, None)} if shares else {}
 
     def _own(self) -> dict[str, tuple[str, str, float | None]]:
-        """Evaluate this rank's SAEs; map each label to an event's level and message, and the FVU's standard error."""
+        """Evaluate this rank's SAEs; return, by label, an event's level and message, and the FVU's standard error."""
         results: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return results

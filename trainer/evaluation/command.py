@@ -1,4 +1,4 @@
-"""The command `eval`: writes report cards next to the weights of SAEs, and returns them as text lines and JSON."""
+"""The `eval` command: writes report cards next to SAEs' weights, and returns the cards as text lines and JSON."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
 
 
 class _Measured(NamedTuple):
-    """A report card, the folder to which it was written, or None, and notes for the user."""
+    """A report card, the folder it was written to (None if it was not written), and notes for the user."""
 
     card: Card
     written_to: Path | None
@@ -146,7 +146,7 @@ class _Measured(NamedTuple):
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
-    """Write an exported SAE's report card after each part, so that a stop loses only the current part."""
+    """Write an exported SAE's report card after each part, so that stopping loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:
@@ -168,7 +168,7 @@ def _compared(found: Sequence[_Measured], device: torch.device) -> list[_Measure
     folders = {one.card.label: one.written_to for one in found if one.written_to}
     compared: dict[str, Card] = {}
     notes = []
-    # The report cards are complete without the comparisons.
+    # A failed comparison must not lose the report cards, which are complete without it.
     try:
         stable, lack = write_stability(folders, device)
         compared |= stable

@@ -1,4 +1,4 @@
-"""Finds how often and how strongly each latent of an SAE fires, and the texts in which it fires most strongly."""
+"""Finds how often and how strongly each latent fires, and the texts in which it fires most strongly."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from trainer.training.learner import Learner
 # The number of tokens in a context before and after the token on which a latent fires most strongly.
 BEFORE, AFTER = 14, 5
 WIDTH = BEFORE + 1 + AFTER
-# The number of tokens in a context for other tools. It is a multiple of 32 and 64 because these tools show 32 or 64
-# tokens at a time.
+# The number of tokens per context when exporting for other tools. It is a multiple of 32 and 64 because these tools
+# show 32 or 64 tokens at a time.
 CACHE_CONTEXT = 256
 # The maximum number of rows to read, starting with the first shard.
 MOST_ROWS = 2**18
@@ -113,7 +113,7 @@ class Contexts:
         latents = entries.latents[which]
         best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
         best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], window_ids, acts
-        # Keep the best contexts of the previous texts and this one.
+        # Keep the best contexts from the previous texts and this one.
         both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
         self._best, order = (one[:, : self._n_contexts] for one in both)
         wide = order[:, :, None].expand(-1, -1, WIDTH)
@@ -206,7 +206,7 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
 
 
 def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the latent, token and value of each activation above 0, on the CPU."""
+    """Return each positive activation's latent, token and value, on the CPU."""
     if isinstance(acts, SparseActs):
         fires = acts.values > 0
         parts = acts.indices.latents[fires], acts.indices.tokens[fires], acts.values[fires]
@@ -358,7 +358,7 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
 
 
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
-    """Split the first texts of a folder into contexts, and find where latents fire in these texts.
+    """Split a folder's first texts into contexts, and find where latents fire in these texts.
 
     An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the raw
     data's scale.

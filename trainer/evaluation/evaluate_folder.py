@@ -88,7 +88,7 @@ def _job_on(data: str, targets: str | None) -> JobConfig:
 
 
 def _run_beside(path: Path) -> RunPaths | None:
-    """Return the run that wrote the SAEs in a folder `RUN/sae`, or `saes/ID` next to `runs/ID`, or None."""
+    """Return the run that wrote the SAEs in a folder (`RUN/sae`, or `saes/ID` next to `runs/ID`), or None."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)
@@ -108,7 +108,7 @@ def card_of(
     step: int = 0,
     is_trained_on: bool = True,
 ) -> Card:
-    """Measure an SAE from a folder on rows of a source; raise `UserError` if the rows do not match the SAE."""
+    """Measure an SAE from a folder on rows from a source; raise `UserError` if the rows do not match the SAE."""
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     at_smaller_k = {k: partial(sae.reconstruct, k=k) for k in sae.smaller_ks}

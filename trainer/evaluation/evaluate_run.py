@@ -70,12 +70,12 @@ ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
-    """The lazy evaluation of an SAE, and the `folder` for its report card.
+    """An SAE's lazy evaluation, and the `folder` for its report card.
 
     `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
-    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts measured to get these
-    tensors. The tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if
-    the data's tokens are unknown.
+    `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts measured for them. The
+    tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if the data's
+    tokens are unknown.
     """
 
     folder: Path
@@ -96,10 +96,10 @@ def evaluations_of(
 ) -> Iterator[Evaluation]:
     """Evaluate the SAEs in a run's latest or best checkpoint, or in the checkpoint `path`, one at a time.
 
-    `model` is the job file of an extraction, or "auto" for the extraction that wrote the data or the model that streams
-    it. With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and
-    probed on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the
-    folder has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
+    `model` is an extraction's job file, or "auto" for the extraction that wrote the data or the model that streams it.
+    With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and probed
+    on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the folder
+    has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -174,7 +174,7 @@ class _Hooks:
         return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
 
     def _train_probes(self, hook: int) -> DenseProbes | None:
-        """Return probes on the raw rows of each data set, or None without --probe."""
+        """Return probes on each data set's raw rows, or None without --probe."""
         model = self.model(hook)
         if model is None or not self._sets:
             return None
@@ -254,7 +254,7 @@ def _counted(texts: Iterable[TokenRows]) -> Iterator[TokenRows]:
 
 
 def _extraction_of(settings: SourceSettings) -> ExtractJob:
-    """Return the extraction that wrote the data, or an extraction that would store the rows of a streaming model."""
+    """Return the extraction that wrote the data or, for a streaming model, an extraction that would store its rows."""
     if isinstance(settings, ModelSettings):
         return job_of_stream(settings, [*dict.fromkeys(ends_of(settings.hook))])
     if folder := folder_of(settings):
@@ -286,7 +286,7 @@ def _probe(dense: DenseProbes, learner: Learner) -> Probing:
 
 @contextlib.contextmanager
 def _folder_with_tokens(settings: SourceSettings, device: torch.device) -> Iterator[Path | None]:
-    """Yield the data folder, or None if there is no folder or more than one.
+    """Yield the data folder, or None if there is none or more than one.
 
     For a stream from a language model, reread the beginning of its text, store the rows in a temporary folder, and
     delete this folder afterwards. Raise `UserError` if this fails.

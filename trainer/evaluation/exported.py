@@ -18,7 +18,7 @@ from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
-    """An SAE that runs on raw rows in fp32; `tokens` is its number of training tokens."""
+    """An SAE that runs on raw rows in fp32; `tokens` is the number of tokens it was trained on."""
 
     def __init__(self, shared: SharedSae, device: torch.device) -> None:
         self.metadata = shared.metadata
@@ -35,7 +35,7 @@ class ExportedSae:
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """In the `with` block, use the threshold for one half of the held-out rows; it was set on the other half."""
+        """In the `with` block, use the threshold for one half of the held-out rows, which was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -62,7 +62,7 @@ class ExportedSae:
 
     @property
     def smaller_ks(self) -> list[int]:
-        """The values below k that the SAE is also trained for, ascending."""
+        """The values below k for which the SAE is also trained, in ascending order."""
         stated = self.metadata.get(KS)
         whole = [one for one in stated if type(one) is int] if isinstance(stated, list) else []
         return sorted({one for one in whole if 0 < one < (self._k or 0)}) if self._form == "topk" else []

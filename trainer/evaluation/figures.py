@@ -35,7 +35,7 @@ _AT_ONCE = 256
 class Grouped(NamedTuple):
     """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` is the type of group.
 
-    `others` are further errors, grouped in the same way.
+    `others` are additional errors, grouped in the same way.
     """
 
     error: Tensor
@@ -44,7 +44,7 @@ class Grouped(NamedTuple):
     others: tuple[Tensor, ...] = ()
 
 
-# Takes the errors and spreads of rows [n], and further errors [n], and sums each of them over groups.
+# Takes the errors and spreads of rows [n], and additional errors [n], and sums each of them over groups.
 Group = Callable[..., Grouped]
 
 
@@ -211,7 +211,7 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
 def histogram(density: Tensor) -> list[int]:
     """Return the number of latents in each bin of log10 density; the first bin also includes all lower densities.
 
-    `density` is [d_sae]. Latents that never fire are not counted. The upper limit of the last bin is 0.
+    `density` is [d_sae]. Latents that never fire are not counted. The last bin's upper limit is 0.
     """
     fire = density[density > 0].double().log10()
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
@@ -246,6 +246,6 @@ def recovered(features: Tensor, w_dec: Tensor) -> float:
 
 
 def recovery(source: Source, w_dec: Tensor) -> float | None:
-    """Return the MMCS with the true features of a source, or None if the true features are unknown."""
+    """Return the MMCS with a source's true features, or None if these are unknown."""
     features = getattr(source, "features", None)
     return None if features is None else recovered(features, w_dec)

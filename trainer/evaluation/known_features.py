@@ -1,7 +1,7 @@
 """Measures how well latents detect the known features of synthetic data.
 
 The figures are defined as in SAELens (`sae_lens.synthetic.evals`), with the features of SynthSAEBench in mind: each
-latent is judged as a detector of the feature whose direction is nearest to its decoder direction.
+latent is scored as a detector of the feature whose direction is nearest to its decoder direction.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.activations.synthetic import Synthetic
 from trainer.contract.runs.report_card import KnownFeatures
 from trainer.saes.sparse_acts import Acts
 
-# The number of rows to measure on; no run has been trained on these rows. A feature that fires on one row in a thousand
-# fires on 8 of them.
+# The number of rows to measure on, none of which has been used to train a run. A feature that fires on one row in a
+# thousand fires on 8 of them.
 N_ROWS = 8192
 _AT_ONCE = 1024
 # The largest number of activations to hold in memory at once.
@@ -32,7 +32,7 @@ MOST_MATCHED = 4096
 
 @torch.no_grad()
 def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Acts]) -> KnownFeatures | None:
-    """Return how well latents with decoder directions `w_dec` [d_sae, d] detect known features, or None without any.
+    """Return how well latents with decoder directions `w_dec` [d_sae, d] detect known features; None if unknown.
 
     `acts_of` returns the activations of rows [n, d_in].
     """

@@ -2,7 +2,7 @@
 
 The definitions follow sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
 probing"), including its choice of latents and of the logistic regression penalty. Unlike in sae-probes, columns are
-standardised, because the raw rows of some models have a few columns far larger than all others.
+standardised, because in some models, a few columns of the raw rows are far larger than all others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEST_SHARE = 1 / 3
 _STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
-# The number of tokens in one forward pass of the model.
+# The number of tokens per forward pass of the model.
 TOKENS_AT_ONCE = 4096
 
 
@@ -56,7 +56,7 @@ class DenseProbes(NamedTuple):
 
 
 def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
-    """Train a probe on the raw rows of each data set for every seed."""
+    """For each data set and seed, train a probe on the raw rows."""
     with _one_thread():
         aucs = [
             [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS]
@@ -66,7 +66,7 @@ def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
 
 
 def probe(dense: DenseProbes, encode: Encode) -> Probing:
-    """Train probes on an SAE's latents for every data set, seed and k."""
+    """For each data set, seed and k, train a probe on an SAE's latents."""
     with _one_thread():
         aucs = np.array([_of_latents(one, encode) for one in track(dense.sets, PART_TITLES[PROBES])])
     names = [one.name for one in dense.sets]
@@ -175,8 +175,8 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
 def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
     """Return the rows [n, d] for the texts' last tokens at the model's first hook, in fp32 on the CPU.
 
-    The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. A text
-    with more than `context` tokens is truncated at its beginning.
+    The tokenizer's special tokens surround each text, but the row belongs to the last token of the text itself. If a
+    text has more than `context` tokens, its beginning is cut off.
     """
     pieces, indices = _pieces(model.tokenizer, texts, context)
     # Batches of equally long texts need no padding, which would change the rows of some models.
@@ -192,7 +192,7 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
 
 
 def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of each text, and the index of the last token of the text itself."""
+    """Return each text's tokens, and the index of the last token of the text itself."""
     pieces, indices = [], []
     for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
         if not ids:
@@ -206,7 +206,7 @@ def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[l
 
 
 def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Yield batches of indices; the pieces of a batch have the same length and are read in one forward pass."""
+    """Yield batches of indices; a batch's pieces have the same length and are read in one forward pass."""
     by_length = sorted(range(len(pieces)), key=lambda number: len(pieces[number]))
     for length, numbers in itertools.groupby(by_length, key=lambda number: len(pieces[number])):
         remaining = iter(numbers)

@@ -29,7 +29,7 @@ from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import RowSampler
 
-# The number of rows in one forward pass of an SAE.
+# The number of rows per forward pass of an SAE.
 BATCH = 1024
 # The number of values to hash per row, enough to identify the row. Hashing all values would take seconds.
 _HASHED = 32
@@ -71,7 +71,7 @@ class EvaluationRows:
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[EvaluationRows]:
-        """Return the evaluation rows of a job's data for each hook."""
+        """Return the evaluation rows for each hook of a job's data."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [RowSampler(one, device).find_outliers(job) for one in hooks]
@@ -104,7 +104,7 @@ class EvaluationRows:
                 yield ordinary
 
     def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
-        """Store the labels of the measured rows, and hash the rows."""
+        """Store the measured rows' labels, and hash the rows."""
         if len(ordinary[0]) < len(labels):
             labels = labels[self.outliers.ordinary(*whole).cpu().numpy()]
         self._labels.append(labels)

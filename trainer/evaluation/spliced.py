@@ -1,7 +1,7 @@
 """Measures how much a language model degrades when an SAE's reconstructions replace the rows at a hook.
 
 The definitions follow SAELens and SAEBench: cross-entropy and KL divergence of the unchanged model, with the SAE
-spliced in, and with the hook's rows set to zero (zero ablation). A score is the share of the zero-ablation loss
+spliced in, and with the hook's rows set to zero (zero ablation). A score is the fraction of the zero-ablation loss
 increase that the SAE avoids. The main metrics replace and include only rows that training could use; for example, they
 may leave out first tokens. `all_tokens` replaces and includes every row, as SAELens does.
 """
@@ -37,13 +37,12 @@ from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, ContextBatch, batches
 from trainer.extraction.state import ExtractionState
 
-# The number of tokens in one forward pass. Two fp32 copies of the logits for these tokens are kept in memory.
+# The number of tokens per forward pass. Two fp32 copies of the logits for these tokens are kept in memory.
 TOKENS_AT_ONCE = 1024
-# Sites whose rows are in the residual stream or are added to it. The input of an MLP is excluded because it is
-# normalised.
+# Sites whose rows are in the residual stream or are added to it. An MLP's input is excluded because it is normalised.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
-# The number of promoted and of suppressed tokens to keep.
+# The number of promoted tokens, and also of suppressed tokens, to keep for each direction.
 N_MOVED = 10
 # The maximum number of fp32 logits for decoder directions to hold in memory at once.
 _LOGITS_AT_ONCE = 2**25
@@ -93,7 +92,7 @@ class LossSums:
 
 
 def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the text numbers [n] and the values [n] of tokens on the CPU; the values are in float64."""
+    """Return the text numbers [n] and the values [n] of tokens, both on the CPU; the values are in float64."""
     return documents.cpu(), values.double().cpu()
 
 

@@ -1,4 +1,4 @@
-"""Measures how many of an SAE's latents are found again with other seeds.
+"""Measures how many of an SAE's latents are found again by SAEs trained with other seeds.
 
 The cosines compare decoder directions, as in Paulo and Belrose (2025), "Sparse autoencoders trained on the same data
 learn different features". PW-MCC is the mean cosine under the best one-to-one matching, as in Song et al. (2025),
@@ -45,11 +45,11 @@ class _Found(NamedTuple):
 def write_stability(
     folders: Mapping[str, Path], device: torch.device, most: int | None = None
 ) -> tuple[dict[str, Card], str]:
-    """Add the stability to the report cards of SAEs that differ only in the seed.
+    """Add stability figures to the report cards of SAEs that differ only in the seed.
 
     `folders` maps each SAE's label to its folder. Return the updated report cards, and the reason why other SAEs have
-    no stability, or "". Random twins, SAEs without a report card and SAEs with non-finite weights are left out, as are
-    SAEs with more than `most` latents (by default, `MOST_LATENTS`).
+    no stability figures, or "". Random twins, SAEs without a report card and SAEs with non-finite weights are left out,
+    as are SAEs with more than `most` latents (by default, `MOST_LATENTS`).
     """
     done, wide = {}, 0
     most = MOST_LATENTS[device.type] if most is None else min(most, MOST_LATENTS[device.type])

@@ -1,4 +1,4 @@
-"""Adds random twins' figures to the report cards of the SAEs trained next to them."""
+"""Adds random twins' figures to the report cards of the SAEs trained alongside them."""
 
 from __future__ import annotations
 

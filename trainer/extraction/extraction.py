@@ -49,7 +49,7 @@ from trainer.runtime.out_of_memory import is_shortage
 
 
 class ExtractionResult(msgspec.Struct):
-    """The result of an extraction: each hook's folder, the row count, and the number of rows excluded for each reason.
+    """An extraction's result: each hook's folder, the row count, and the number of rows excluded for each reason.
 
     `tokens_per_s` is the mean rate since this process started. Once the extraction has finished, rank 0's rate includes
     the tokens of all ranks.
@@ -63,7 +63,7 @@ class ExtractionResult(msgspec.Struct):
 
 
 class BatchToRead(NamedTuple):
-    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of these rows."""
+    """A batch to read, its number, the indices of the tokens whose rows are kept, and the origins of those rows."""
 
     number: int
     batch: ContextBatch
@@ -133,7 +133,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
 
 
 def contexts_of(job: ExtractJob, model: LanguageModel) -> Iterator[ContextBatch]:
-    """Yield the contexts of a job's text, each as a batch with one context; every call yields the same contexts."""
+    """Yield the contexts of a job's text, each as a batch of one; every call yields the same contexts."""
     tokens = model.tokenizer.tokens(documents(job.text))
     return (pack if model.packs else separate)(tokens, job.text.context)
 
@@ -162,8 +162,8 @@ class Extraction:
         rank = peers.rank if peers.size > 1 else None
         self._blocks = ShardBuffer(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
-        # The number of batches queued on a GPU before the host waits for the rows of the oldest batch. A CPU runs each
-        # batch immediately.
+        # The number of batches queued on a GPU before the host waits for the oldest batch's rows. A CPU runs each batch
+        # immediately.
         self._ahead = 0 if device.type == "cpu" else 1
         self._n_kept, self._n_shards = 0, 0
         self._writing: Writing | None = None
@@ -199,7 +199,7 @@ class Extraction:
             write_state(self._output, state)
 
     def _open(self, locks: contextlib.ExitStack) -> None:
-        """Lock this process's own folder, and restore the process's saved progress."""
+        """Lock this process's own folder, and restore its saved progress."""
         if self._peers.size > 1:
             locks.enter_context(RunLock(private_folder(self._folder)))
         self._state = part_state(self._job, self._peers.rank, self._peers.size)
@@ -210,7 +210,7 @@ class Extraction:
         self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
-        """Raise `UsageError` if the stored rows have a different dtype from the rows on the current device."""
+        """Raise `UsageError` if the stored rows have a different dtype from the rows that this device computes."""
         dtype = str(self._dtype).removeprefix("torch.")
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} contain {self._state.dtype}, but this device computes in {dtype}"
@@ -233,7 +233,7 @@ class Extraction:
         return True
 
     def _coming(self, batches: Iterator[BatchToRead]) -> Iterator[RowsInTransfer]:
-        """Yield the rows of each batch while the model is reading the next batches; return early on a stop request."""
+        """Yield each batch's rows while the model reads the next batches; return early if a stop is requested."""
         ahead: deque[RowsInTransfer] = deque()
         for asked in batches:
             if self._peers.is_stopped:
@@ -282,7 +282,7 @@ class Extraction:
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
     def _choose(self, coming: RowsInTransfer) -> tuple[KeptRows, int]:
-        """Wait for the rows of a batch, and return the rows within the norm limits and the number of outliers."""
+        """Wait for a batch's rows, and return the rows within the norm limits and the number of outliers."""
         fits = self._within_limits([one.read() for one in coming.norms])
         rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
         if not n_outliers:
@@ -318,7 +318,7 @@ class Extraction:
     def _limits(self, norms: list[Tensor]) -> list[float]:
         """Return the norm limit for each hook, computed from the norms [n] in the first batch.
 
-        Raise `UserError` if all norms of a hook are infinite or NaN.
+        Raise `UserError` if all norms at a hook are infinite or NaN.
         """
         most = self._job.extract.max_norm
         limits = []
@@ -331,7 +331,7 @@ class Extraction:
         return limits
 
     def _take(self, number: int, chosen: KeptRows, first: int) -> int:
-        """Add the chosen rows of a batch from index `first` on, until no more are needed, and write each full shard.
+        """Add a batch's chosen rows, from index `first` on, until no more are needed, and write each full shard.
 
         Return the index after the last added row.
         """
@@ -369,7 +369,7 @@ class Extraction:
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
     def _refuse_full_disk(self, rows: list[Tensor]) -> None:
-        """Raise `UserError` if the disk has too little free space for all rows from this process."""
+        """Raise `UserError` if the disk has too little free space for all of this process's rows."""
         needed = self._share * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:

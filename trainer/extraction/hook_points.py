@@ -21,7 +21,7 @@ Taken = Callable[[int, Tensor], None]
 
 
 class HookPoint(NamedTuple):
-    """The path of a module, and whether its input or its output is read."""
+    """A module's path, and whether the module's input or output is read."""
 
     path: str
     of_input: bool
@@ -40,7 +40,7 @@ class BlockList(NamedTuple):
 
 
 def find_blocks(model: nn.Module) -> BlockList:
-    """Return a model's list of blocks: the longest `ModuleList` with modules of a single class.
+    """Return a model's list of blocks: the longest `ModuleList` whose modules all have the same class.
 
     Lists inside a block are ignored, because a block may have more experts than the model has blocks. Raise `UserError`
     if the model has no such list.
@@ -80,7 +80,7 @@ def find_point(model: nn.Module, blocks: BlockList, hook: Hook) -> HookPoint:
 
 
 def _branch(block: nn.Module, site: str) -> str | None:
-    """Return the block-relative path of the module whose input or output is the site, or None if none exists.
+    """Return the block-relative path of the module whose input or output is the site, or None if there is none.
 
     `attn_out` and `mlp_out` are the tensors added to the residual stream. If the block applies a norm before this
     addition, they are the norm's outputs.

@@ -1,4 +1,4 @@
-"""Selects the tokens whose rows are kept; excludes special tokens and the first tokens of each document."""
+"""Selects the tokens whose rows are kept; excludes special tokens and each document's first tokens."""
 
 from __future__ import annotations
 

@@ -45,9 +45,8 @@ from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The largest allowed relative difference between a document's rows in a packed context and the same document's rows in
-# a context of its own. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015 after 30
-# blocks.
+# The largest allowed relative difference between a document's rows in a packed context and its rows in a context of its
+# own. In bf16, rounding alone causes a difference of 0.01 on average, and of at most 0.015 after 30 blocks.
 _ROUNDING = 0.05
 # The largest allowed relative change in a document's rows when only the other document in its context changes. Both
 # forward passes have the same shapes and rounding, except in a mixture of experts, where the tokens determine which
@@ -56,7 +55,7 @@ _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**
 # The start of the second document in each context of the probe batch, and the length of these contexts. The batch has
 # two contexts because some kernels separate documents only if the batch has a single context.
 _CUTS, _PROBE = (12, 8), 24
-# Patterns for the names of tokenizer files.
+# Glob patterns for tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
 # Held while the gguf package is patched.
 _gguf_lock = threading.Lock()
@@ -325,7 +324,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     try:
         refuse_odd_files(Path(name))
         if extra:
-            # The gguf package takes seconds to read the header of a GGUF file.
+            # The gguf package takes seconds to read a GGUF file's header.
             size = model_size(settings.path)
             config = {"num_hidden_layers": size.n_layers} if size else {}
         else:
@@ -357,7 +356,7 @@ def _fast_gguf() -> Iterator[None]:
 
     Also build the table of an architecture's tensor names once instead of once per module, and turn off garbage
     collection, because a file's header consists of millions of objects. Together, these changes more than halve the
-    loading time of a model with 135 M parameters, which was 24 s.
+    loading time of a model with 135 M parameters, which is 24 s without them.
     """
     import gguf
 
@@ -387,7 +386,7 @@ def _fast_gguf() -> Iterator[None]:
 
 
 class _Tracked(list[Any]):
-    """The tensors of a GGUF file; iterating over them is shown as progress."""
+    """A GGUF file's tensors; iterating over them is shown as progress."""
 
     def __iter__(self) -> Iterator[Any]:
         return track(super().__iter__(), "converting the weights", len(self))

@@ -16,7 +16,7 @@ from trainer.extraction.packing import Tokenizer
 from trainer.extraction.shard_writer import DimensionSums, ShardFile
 from trainer.extraction.text import is_data_set
 
-# The maximum model size, in bytes, for which files are hashed completely; this takes a second or two. For larger
+# The largest model size, in bytes, at which files are still hashed in full; this takes a second or two. For larger
 # models, only pieces of each file are hashed.
 WHOLE_BYTES = 2 * 2**30
 _PIECES, _PIECE_BYTES = 64, 2**16
@@ -66,7 +66,7 @@ def facts_of_hook(
 ) -> dict[str, Any]:
     """Return the metadata for the rows at hook `number`; `limit` is the largest norm allowed for a kept row.
 
-    `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the spread of the rows. `scale` is ‖std‖.
+    `gamma` is ‖mean‖/‖std‖: the norm of the mean row, relative to the rows' spread. `scale` is ‖std‖.
     """
     hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
     return {

@@ -83,7 +83,7 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 def _n_weights(folder: Path) -> int:
     """Return the number of tensors in a model's safetensors files, or 0 if unknown."""
-    # A folder may also contain other safetensors files, such as an adapter or an SAE of the model.
+    # A folder may also contain other safetensors files, such as an adapter or an SAE for the model.
     names, n = {_WEIGHTS} if (folder / _WEIGHTS).exists() else _files_in(folder / f"{_WEIGHTS}.index.json"), 0
     try:
         for name in names:

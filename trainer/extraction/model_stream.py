@@ -81,8 +81,8 @@ class ModelStream(StreamSource):
         # Load the models sequentially, so that host memory holds only one model's weights at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
-        # The number of batches queued on a GPU before the host waits for the rows of the oldest batch. A CPU runs each
-        # batch immediately.
+        # The number of batches queued on a GPU before the host waits for the oldest batch's rows. A CPU runs each batch
+        # immediately.
         self._ahead = 0 if device.type == "cpu" else 1
         self._models = [
             _BatchReader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models
@@ -146,7 +146,7 @@ class ModelStream(StreamSource):
 
     @property
     def _hooks(self) -> list[str]:
-        """The hooks of all inputs, followed by the hooks of all targets if there are transcoders."""
+        """The hooks for all inputs, followed by the hooks for all targets if there are transcoders."""
         ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
@@ -240,7 +240,7 @@ def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
-    """Return the extraction job that would store the rows of a stream; its `output` is an empty string."""
+    """Return the extraction job that would store a stream's rows; its `output` is an empty string."""
     return ExtractJob(
         model=Model(settings.model, hooks, settings.revision, settings.dtype, settings.remote_code),
         text=TextSettings(

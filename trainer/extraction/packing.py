@@ -47,7 +47,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.name = type(tokenizer).__name__
-        # Prevent warnings about documents that exceed the model's maximum length; they are split later.
+        # Prevent warnings about documents that exceed the model's maximum length; such documents are split later.
         tokenizer.model_max_length = 10**12
         bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
         start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)

@@ -22,7 +22,7 @@ TELL_EVERY_S = 0.5
 
 
 class Stopped(Exception):
-    """Raised on a stop request while this process is waiting for other processes."""
+    """Raised if a stop is requested while this process is waiting for other processes."""
 
 
 class Alone:
@@ -124,7 +124,7 @@ class Peers(Alone):
         return self._n_kept + sum(others)
 
     def _await(self, name: str) -> int:
-        """Wait until a rank has written the value `name`; return the value, or raise `Stopped` on a stop request."""
+        """Wait until a rank has written the value `name`; return it, or raise `Stopped` if a stop is requested."""
         while (value := self._read(name)) is None:
             if self.is_stopped:
                 raise Stopped

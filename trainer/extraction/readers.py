@@ -37,9 +37,9 @@ class Readers:
             thread.start()
 
     def next(self) -> Pair | None:
-        """Return the rows of the next batch, or None at the end of the text.
+        """Return the next batch's rows, or None at the end of the text.
 
-        If reading the batch failed, raise its error.
+        If reading the batch failed, re-raise the error.
         """
         while len(self._pending) <= AHEAD * len(self._tasks) and self._begin_next():
             pass

@@ -36,7 +36,7 @@ _PIECE_BYTES = 2**22
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, it starts threads.
 _NUMBERS_ALONE = 2**15 - 1
-# The size of a row's token id, position and document number, in bytes.
+# The total size, in bytes, of a row's token id, position and document number.
 _BYTES_BESIDE = 12
 _MOST_THREADS = 16
 
@@ -75,7 +75,7 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class Block:
-    """The rows at each hook for one shard, in order of arrival."""
+    """One shard's rows at each hook, in order of arrival."""
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
@@ -88,7 +88,7 @@ class Block:
         return len(self.memory[0]) - self.n
 
     def origin(self) -> RowOrigin:
-        """Return all rows' origins."""
+        """Return the origins of all rows."""
         return RowOrigin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
 
 
@@ -119,7 +119,7 @@ class ShardBuffer:
     def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
         self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: deque[Block] = deque()
-        # The memory of written blocks, for reuse by new blocks.
+        # Memory from blocks that have been written, to be reused by new blocks.
         self._free: list[list[Raw]] = []
         self.n_waiting = 0
         # Use two pools: in a shared pool, waiting writers could occupy all threads and block the workers' tasks.
@@ -281,7 +281,7 @@ def _header(like: dict[str, Tensor], n: int) -> tuple[list[str], bytes]:
 
 
 def _write_all(stream: Any, values: Any, digest: Any = None) -> None:
-    """Write all bytes, calling `write` again if it was incomplete, and hash the bytes if a digest is given."""
+    """Write all bytes, calling `write` again after a partial write, and hash the bytes if a digest is given."""
     left = memoryview(values).cast("B")
     if digest:
         digest.update(left)

@@ -1,4 +1,4 @@
-"""The saved progress of an extraction, per process and combined."""
+"""An extraction's saved progress, per process and combined."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
 
 
 def part_state(job: ExtractJob, rank: int, n_ranks: int) -> ExtractionState:
-    """Return the saved progress of one process."""
+    """Return one process's saved progress."""
     state = read_json(part_folder(job, rank, n_ranks) / STATE, ExtractionState)
     return state if state and state.n_stored else _new_state(identity(job), n_ranks)
 
@@ -137,7 +137,7 @@ def _new_state(asked: dict[str, Any], n_ranks: int) -> ExtractionState:
 
 
 def _refuse_other_users(job: ExtractJob) -> None:
-    """Raise `UsageError` if a hook's folder contains unknown shards, as readers would mix them with the new shards."""
+    """Raise `UsageError` if a hook's folder contains unknown shards, since readers would mix them with new ones."""
     for hook in job.model.hooks:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} contains other shards; choose another folder or delete them"

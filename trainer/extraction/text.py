@@ -223,7 +223,7 @@ def _hub_rows(text: TextSettings) -> Iterator[Any]:
     try:
         yield from datasets.load_dataset(text.dataset, text.subset, split=text.split, streaming=True)
     except Exception as error:
-        # The datasets library raises dozens of exception classes for errors in a name, a split or the network.
+        # The datasets library raises dozens of exception classes for wrong names, wrong splits and network errors.
         raise UserError(f"text.dataset: {text.dataset} cannot be read: {first_line(error)}") from None
 
 

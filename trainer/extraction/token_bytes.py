@@ -1,4 +1,4 @@
-"""Finds the bytes of each token; a token may be only part of a character and thus not be valid text."""
+"""Finds the bytes of each token; a token may be only part of a character, and so not valid text by itself."""
 
 from __future__ import annotations
 

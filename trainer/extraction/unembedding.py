@@ -100,7 +100,7 @@ def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
     row[1::2] = -1
     if d % 2:
         row[-3:] = torch.tensor([1, 1, -2]).to(row)
-    # The row is so large that the norm's epsilon against division by zero has no effect.
+    # The row is so large that the epsilon with which the norm avoids a division by zero has no effect.
     row *= _SIZE
     up, down, moved = (norm(one[None])[0].float() for one in (row, -row, row + 3 * _SIZE))
     weight = (up - down) / 2 * row.float().square().mean().sqrt() / row.float()

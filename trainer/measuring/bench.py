@@ -36,7 +36,7 @@ PHASES = {
 
 
 def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, DataShape]:
-    """Return the job to measure and the shape of its data; without a file, use a default job and a common shape."""
+    """Return the job to measure and its data's shape; without a file, use a default job and a common shape."""
     if file is not None:
         job = load_job(file, overrides)
         return job, job.data_shape()
@@ -170,7 +170,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def probe_table(figures: dict[str, Any]) -> str:
-    """Format the result of a probe as aligned text."""
+    """Format a probe's result as aligned text."""
     lines = [f"{figures['ranks']} × {figures['device']}, {figures['precision']}", ""]
     speeds = zip(figures["flops_per_s"], figures["memory_bytes_per_s"], strict=True)
     for rank, (flops, memory) in enumerate(speeds):

@@ -149,7 +149,7 @@ def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> d
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
-    """Return the duration of each step in seconds; on a GPU, only the mean, since the host syncs only at the end."""
+    """Return each step's duration in seconds; on a GPU, only the mean, since the host synchronises only at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
     return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]

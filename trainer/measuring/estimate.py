@@ -51,7 +51,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: JobConfig) -> Estimate:
-        """Estimate a job with readable data; "auto" settings are resolved for this machine."""
+        """Estimate a job whose data can be read; "auto" settings are resolved for this machine."""
         shape, devices = job.data_shape(), wanted_devices(job)
         device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else gpus_here()
@@ -59,7 +59,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return cls(place_model(job, shape, devices, name, read_box(box_file()), _capacity(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the output for `--json`: the memory in bytes, the time, the speed and resolved settings.
+        """Return the output for `--json`: the memory in bytes, the time, the speed and the resolved settings.
 
         `per_model_gpu` is None unless some GPUs only run the language model.
         """

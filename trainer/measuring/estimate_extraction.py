@@ -19,7 +19,7 @@ from trainer.ranks.devices import gpus_here
 
 
 class ExtractionEstimate(msgspec.Struct, frozen=True):
-    """The estimated memory use on each device, and the disk space and time that the rows need."""
+    """The estimated memory use on each device, and the disk space and time that the extraction needs."""
 
     job: ExtractJob
     outlook: ExtractionOutlook

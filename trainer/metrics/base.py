@@ -1,4 +1,4 @@
-"""The interface of a metric.
+"""The metric interface.
 
 Metrics are computed from sums: if ranks have different numbers of tokens, a ratio of sums is exact, but a mean of
 per-rank ratios is not.
@@ -69,7 +69,7 @@ class Observation:
 
 
 class Metric(ABC):
-    """A quantity logged for each interval, computed from sums over all ranks, and over all batches or only the last.
+    """A quantity logged for each interval, computed from sums over all ranks and over either all batches or the last.
 
     `of_batch` must not read device values on the host, because that would stall the step.
     """

@@ -1,4 +1,4 @@
-"""Compiles functions that run many elementwise operations on large tensors, to save passes over memory."""
+"""Compiles functions that run many elementwise operations on large tensors, to make fewer passes over memory."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _precision_of_all(world: World, asked: str) -> str:
 
 
 def _name_of_all(world: World, own: str) -> str:
-    """Return the name of the slowest device; all ranks use it to estimate memory, so that their decisions agree."""
+    """Return the slowest device's name; all ranks use it to estimate memory, so that their decisions agree."""
     return hardware.slowest(name.decode() for name in gather_bytes(world.group, own.encode(), world.device))
 
 
@@ -113,7 +113,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
 
 
 def _shares(settled: Settled, speeds: Sequence[Speeds], capacity: list[float] | None) -> Shares:
-    """Return the shares set in the job or, with "auto", shares proportional to speed within the memory limits."""
+    """Return the shares set in the job or, for "auto", shares proportional to speed within the memory limits."""
     asked, n_columns = settled.job.parallel.shares, settled.work.latent_ranks
     if asked == "even":
         return even(len(speeds) // n_columns, n_columns)

@@ -1,4 +1,4 @@
-"""Measures the speed of every rank and of the bus between ranks when a run starts, in about 0.3 s."""
+"""Measures, in about 0.3 s at the start of a run, the speed of every rank and of the bus between ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _measure_all(world: World, precision: str) -> list[Speeds]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or `CPU` for any CPU."""
+    """Return the GPU's name, or `CPU` for any CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
 
 
@@ -79,7 +79,7 @@ class Within(NamedTuple, Generic[T]):
 
 
 def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
-    """Return the result of `work(parts)` for the smallest value in `PARTS` with which it fits into memory."""
+    """Return the result of `work(parts)` for the smallest value in `PARTS` for which it fits into memory."""
     for parts in PARTS:
         try:
             return Within(work(parts), parts == 1)

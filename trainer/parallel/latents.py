@@ -11,9 +11,9 @@ from trainer.parallel.group import Group
 
 
 class Latents:
-    """The `n_total` latents of an SAE, sharded over a group in proportion to `shares` (default: evenly).
+    """An SAE's `n_total` latents, sharded over a group in proportion to `shares` (default: evenly).
 
-    Latents are interleaved between ranks, so that every prefix, such as a level of a Matryoshka SAE, is spread evenly.
+    Latents are interleaved across ranks, so that every prefix, such as a level of a Matryoshka SAE, is spread evenly.
     """
 
     def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:

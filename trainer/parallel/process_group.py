@@ -1,4 +1,4 @@
-"""The connection between all ranks of a run, independent of how the work is split."""
+"""The connection between all of a run's ranks, independent of how the work is split."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class World:
         return Group()
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Do the same as `part`, but connect each group through shared memory.
+        """Like `part`, but connect each group through shared memory.
 
-        Return a group with only this rank if the ranks are on several machines or there is too little shared memory.
+        Return a group of only this rank if the ranks are on several machines or there is too little shared memory.
         """
         return Group()
 
@@ -143,7 +143,7 @@ def join(
     on_hang: Callable[[], object] = lambda: None,
     attempt: str = "",
 ) -> World:
-    """Connect this rank to the other ranks, and return the world of all ranks.
+    """Connect this rank to the other ranks, and return the `World` of all ranks.
 
     Ranks meet through the file `rendezvous`, which must be accessible to all ranks. Without `rendezvous`, ranks meet
     through torchrun's environment variables, on any host. An exchange fails if a rank keeps other ranks waiting for

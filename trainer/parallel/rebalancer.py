@@ -1,4 +1,4 @@
-"""Finds ranks that keep other ranks waiting, reports the likely cause, and assigns less work to these ranks."""
+"""Finds ranks that keep other ranks waiting, reports the likely cause, and assigns them less work."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RebalanceDecision(NamedTuple):
 class Balancer:
     """Evaluates every log interval; all ranks get the same measurements and make the same decision.
 
-    `capacity` is, for each rank, the largest share of all latents that fits into its memory.
+    `capacity` is, for each rank, the largest fraction of all latents that fits into its memory.
     """
 
     def __init__(self, shares: Shares, *, rebalance: bool, capacity: Sequence[float] | None = None) -> None:

@@ -36,7 +36,7 @@ def by_speed(speeds: Sequence[float], n_columns: int, capacity: Sequence[float] 
     """Return shares in proportion to the ranks' speeds, listed row by row of the grid.
 
     A column's speed is the mean over its ranks, which all have the same latents. A row is as fast as its slowest rank.
-    `capacity` is, for each rank, the largest share of all latents that fits into its memory.
+    `capacity` is, for each rank, the largest fraction of all latents that fits into its memory.
     """
     rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
     if max(speeds) < LEAST_UNEVEN * min(speeds):

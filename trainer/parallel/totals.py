@@ -26,5 +26,5 @@ class Totals:
         self._copy = HostCopy(packed)
 
     def read(self) -> dict[str, Tensor]:
-        """Return a dict mapping each name to its sum on the CPU; only this call makes the host wait."""
+        """Return a dict mapping each name to its sum on the CPU; this call is the only one that makes the host wait."""
         return dict(zip(self._sizes, self._copy.read().split([*self._sizes.values()]), strict=True))

@@ -1,1 +1,1 @@
-"""Starts and stops the processes in a run, and chooses their devices."""
+"""Starts and stops a run's processes, and chooses their devices."""

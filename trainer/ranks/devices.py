@@ -33,7 +33,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def as_machine_gpu(self) -> MachineGpu:
-        """The GPU in the form that job checks use, without the memory that other processes use."""
+        """The GPU in the form that job checks expect; other processes' memory use is not included."""
         return MachineGpu(self.index, self.name, self.memory_bytes, is_slice=is_slice(self.uuid))
 
 

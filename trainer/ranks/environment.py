@@ -55,7 +55,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
-    """Return a checkout's commit and whether any files differ from it, or None without a checkout or a working git."""
+    """Return a checkout's commit and whether any files differ from it; None if there is no checkout or git fails."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")

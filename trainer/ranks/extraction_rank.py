@@ -1,4 +1,4 @@
-"""Runs one rank of an extraction. A resumed extraction reports its progress, in rows, from the last complete shard."""
+"""Runs one rank of an extraction. After a resume, progress (in rows) is reported from the last complete shard on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.reporting.progress import RunProgress
 
 # The intervals between tokens/s values and between log lines, in seconds.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
-# The file for the result of an extraction by several ranks.
+# The name of the file with the result of an extraction by several ranks.
 RESULT = "result.json"
 # The ranks' rendezvous folder, a subfolder of the attempt's folder.
 PEERS = "peers"

@@ -56,7 +56,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def _occupied(run_dir: Path) -> str:
-    """Return the error for a folder that already contains a run, with the remedy."""
+    """Return the error message for a folder that already contains a run, with a remedy."""
     if is_held(RunPaths(run_dir).lock_file):
         return f"--out: {still_going(run_dir)}, or choose another folder"
     if newest_first(RunPaths(run_dir).checkpoints):
@@ -169,7 +169,7 @@ class Foreground:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
-        # Only a second Ctrl-C kills the ranks, not just any second signal: the end of a session sends both SIGTERM and
+        # Only a second Ctrl-C kills the ranks, not just any second signal: ending a session sends both SIGTERM and
         # SIGHUP.
         self._is_killing |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
@@ -316,7 +316,7 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
 
 
 def _seeds(latest: Mapping[str, float]) -> dict[str, Any]:
-    """Return the spread over the seeds for `--json`, or {} for a run without several seeds.
+    """Return the spread over the seeds for `--json`, or {} if the run does not have several seeds.
 
     If all SAEs differ only in the seed, none of them is the best.
     """

@@ -1,4 +1,4 @@
-"""The command `extract`: chooses the devices, shows progress, stops on a signal and prints the result."""
+"""The `extract` command: chooses the devices, shows progress, stops on a signal and prints the result."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def require_gpu(index: int, lack: str) -> None:
-    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence that the message states."""
+    """Raise `UserError` if PyTorch sees no GPU with this index; `lack` is the consequence to state in the message."""
     import torch
 
     if index >= (n_gpus := torch.cuda.device_count()):
@@ -235,9 +235,10 @@ def _end_if_stuck(progress: RunProgress, stuck_after_s: float, parent: int, firs
     def is_alone() -> bool:
         """Return whether the supervisor is gone and no progress would be lost if this process exits.
 
-        No progress is lost before the first step, or if rank 0 (the rank that saves checkpoints) is gone too. Other
-        orphaned ranks may have died before all ranks joined. This condition is polled because the parent-death signal
-        can arrive when one of the parent's threads exits, a moment before the process is gone.
+        No progress is lost before the first step, or if rank 0 (the rank that saves checkpoints) is gone too. Waiting
+        for the other orphaned ranks could be futile, because they may have died before all ranks joined. This condition
+        is polled because the parent-death signal can arrive when one of the parent's threads exits, a moment before the
+        process is gone.
         """
         return os.getppid() != parent and (progress.place[0] == "starting" or _is_gone(first))
 
@@ -255,7 +256,7 @@ def _is_gone(first: Path | None) -> bool:
 
 
 def _leave(reason: str) -> NoReturn:
-    """Print the reason and exit the process as failed."""
+    """Print the reason and exit the process with a failure code."""
     complain(f"{reason}\n")
     os._exit(EXIT_FAILED)
 

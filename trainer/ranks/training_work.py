@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from trainer.parallel.threads import Threads
     from trainer.reporting.progress import RunProgress
 
-# The delay before compilation is reported, in seconds. Cached kernels load within a second.
+# The delay, in seconds, before compilation is reported. Cached kernels load within a second.
 SLOW_S = 2.0
 # The assumed write speed of a busy network file system, in bytes per second.
 _WRITTEN_PER_S = 50e6
 
 
 class TrainingWork(RankWork[JobConfig]):
-    """The work of a training process, which is one rank or, with threads, all ranks."""
+    """A training process's work; the process is one rank or, with threads, all ranks."""
 
     first_saves = True
 
@@ -55,7 +55,7 @@ class TrainingWork(RankWork[JobConfig]):
         self.patience_s = patience_s(self.job, spec.world_size)
 
     def progress(self, at: Heartbeat | None = None) -> RunProgress:
-        """Return a writer for the run's store and the job's mirrors; a resumed run overwrites its later history."""
+        """Return a writer for the run's store and mirrors; a resumed run replaces the history after its checkpoint."""
         from trainer.reporting.mirroring import with_mirrors
 
         at = _begins_at(self.spec, self.total_steps) if self.paths.metrics_db.exists() else None

@@ -18,7 +18,7 @@ from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
 from trainer.reporting.progress import MOST_ROWS, RunProgress
 
 HAND_OVER_S = 2.0
-# The maximum delay that a tool's uploads may cause at the end of a run.
+# The maximum delay, in seconds, that a tool's uploads may cause at the end of a run.
 CLOSE_S = 20.0
 # Reports a message with the given level.
 Tell = Callable[[str, str], None]

@@ -37,7 +37,7 @@ def say(line: str) -> None:
 def opening(
     parallel: Parallel, source: Source, sae: Sae, total_steps: int, tokens_per_step: int, label: str = ""
 ) -> str:
-    """Return the first line of a log: rank, device, torch version, and the sizes of the SAE, the run and the data."""
+    """Return a log's first line: rank, device, torch version, and the sizes of the SAE, the run and the data."""
     parameters = sum(parameter.numel() for parameter in sae.parameters())
     return ", ".join(
         (

@@ -22,7 +22,7 @@ from trainer.reporting.progress import RunProgress
 
 
 class Report:
-    """Keeps and reports the latest values of every SAE, by label; if the run is not a sweep, the only label is "".
+    """Keeps and reports every SAE's latest values, by label; if the run is not a sweep, the only label is "".
 
     In a sweep, rows have names like `fvu@k=16`. The first SAE's rows are also stored without a label, to represent the
     run.
@@ -40,7 +40,7 @@ class Report:
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
-        """Record the run's speed and, from `totals`, the speed of every rank."""
+        """Record the run's speed and, from `totals`, every rank's speed."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
         for name in PER_RANK:
@@ -59,9 +59,9 @@ class Report:
         rank_log.say(message)
 
     def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
-        """Record the share of rows that were left out, and report outliers once.
+        """Record the fraction of rows that were left out, and report outliers once.
 
-        With several hooks, the shares are for `hook`, and `labels` are this hook's SAEs.
+        With several hooks, the fractions are for `hook`, and `labels` are this hook's SAEs.
         """
         n_seen = max(1, found.n_seen)
         for label in labels:

@@ -21,7 +21,7 @@ class HostCopy:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            # The copy runs on the tensor's GPU, which may differ from the current device of this thread.
+            # The copy runs on the tensor's GPU, which may differ from this thread's current device.
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> Tensor:

@@ -46,7 +46,7 @@ class NarrowCopy:
         return self._matrix if self._version == weights._version else None
 
     def use_view(self, matrix: Tensor, weights: Tensor) -> None:
-        """Use `matrix`, a view of another copy with the current weights, as the copy."""
+        """Use `matrix`, a view of another copy that holds the current weights, as this copy."""
         self._matrix, self._version = matrix, weights._version
 
     def arrive(self, finish: Callable[[], None]) -> None:

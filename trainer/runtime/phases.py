@@ -8,7 +8,7 @@ from typing import Any
 from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
-# FORWARD includes the time of ENCODER.
+# The FORWARD phase includes the ENCODER phase.
 FORWARD, ENCODER = "sae:forward", "sae:encoder"
 BACKWARD, METRICS, EXCHANGE, UPDATE = "sae:backward", "sae:metrics", "sae:exchange", "sae:update"
 

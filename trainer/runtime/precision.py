@@ -38,7 +38,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return an autocast context for a 16-bit `precision`, or a context without effect for any other precision."""
+    """Return an autocast context for a 16-bit `precision`, or a context that has no effect for any other."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class RowMeasures:
-    """Measurements of the gradient of a matrix whose rows are the weights of n latents.
+    """Measurements of a matrix's gradient; the matrix's rows are the weights of n latents.
 
     `squares`, fp32 [n], are the squared norms of the rows. If the weights have unit norm, `dots`, fp32 [n], are the dot
     products of gradients and weights, and `squares` measure only the component orthogonal to the weights.

@@ -29,7 +29,7 @@ RETRY_S = 2.0
 KERNELS: dict[str, Kernels] = {}
 # Modules that `withhold` has disabled because another rank cannot use them.
 _withheld: set[str] = set()
-# The reasons for module failures, by device and module.
+# The reasons why modules failed, by device and module.
 _failures: dict[torch.device, dict[str, str]] = {}
 
 
@@ -73,7 +73,7 @@ class Kernels:
         return self.module in _withheld
 
     def dtypes(self, dtype: torch.dtype) -> list[list[torch.dtype]]:
-        """Return the dtype arguments for each call of `try_out` for matmuls in `dtype`."""
+        """Return the dtype arguments for each call to `try_out` for matmuls in `dtype`."""
         others = [[torch.float32]] if self.also_fp32 and dtype != torch.float32 else []
         return [[dtype], *others] if self.by_dtype else [[]]
 
@@ -170,7 +170,7 @@ def withhold(names: Iterable[str]) -> None:
 
 
 def forget() -> None:
-    """Forget the results of all tests, and enable all modules."""
+    """Forget all test results, and enable all modules."""
     _tried.cache_clear()
     _withheld.clear()
     _failures.clear()

@@ -1,4 +1,4 @@
-"""The interface of an SAE architecture."""
+"""The interface for SAE architectures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALL = slice(None)
 
 
 class SaeSpec(msgspec.Struct, frozen=True):
-    """The specification of an SAE; `d_out` is set only for a transcoder."""
+    """An SAE's specification; `d_out` is set only for a transcoder."""
 
     d_in: int
     d_sae: int
@@ -62,7 +62,7 @@ class Output(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Constants of an architecture."""
+    """An architecture's constants."""
 
     # Names of the loss terms.
     losses: tuple[str, ...] = ("mse",)
@@ -94,7 +94,7 @@ class Declared(NamedTuple):
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return the SAELens name of an architecture; `of_sae` is the name used for SAEs that are not transcoders.
+    """Return an architecture's SAELens name; `of_sae` is the name used for SAEs that are not transcoders.
 
     Transcoder names omit "standard".
     """
@@ -108,9 +108,9 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder if the target differs from the input.
 
     An architecture defines `forward`, `objective` and `export_config`, and optionally `traits`, `export_weights`,
-    `calibrate`, `begin_step` and `learn_from`. An architecture must not override anything else. An architecture needs
-    its own constructor only if it has additional parameters or buffers. This constructor takes the same `SaeSpec`, and
-    adds these tensors to `declared` before it sets them.
+    `calibrate`, `begin_step` and `learn_from`. It must not override anything else, and it needs its own constructor
+    only if it has additional parameters or buffers. This constructor takes the same `SaeSpec`, and adds these tensors
+    to `declared` before it sets them.
 
     The model works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both scales are
     0-dim, or vectors if each dimension has its own scale. A dimension with scale 0 is left out; its reconstruction is

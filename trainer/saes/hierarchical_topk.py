@@ -17,7 +17,7 @@ from trainer.saes.topk import TopK
 
 
 class HierarchicalTopK(Nested):
-    """A TopK SAE that can be read with fewer than k latents per token.
+    """A TopK SAE that can also be used with fewer than k latents per token.
 
     The loss is the mean over the reconstructions from the k, k / 2, k / 4, … largest activations of each token.
     """
@@ -46,7 +46,7 @@ class HierarchicalTopK(Nested):
 
 
 def _largest_first(indices: SparseIndices, values: Tensor) -> Chosen:
-    """Sort the entries of each token by value, the largest first."""
+    """Sort each token's entries by value, largest first."""
     n_tokens = len(indices.starts)
     if indices.is_even:
         ordered, columns = values.view(n_tokens, -1).sort(dim=1, descending=True, stable=True)
@@ -69,7 +69,7 @@ def _bounds(acts: SparseActs, ks: tuple[int, ...], group: Group) -> Tensor:
 
 
 def _by_token(acts: SparseActs, n: int) -> Tensor:
-    """Return the first n activations of each token, [n_tokens, n]; missing ones are −∞."""
+    """Return each token's first n activations, [n_tokens, n]; missing ones are −∞."""
     values, indices = acts.values.detach(), acts.indices
     n_tokens = len(indices.starts)
     if indices.is_even:

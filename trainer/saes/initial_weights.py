@@ -1,4 +1,4 @@
-"""The initial weights of an SAE."""
+"""Sets an SAE's initial weights."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Nested(TopK):
     """A TopK SAE that assigns each activation to one of `n_levels` levels; a subclass defines `_by_level`.
 
     The loss is the mean squared error over all prefixes of the levels, including the full reconstruction. Its parts are
-    the loss terms "mse", of the full reconstruction, and "inner_mse", of all other prefixes.
+    the loss terms "mse", for the full reconstruction, and "inner_mse", for all other prefixes.
     """
 
     n_levels: int

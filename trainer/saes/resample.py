@@ -1,4 +1,4 @@
-"""Resampling of dead latents (Bricken et al. 2023, "Towards Monosemanticity", appendix "Neuron Resampling")."""
+"""Resamples dead latents (Bricken et al. 2023, "Towards Monosemanticity", appendix "Neuron Resampling")."""
 
 from __future__ import annotations
 

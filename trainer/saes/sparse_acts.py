@@ -151,7 +151,7 @@ class SparseActs(NamedTuple):
         return _per(self.indices.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` [n] over the entries of each token, [n_tokens]."""
+        """Return the sum of `values` [n] over each token's entries, [n_tokens]."""
         return _per(self.indices.tokens, values, len(self.indices.starts))
 
     def dense(self) -> Tensor:
@@ -182,7 +182,7 @@ class DenseActs(NamedTuple):
         return marked_in_columns(is_counted)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` [n_tokens, d_sae] over the latents of each token, [n_tokens]."""
+        """Return the sum of `values` [n_tokens, d_sae] over each token's latents, [n_tokens]."""
         return values.sum(dim=1)
 
     def dense(self) -> Tensor:

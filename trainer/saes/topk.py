@@ -49,7 +49,7 @@ class TopK(Sae):
 
     @contextlib.contextmanager
     def using(self, k: int) -> Iterator[None]:
-        """Within the context, evaluate with another k."""
+        """Within the context, evaluate with a different k."""
         own, self.k = self.k, k
         try:
             yield

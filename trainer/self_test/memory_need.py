@@ -34,9 +34,9 @@ def check_memory(device: torch.device) -> Iterator[Check]:
     """Compare the memory that a few steps reserve with the estimate, if the GPU has enough free memory.
 
     Compiled updates need less memory, but are not available on all installations, so the measured memory may lie
-    between the estimates with and without them. The reserved memory is the same as in a run only if the environment
-    variables of a run (`cuda_variables`) were set before PyTorch was loaded: with segments of fixed sizes, a batch of
-    32,768 tokens takes 1.1 GB more.
+    between the estimates with and without them. The reserved memory is the same as in a run only if a run's environment
+    variables (`cuda_variables`) were set before PyTorch was loaded: with segments of fixed sizes, a batch of 32,768
+    tokens takes 1.1 GB more.
     """
     if device.type != "cuda":
         return

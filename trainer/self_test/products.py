@@ -17,7 +17,7 @@ PART = "products"
 # The allowed relative error: fp32 sums of a thousand terms lose their last few bits to rounding.
 TOLERANCE = 1e-5
 # For each case: the number of active latents per token, the number of latents, and the width. If a latent is active on
-# all tokens, its entries are split over programs. The last two cases have the widths of real models.
+# all tokens, its entries are split among programs. The last two cases have the widths of real models.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "few entries": ([3, 5, 1, 0, 2], 7, 16),
     "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),

@@ -39,7 +39,7 @@ FULL: tuple[Part, ...] = (
 
 
 def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
-    """Yield each check of a device as it completes; an exception in a part yields a failed check."""
+    """Yield a device's checks as they complete; an exception in a part counts as a failed check."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     for part in FULL if full else SHORT:
         name = getattr(part, "func", part).__name__.removeprefix("check_")

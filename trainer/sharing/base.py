@@ -176,7 +176,7 @@ def count_saes(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> SharedSae:
-    """Return the exchange form of an SAE; the SAE must be in evaluation mode."""
+    """Return an SAE's exchange form; the SAE must be in evaluation mode."""
     return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),
@@ -221,7 +221,7 @@ def has_own_model_card(folder: Path) -> bool:
 
 
 def forget_card(folder: Path) -> None:
-    """Archive the report card for replaced weights as an older version, and delete it from the folder."""
+    """Archive the replaced weights' report card as an older version, and delete it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
         # Delete the report card even if it cannot be archived, because it must not describe other weights.
         with contextlib.suppress(OSError, UserError):

@@ -91,7 +91,7 @@ class CircuitTracer(Format):
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return the file for a layer, either the path itself or the only layer file in a folder; otherwise None."""
+    """Return a layer's file: the path itself, or the only layer file in a folder; None if there is neither."""
     files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
     layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
     return layers[0] if len(layers) == 1 else None
@@ -161,7 +161,7 @@ def layer_of(sae: SharedSae) -> int | None:
 
 
 def _k_of(sae: SharedSae) -> int | None:
-    """Return the k of a TopK transcoder, or None for other architectures."""
+    """Return a TopK transcoder's k, or None for other architectures."""
     return int(sae.config["k"]) if sae.form == _TOPK else None
 
 

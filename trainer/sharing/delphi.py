@@ -1,4 +1,4 @@
-"""The format of EleutherAI's delphi: `config.json`, and one `FIRST_LAST.safetensors` per range of latents."""
+"""EleutherAI's delphi format: `config.json`, and one `FIRST_LAST.safetensors` per range of latents."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _is_alone(file: Path) -> bool:
-    """Return whether a single file is an SAE: a checkpoint, or a layer of a set."""
+    """Return whether a single file contains an SAE: a checkpoint, or a layer of a set."""
     return bool(_CHECKPOINT.fullmatch(file.name) or layer_file(file)) and format_in(file) is not None
 
 

@@ -1,4 +1,4 @@
-"""Downloads SAEs by name from the Hugging Face hub to the hub client's cache."""
+"""Downloads SAEs by name from the Hugging Face hub into the hub client's cache."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 
 
 def _settings(folder: Path, given: Given) -> dict[str, Any]:
-    """Return the settings of a Gemma Scope 2 SAE; if there is no settings file, derive them from the path."""
+    """Return a Gemma Scope 2 SAE's settings; if there is no settings file, derive them from the path."""
     if os.path.lexists(folder / CONFIG):
         return read_config(folder / CONFIG, given)
     path, config = folder.absolute().as_posix(), {"architecture": "jump_relu"}

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
 
 
 class Repository:
-    """The target repository of an upload; `has_card` says whether it already has a model card.
+    """An upload's target repository; `has_card` says whether it already has a model card.
 
     The constructor requests only the user's name and the repository's files, and changes nothing on the hub. It raises
     `UsageError` if an upload is impossible, and `UserError` if the hub does not respond.
@@ -62,7 +62,7 @@ class Repository:
             raise UsageError("--push: the hub does not accept your token; log in again with `hf auth login`") from None
 
     def _look(self) -> Any:
-        """Return the hub's information about the repository, or None if it does not exist or is not visible."""
+        """Return the hub's information about the repository, or None if it does not exist or the user cannot see it."""
         try:
             return self._api.repo_info(self.name)
         except self._hub.errors.RepositoryNotFoundError:
@@ -117,7 +117,7 @@ def _client() -> tuple[Any, str]:
 def _reason(error: BaseException) -> str:
     """Return why a request failed, on one line and without the URL: an upload's signed URL would grant access."""
     if isinstance(error, RuntimeError) and error.__cause__:
-        # The client wraps errors of its upload threads in a RuntimeError.
+        # The client wraps errors from its upload threads in a RuntimeError.
         error = error.__cause__
     response = getattr(error, "response", None)
     if response is None:

@@ -1,4 +1,4 @@
-"""The origin of an SAE: its model, hook and text, as stated in other tools' files and folder names."""
+"""An SAE's origin: its model, hook and text, as stated in other tools' files and folder names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trainer.contract.printable import printable
 from trainer.contract.settings.hooks import Hook, parse_hook
 
-# The fields of an origin and their types. An import keeps these fields, and every later export writes them.
+# An origin's fields and their types. An import keeps these fields, and every later export writes them.
 ORIGIN: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "hook_name": str,
@@ -53,7 +53,7 @@ def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook named in our or TransformerLens's style, or None for other hooks."""
+    """Return the layer of a hook named in our style or TransformerLens's, or None for other hooks."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -64,7 +64,7 @@ def layer_of(hook: object) -> int | None:
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
     """Return the origin fields for a transformers module; "layers.10" means the residual stream after block 10.
 
-    A transcoder of an MLP module maps the MLP's input to its output. Return {} for an unknown module.
+    A transcoder for an MLP module maps the MLP's input to its output. Return {} for an unknown module.
     """
     match = _MODULE.fullmatch(name)
     site = _SITES.get(match[2] or "") if match else None
@@ -76,7 +76,7 @@ def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
 
 
 def of_submodule(name: str) -> dict[str, Any]:
-    """Return the origin fields for a submodule of dictionary_learning; an unknown name is kept unchanged."""
+    """Return the origin fields for a dictionary_learning submodule; an unknown name is kept unchanged."""
     match = _SUBMODULE.fullmatch(name)
     if match is None:
         return {"hook_name": name}

@@ -91,7 +91,7 @@ def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a safetensors file; raise `UserError` for any other file."""
+    """Read all tensors in a safetensors file; raise `UserError` for any other file."""
     whole = _plain(file)
     try:
         _refuse_huge(whole)
@@ -131,7 +131,7 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 
 
 def read_npz(file: Path) -> dict[str, Tensor]:
-    """Read the arrays of a `numpy.savez` file; raise `UserError` for any other file.
+    """Read the arrays in a `numpy.savez` file; raise `UserError` for any other file.
 
     Arrays of Python objects are refused, because reading them could run code. Compressed files, and arrays larger than
     their stored data, are refused, because they would allow a small file to exhaust memory.

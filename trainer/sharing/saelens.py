@@ -85,7 +85,7 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
 
 def exported_tokens(folder: Path) -> int | None:
-    """Return the number of training tokens of the SAE that `export_sae` wrote to a folder, or None if unknown."""
+    """Return how many tokens the SAE that `export_sae` wrote to a folder was trained on, or None if unknown."""
     metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
     tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
     return tokens if isinstance(tokens, int) else None

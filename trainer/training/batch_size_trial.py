@@ -21,7 +21,7 @@ LEAST_TOKENS = 64
 # The number of batches in memory besides the one being processed: read ahead, in transfer, and in the metrics' fp64
 # sums.
 BATCHES_BESIDE = 4
-# The address space of threads that start later, in bytes.
+# The address space, in bytes, of threads that start later.
 THREAD_BYTES = 2**27
 
 
@@ -136,7 +136,7 @@ class _ExchangingPart(Protocol):
 
 @contextlib.contextmanager
 def dry_run(sae: _ExchangingPart) -> Iterator[None]:
-    """Within the context, replace the groups of an SAE with `_Echo` groups, and treat all its latents as dead.
+    """Within the context, replace an SAE's groups with `_Echo` groups, and treat all its latents as dead.
 
     Dead latents need extra memory, which would otherwise not be allocated until later in the run.
     """

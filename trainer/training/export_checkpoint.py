@@ -79,7 +79,7 @@ def export_checkpoint(
     `path` is a checkpoint or a run folder, and `form` is a format's name. With `only`, just the SAEs with these labels
     are written. Otherwise, only one of the SAEs that differ only in the seed is written. `k` replaces the k of SAEs
     that are trained for several k. For a given job, `firings` returns a function that finds the tokens in the job's
-    data on which latents of an SAE fire. Under `left_out`, the result lists the SAEs that the format cannot represent,
+    data on which an SAE's latents fire. Under `left_out`, the result lists the SAEs that the format cannot represent,
     with the reason for each label. Raise `UserError` if the format can represent none of the SAEs, and `JobFileError`
     if a flag is invalid.
     """
@@ -202,7 +202,7 @@ def how_far_of_sae(
 ) -> HowFar | None:
     """Return an SAE's training progress at a checkpoint, with the metrics measured when it was saved."""
     if job.sweep:
-        # The best FVU of a sweep is a mean over its SAEs, so it does not describe a single SAE.
+        # A sweep's best FVU is a mean over its SAEs, so it does not describe a single SAE.
         state = msgspec.structs.replace(state, best=msgspec.UNSET)
     measured = _read_measurements(run_dir, state.position.step, label if job.sweep else "")
     return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
@@ -369,7 +369,7 @@ def learners_of(
 
 
 def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
-    """Return the d_in of an SAE; raise `UserError` if the shapes in the checkpoint do not fit the job."""
+    """Return an SAE's d_in; raise `UserError` if the shapes in the checkpoint do not fit the job."""
     d_in, *_ = tensors["sae.W_enc"].shape
     d_sae = job.sae.width(d_in)
     for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):

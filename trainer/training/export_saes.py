@@ -24,7 +24,7 @@ from trainer.training.thresholds import threshold_facts
 
 
 class Exporter:
-    """Writes a run's SAEs to `output`, or to subfolders named by their labels.
+    """Writes a run's SAEs to `output`, or to subfolders named after their labels.
 
     `origins` maps each SAE's label to facts about its data for `cfg.json`; `recipe_of` returns the recipe of the SAE
     with a given label.
@@ -42,7 +42,7 @@ class Exporter:
     def writes(
         self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
     ) -> list[Write]:
-        """Return a `Write` for each SAE, to a folder named by its label; all ranks sharing latents must call this.
+        """Return a `Write` for each SAE, to a folder named after its label; all ranks sharing latents must call this.
 
         `how_far` returns the training progress of the SAE with a given label.
         """

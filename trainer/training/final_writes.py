@@ -151,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders on disks other than the disk of `folder`, the most permanent disk first."""
+    """Yield folders that are not on the disk of `folder`, the most permanent disk first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

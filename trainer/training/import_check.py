@@ -1,4 +1,4 @@
-"""Checks the L0 and FVU of an imported SAE on rows that should resemble its training rows."""
+"""Checks an imported SAE's L0 and FVU on rows that should resemble its training rows."""
 
 from __future__ import annotations
 

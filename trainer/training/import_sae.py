@@ -39,7 +39,7 @@ _UNIT = 1e-3
 
 
 class ImportResult(NamedTuple):
-    """The result of an import: the run folder, the format, this project's name for the architecture, and notes.
+    """An import's result: the run folder, the format, this project's name for the architecture, and notes.
 
     `check` contains L0 and FVU on sample rows; `warnings` lists reasons why these values look wrong.
     """
@@ -60,7 +60,7 @@ def import_sae(
     form: str | None = None,
     given: Given = NOTHING_GIVEN,
 ) -> ImportResult:
-    """Create a run folder with the SAE as its first checkpoint and as the exported SAE of a finished run.
+    """Create the folder of a finished run, with the SAE as its first checkpoint and as its exported SAE.
 
     `name` is the SAE's folder, file or hub name. `data` is the path of activations that resemble the SAE's training
     data; they determine the scale for further training and are used for evaluations. `overrides` contains job settings.
@@ -162,7 +162,7 @@ def _set_weights(learner: Learner, shared: SharedSae) -> None:
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:
-    """Write the files of a finished run; if any write fails, remove all of them."""
+    """Write a finished run's files; if any write fails, remove all of them."""
     if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
         raise UsageError(f"--out: {run_dir} already exists; choose another folder")
     RunPaths(run_dir).create()

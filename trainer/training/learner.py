@@ -274,7 +274,7 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """The size of the optimizer state in bytes; the state is allocated in the first step."""
+        """The optimizer state's size in bytes; the state is allocated in the first step."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train, self._device.type))
 

@@ -79,7 +79,7 @@ def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
 
 
 class Trainer:
-    """Trains one SAE or the SAEs of a sweep; every rank runs the same code on its part of each global batch."""
+    """Trains one SAE or a sweep's SAEs; every rank runs the same code on its part of each global batch."""
 
     def __init__(
         self,
@@ -499,7 +499,7 @@ class Trainer:
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
         share, best = self._lr_share(), self._saving.best
-        # The best FVU of a sweep is a mean over its SAEs, so it cannot be compared with a single SAE's FVU.
+        # A sweep's best FVU is a mean over its SAEs, so it cannot be compared with a single SAE's FVU.
         is_comparable = not label or len(self.report.values) == 1
         is_behind = best and is_comparable and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
         return HowFar(

@@ -1,4 +1,4 @@
-"""Uploads exactly the files of an export to the Hugging Face hub, after the user has confirmed the list of files."""
+"""Uploads exactly an export's files to the Hugging Face hub, after the user has confirmed the list of files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Push:
         return {"url": place.url, "private": not place.is_public, "files": listed}
 
     def _written(self, out: Path, form: str) -> dict[str, Path | bytes]:
-        """Return a format's files that were added to `out` since this object was created."""
+        """Return the format's files that were added to `out` since this object was created."""
         patterns, out = catalog.FORMATS[form].load().files, out.resolve()
         return {
             str(file.relative_to(out)): file

@@ -73,7 +73,7 @@ class Saving:
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
     def measured(self, best: Best, passes: float | None, took_s: float) -> None:
-        """Record a held-out FVU; if it is the lowest of the run and a checkpoint is worthwhile, request a save.
+        """Record a held-out FVU; if it is the run's lowest so far and a checkpoint is worthwhile, request a save.
 
         A checkpoint is worthwhile if the run repeats rows, so that the FVU may rise later, and if the measurement plus
         the save take at most `BEST_SHARE` of the time since the last save.

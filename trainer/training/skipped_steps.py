@@ -19,7 +19,7 @@ OVERFLOWED = "many more latents were active than in earlier steps, more than the
 
 
 def is_hopeless(in_a_row: int, learner: Learner) -> bool:
-    """Return whether `in_a_row` consecutive skipped steps mean that training of the SAE has diverged."""
+    """Return whether `in_a_row` consecutive skipped steps mean that the SAE's training has diverged."""
     return in_a_row > MOST_SKIPPED_FP16 if learner.has_loss_scale else in_a_row >= MOST_SKIPPED
 
 
@@ -48,7 +48,7 @@ class Skips:
             self._report.event("skipped", f"{n_bad} steps skipped up to step {now.step}: {reason}", label)
 
     def _give_up(self, label: str, learner: Learner, when: str) -> None:
-        """Give up an SAE; raise `UserError` if no SAE is still learning."""
+        """Give up on an SAE; raise `UserError` if no SAE is still learning."""
         narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
         cure = f"choose a lower rate{narrow}"
         where = "train.lr: the gradient is not finite"
@@ -59,6 +59,6 @@ class Skips:
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
     def end_where_none_learns(self) -> None:
-        """Raise `UserError` if all SAEs on all ranks were given up."""
+        """Raise `UserError` if all SAEs on all ranks have been given up on."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are no longer finite; choose a lower rate")

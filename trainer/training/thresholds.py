@@ -30,8 +30,8 @@ _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 _MOST_VALUES = 2**24
 # The metadata key that says on which rows an exported SAE's threshold was set.
 SET_ON = "threshold_set_on"
-# The metadata key for the thresholds for the two halves of the held-out rows, in the units of the activations. Each
-# threshold was set on the other half.
+# The metadata key for the thresholds for the two halves of the held-out rows, in the activations' units. Each threshold
+# was set on the other half.
 OF_HALVES = "thresholds_of_held_out_halves"
 
 

@@ -62,7 +62,7 @@ class Stepped:
         """Prepare for a training pass: free the fp32 weights that only other ranks update."""
 
     def restore(self, *, fill: bool = True) -> None:
-        """Allocate all fp32 weights of the SAE and, if `fill`, gather their values; all replicas must call this."""
+        """Allocate all of the SAE's fp32 weights and, if `fill`, gather their values; all replicas must call this."""
 
     def send_early(self, *, may: bool) -> None:
         """If `may`, sum gradients as soon as the next backward pass has computed them.

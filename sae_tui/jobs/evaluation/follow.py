@@ -44,7 +44,7 @@ from trainer.contract.store.states import JobState
 
 # How often to check for a free GPU or a stop request.
 LOOK_S = 0.5
-# A trainer that has not exited this many seconds after a stop request is killed.
+# How long to wait for the trainer to exit after a stop request before killing it.
 PATIENCE_S = 5.0
 
 
@@ -200,7 +200,7 @@ class RunningEvaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that writes its progress to `descriptor` and is killed when this process exits."""
+    """Start a command that writes its progress to `descriptor` and is terminated when this process exits."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,
@@ -221,7 +221,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_gpu(data: DataDir, job_id: int, source: str, since: float) -> tuple[ReservedGpu | None, str]:
-    """Return the free GPU with the most memory, and ""; if no GPU is free, return None and the reason."""
+    """Return the free GPU with the most free memory, and ""; if no GPU is free, return None and the reason."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()

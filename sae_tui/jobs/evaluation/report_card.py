@@ -62,7 +62,7 @@ class AucSummary(msgspec.Struct, frozen=True):
 
 
 class ProbingSummary(msgspec.Struct, frozen=True):
-    """The performance of probes predicting text labels from k latents, for each k."""
+    """The performance of probes that predict text labels from k latents, for each k."""
 
     k: dict[str, AucSummary] = {}
 
@@ -139,7 +139,7 @@ def versions_of(folder: Path) -> dict[str, list[Version]]:
 
 
 class OtherCard(msgspec.Struct, frozen=True):
-    """A report card that another one can be compared with; `name` identifies it, like `card 2` or `job 7, k=16`."""
+    """A report card to compare another one with; `name` identifies it, like `card 2` or `job 7, k=16`."""
 
     name: str
     card: Card

@@ -16,7 +16,8 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
 
-# A process that uses less memory does not occupy a GPU: a desktop compositor or a monitoring program uses tens of MB.
+# A process that uses less memory than this does not count as occupying a GPU: a desktop compositor or a monitoring
+# program uses tens of MB.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
@@ -51,10 +52,10 @@ class GpuChoice(msgspec.Struct, frozen=True):
 class Holders(msgspec.Struct, frozen=True):
     """The jobs in our own store that hold this machine's GPUs, and the pids of their ranks, by GPU UUID.
 
-    If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all. `own_pids`
-    contains the pids of all our ranks, programs and supervisors, and `owners` maps each pid to its job. `other_users`
-    describes the jobs from other data folders that hold a GPU, and `idle` describes how long a held GPU has been
-    unused. `freed` contains, for each GPU, the time at which one of our jobs last ended on it.
+    If several jobs share a GPU, `jobs` contains the latest of them, and `shared` contains the ids of all of them.
+    `own_pids` contains the pids of all our ranks, programs and supervisors, and `owners` maps each pid to its job.
+    `other_users` describes the jobs from other data folders that hold a GPU, and `idle` describes how long a held GPU
+    has been unused. `freed` contains, for each GPU, the time at which one of our jobs last ended on it.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -149,7 +150,7 @@ def describe_use(choice: GpuChoice) -> tuple[str, str]:
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Return why a job needing `needed_bytes` does not fit into a GPU's free memory, or "" if it fits."""
+    """Return why a job that needs `needed_bytes` does not fit in a GPU's free memory, or "" if it fits."""
     free = choice.memory_free_bytes
     if free is None:
         # 0 means that the job's memory requirement is not known yet.
@@ -228,7 +229,7 @@ def _usable(sample: GpuSample) -> int | None:
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
     """Return the processes on a GPU; for a leased GPU, omit processes without a user name.
 
-    A process without a user name may be a rank of the job leasing the GPU, if that job is running in a container.
+    A process without a user name may be a rank of the job that leases the GPU, if that job runs in a container.
     """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes

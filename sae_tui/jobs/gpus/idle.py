@@ -1,4 +1,4 @@
-"""Finds GPUs that a job holds but does not use, and jobs that use none of their GPUs, from the utilisation history."""
+"""Uses the utilisation history to find GPUs that a job holds but does not use, and jobs that use none of their GPUs."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class GpuLocks:
     """The locks for one job's GPUs; either all locks are acquired, or none. Jobs that share a GPU share its lock."""
 
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
-        # Sort the GPUs so that two jobs needing the same GPUs cannot each hold one and wait for the other.
+        # Sort the GPUs so that two jobs that need the same GPUs cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
         self._shared = shared
         self.descriptors: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source == "none":
         return data.locks, ""
     if gpu_source.partition(":")[0] == "simulated":
-        # Simulated GPUs have the same UUIDs on all hosts that share the folder.
+        # Simulated GPUs have the same UUIDs on all hosts that share the data folder, so each host has its own locks.
         return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
@@ -119,9 +119,9 @@ def lock_holder(path: Path) -> int | None:
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return a dict mapping the name of each locked file to the pid holding its lock.
+    """Return a dict mapping the name of each locked file to the pid that holds its lock.
 
-    `paths` maps names to files; these must all be in one folder.
+    `paths` maps names to files, which must all be in one folder.
     """
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
@@ -163,7 +163,7 @@ class HolderReader:
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:
-    """Return a dict mapping the device and inode of each whole-file lock in /proc/locks to the lock's pid."""
+    """Return a dict mapping the device and inode of each whole-file lock in /proc/locks to the holder's pid."""
     # Lines for processes waiting for a lock have an arrow before the lock type, so the pattern does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}

@@ -42,7 +42,7 @@ class Occupancy:
 
         Simulated GPUs list these ranks as their processes.
         """
-        # Import late, because only simulated GPUs need it, and the settings take time to import.
+        # Import this late, because only simulated GPUs need it and importing the settings takes time.
         from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
 
         held = self.holders()

@@ -102,7 +102,7 @@ def _refuse_if_of_job(control: Control, process: ProcessRef, data: DataDir) -> N
 
 
 def _job(pid: int, name: str, gpus: list[int]) -> CommandJob:
-    """Return a job with the command line and the working directory of a process."""
+    """Return a job with a process's command line and working directory."""
     argv = [word if is_utf8(word) else printable(word) for word in arguments_of(pid)]
     if not (argv and argv[0]):  # a program may overwrite its arguments
         argv = [f"process {pid}", *argv[1:]]
@@ -129,7 +129,7 @@ def _prepare(data: DataDir, row: Job, job: CommandJob, pid: int) -> Job:
 
 
 def _lease(control: Control, job: Job, process: ProcessRef) -> None:
-    """Record the process and lease its GPUs; if another job has leased one of them, record it without a lease."""
+    """Record a process and lease its GPUs; if another job has leased one of them, record the process without leases."""
     fields: dict[str, Any] = {"attempt": 1, "started": time.time() - process.age_s, "held": False}
     rank = Rank(
         job_id=job.id, attempt=1, rank=0, pid=process.pid, start_ticks=process.start_ticks, boot_id=process.boot_id

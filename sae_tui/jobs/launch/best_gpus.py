@@ -36,7 +36,7 @@ def best_gpus(
 ) -> Best | None:
     """Return the best GPUs for a job, or None if it fits on none of them or a cluster chooses them.
 
-    GPUs named in the job are ignored. With `several` False, only one GPU is chosen. Raise `JobFileError` if the job's
+    GPUs named in the job are ignored. If `several` is False, only one GPU is chosen. Raise `JobFileError` if the job's
     data cannot be read.
     """
     gpus = _offered(job, machine) if machine.gpus and not job.cluster else []
@@ -56,7 +56,7 @@ def best_gpus(
 def _offered(job: AnyJob, machine: Machine) -> Sequence[MachineGpu]:
     """Return the usable GPUs of one vendor with known memory, in the order in which the job would get them.
 
-    Slices are left out if there are entire GPUs; if there are only slices, only one is returned.
+    Slices are left out if there are also whole GPUs; if there are only slices, only one is returned.
     """
     known = [gpu for gpu in propose(job, machine).gpus if gpu.memory_free_bytes is not None]
     gpus = of_one_vendor(known, len(known))
@@ -72,8 +72,8 @@ def _counts(gpus: Sequence[MachineGpu], *, several: bool) -> list[int]:
 
 
 def refusal(job: AnyJob, machine: Machine, used_before: UsedBefore | None = None) -> Problem | None:
-    """Return why the job's own settings rule out its number of GPUs, or None."""
-    # A PyTorch that cannot use the GPUs would rule out every number, so ignore this problem here.
+    """Return why the job's own settings rule out its number of GPUs, or None if they do not."""
+    # If PyTorch cannot use the GPUs, every number of GPUs would be ruled out, so ignore this problem here.
     able = msgspec.structs.replace(machine, cuda_problem="")
     problems = errors(propose(job, able, used_before).problems())
     return next((problem for problem in problems if problem.path.startswith(_OF_COUNT)), None)

@@ -75,7 +75,7 @@ def launch_line(config: str, name: str) -> str:
     kind = [] if job.kind == TRAINING or program is not None else [f"kind={job.kind}"]
     flags = [word for one in (*kind, *named, *_changed(table, job.kind)) for word in ("--set", one)]
     words = [*start, *flags, *(["--", *program] if program else [])]
-    # Line ends are harmless, because they are quoted.
+    # Line breaks are harmless because they are quoted.
     if any(CONTROL.search(word.replace("\n", "")) for word in words):
         raise UserError("the settings contain control characters, so the command is not copied")
     return shlex.join(words)

@@ -63,8 +63,8 @@ def command_job(
 ) -> CommandJob:
     """Return the job that runs a program; raise a `JobFileError` that lists all invalid settings.
 
-    `memory` is a size like `20GiB`, or bytes. `time` and `grace` are times like `4h`, or seconds. `settings` are
-    overrides like `launch.partition=gpu`. A setting that is None keeps its default.
+    `memory` is a size like `20GiB` or a number of bytes. `time` and `grace` are times like `4h` or numbers of seconds.
+    `settings` are overrides like `launch.partition=gpu`. A setting that is None keeps its default.
     """
     command = {
         "argv": list(argv),

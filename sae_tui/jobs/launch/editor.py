@@ -71,7 +71,7 @@ def _read(file: Path) -> str:
 
 
 def _objections(error: JobFileError, file: Path) -> list[str]:
-    """Return a message for each problem; line numbers account for the comments to be inserted at the top."""
+    """Return a message for each problem; line numbers account for the comments that will be inserted at the top."""
     shift = len(error.problems) + 1
     messages = [str(problem).replace(str(file), "this file") for problem in error.problems]
     return [re.sub(r"at line (\d+)", lambda match: f"at line {int(match[1]) + shift}", one) for one in messages]
@@ -91,7 +91,7 @@ def _without_comments(text: str) -> str:
 
 
 def _keep_text(written: str, first: str) -> str:
-    """Save the edited text to a file, and return a message naming the file and stating that the form is unchanged.
+    """Save the edited text to a file, and return a message that names the file and says that the form is unchanged.
 
     If the user changed nothing, write no file.
     """

@@ -1,4 +1,4 @@
-"""Exports a job's SAE for other tools, in a trainer process because this needs torch; generates code to load it."""
+"""Exports a job's SAE for other tools, in a trainer process because this needs torch, and generates loading code."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from trainer.contract.wording import duration, plural
 
 # The form omits this setting: the user chooses the GPUs from a list.
 _BY_PICKER = "launch.gpus"
-# This line identifies the recorded job file of a command, so files of other kinds need not be parsed, which would take
+# This line identifies a command's recorded job file, so that files of other kinds need not be parsed, which would take
 # 0.5 ms each.
 _RUNS_COMMAND = f'kind = "{CommandJob.kind}"'
 _MOST_EARLIER = 200
@@ -80,7 +80,7 @@ class Review(msgspec.Struct, frozen=True):
     # True until the job's interpreter has reported its packages.
     is_asking: bool = False
     best: Best | None = None
-    # A sentence saying that fewer GPUs would suffice, or "".
+    # A sentence saying that fewer GPUs would suffice, or "" if they would not.
     surplus: str = ""
 
     @property
@@ -129,7 +129,7 @@ def review(
     several: bool = True,
     when_known: Callable[[], object] | None = None,
 ) -> Review:
-    """Check whether a draft can run on this machine, reading the activation shards' or language model's headers.
+    """Check whether a draft can run on this machine; this reads the activation shards' or language model's headers.
 
     If `several` is False, a job may use only one GPU.
 
@@ -324,10 +324,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """Return a job file's table, completed with defaults; if the file is invalid, raise a `JobFileError`.
-
-    The error lists all problems.
-    """
+    """Return a job file's table, completed with defaults; raise a `JobFileError` that lists all problems, if any."""
     judged = Judged(pipes=True)
     job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
     if job is None:
@@ -377,7 +374,7 @@ def earlier_commands(jobs: Iterable[Job]) -> list[str]:
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
-    """Return a draft as the text of a job file, which may be incomplete; `typed` contains the invalid input."""
+    """Return a draft as a job file's text, which may be incomplete; `typed` contains the invalid input."""
     import tomli_w
 
     table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))

@@ -72,9 +72,9 @@ def launch_all(
     they form an array, of which at most `at_once` jobs run at a time.
 
     If any job cannot run, raise `JobFileError` and write nothing. If a job cannot be recorded, for example because the
-    disk is full, raise `UserError`, which lists the jobs already launched, and create none of the others. If the queue
-    process does not start, raise `NotStarted`; the jobs are queued. In tests, `start` starts each job instead of the
-    queue process.
+    disk is full, raise a `UserError` that lists the jobs already launched, and create none of the others. If the queue
+    process does not start, raise `NotStarted`; the jobs remain queued. In tests, `start` starts each job in place of
+    the queue process.
     """
     after, tags = tuple(after), as_tags(tags)
     policy, promises = read_policy(data), promised_by(data, after)
@@ -117,7 +117,7 @@ def _record_and_start(
 
 
 def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -> str:
-    """Start recorded jobs, by default with the queue process; return why the queue process does not start, or ""."""
+    """Start recorded jobs, by default with the queue process; return why that does not start, or "" if it does."""
     for job_id in job_ids:
         if start:
             start_or_fail(recording.data, recording.control, job_id, start)
@@ -126,7 +126,7 @@ def _start(recording: _Recording, job_ids: Sequence[int], start: Start | None) -
 
 
 def _with_launched(error: UserError, launched: Sequence[int]) -> UserError:
-    """Return the error, extended by a list of the jobs launched before it, if any."""
+    """Return the error with a list of the jobs launched before it, if there are any."""
     return UserError(f"{error}; already launched: {_named(launched)}" if launched else str(error))
 
 
@@ -217,7 +217,7 @@ def enqueue(data: DataDir) -> str:
 
 
 def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
-    """Expand `~` in the path of a job's interpreter; if the job does not name an interpreter, use `otherwise`."""
+    """Expand `~` in the path to a job's interpreter; if the job does not name an interpreter, use `otherwise`."""
     python = otherwise if job.launch.python is None else job.launch.python
     if not (python and job.needs_trainer):
         return job

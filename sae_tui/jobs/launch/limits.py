@@ -1,6 +1,6 @@
 """Checks a new job against the machine's policy.
 
-A job that the policy never allows causes an error. A job that has to wait causes a warning with the reason.
+A job that the policy never allows produces an error. A job that has to wait produces a warning that gives the reason.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def used_before(past: Iterable[Job]) -> UsedBefore:
-    """Return a function that looks up how much GPU memory was used by the newest finished job of the same shape."""
+    """Return a function that looks up how much GPU memory the newest finished job of the same shape used."""
 
     def find(job: JobConfig, data: DataShape, look: Outlook) -> Took | None:
         peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)

@@ -50,9 +50,9 @@ class Placement(msgspec.Struct, frozen=True):
     any_gpus: bool = False
     # The job's outlook on these devices, or None if a job is resumed on its former devices.
     look: AnyOutlook | None = None
-    # The memory previously needed by the job on each GPU, if it is resumed on its former devices.
+    # The memory that the job previously needed on each GPU, if it is resumed on its former devices.
     had_bytes: int | None = None
-    # The vendor of the GPUs, or "" if it is unknown.
+    # The GPUs' vendor, or "" if it is unknown.
     vendor: str = ""
 
     @property
@@ -191,7 +191,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """Return the GPUs with these indices; busy GPUs are allowed, as the job can wait for them or share them.
+    """Return the GPUs with these indices; busy GPUs are allowed, because the job can wait for them or share them.
 
     Raise `JobFileError` if a GPU does not exist or cannot be used.
     """

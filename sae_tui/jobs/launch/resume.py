@@ -94,12 +94,12 @@ def resume(
     start: Start | None = None,
     finish: bool = False,
 ) -> ResumePlan:
-    """Put a job back into the queue; if the overrides change its devices, `place` chooses the new ones.
+    """Put a job back in the queue; if the overrides change its devices, `place` chooses the new ones.
 
     If `finish`, the job starts to cool down as soon as it resumes, and then finishes.
 
     Raise `JobFileError` if an override would change a fixed setting, and `UserError` if the job cannot be resumed.
-    If the queue process does not start, the job is queued, and a note says so.
+    If the queue process does not start, the job remains queued, and a note says so.
     """
     reconcile_and_revive(data)
     with existing(data, job_id) as control:
@@ -127,7 +127,7 @@ def resume(
             fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": job.held, "after": job.after}
         fields |= {"supervisor_pid": None, "supervisor_start": None}
-        # Only its own host can check whether a supervisor is alive, so the supervisor runs on this host.
+        # Only the host that a supervisor runs on can check whether it is alive, so run it on this host.
         fields |= this_machine()
         # While this process holds the lock, the queue process cannot start the job with its former files.
         with RunLock(data.run(job_id).root):
@@ -270,7 +270,7 @@ def _as_before(job: Job) -> Placement:
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """Move `exit.json` from the run folder, where it marks the job as ended, to its attempt's folder."""
+    """Move `exit.json` from the run folder, where it marks the job as ended, to the ended attempt's folder."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():

@@ -50,8 +50,8 @@ class JobRow(msgspec.Struct, frozen=True):
 
     `chosen` is True for the mode selected by the job's `parallel.mode`. `gpus` lists the GPUs with the most free
     memory; if there are fewer than `n_gpus`, it is empty and `fits` is None. `fits_now` is True if the devices are not
-    in use and the job fits into their free memory. Speed-up and efficiency compare tokens per second with those of a
-    single device. `is_limited` is True if a smaller GPU limits the others.
+    in use and the job fits in their free memory. Speed-up and efficiency compare tokens per second with a single
+    device's. `is_limited` is True if a smaller GPU limits the others.
     """
 
     n_gpus: int
@@ -95,7 +95,7 @@ class Devices(msgspec.Struct, frozen=True):
         return "" if self.are_gpus and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
-        """Return whether `n_bytes` fit into `room_bytes`, or None if it is unknown or there are too few devices."""
+        """Return whether `n_bytes` fit in `room_bytes`, or None if this is unknown or there are too few devices."""
         if room_bytes is None or (self.are_gpus and not self.gpus):
             return None
         return n_bytes <= room_bytes
@@ -209,8 +209,8 @@ def paying_more(than: JobRow, rows: Iterable[JobRow]) -> JobRow | None:
 def gpus_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the GPUs the job may use, most free memory first, or an empty list if it requests the CPU.
 
-    Slices are omitted if there are entire GPUs. If there are only slices, one is returned, because a job can use only
-    one.
+    Slices are omitted if there are also whole GPUs. If there are only slices, one is returned, because a job can use
+    only one.
     """
     named = job.launch.gpus
     if job.on_cpu:
@@ -253,7 +253,7 @@ def _cpu_counts(job: JobConfig) -> list[int]:
 
 
 def _processes(count: int) -> Devices:
-    """Return `count` CPU processes, each with its share of the memory."""
+    """Return `count` CPU processes, each with an equal share of the machine's memory."""
     memory = machine_memory()
     return Devices(CPU, count, (), DeviceMemory(memory.available_bytes // count, memory.total_bytes // count))
 

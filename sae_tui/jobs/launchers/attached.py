@@ -25,12 +25,12 @@ from trainer.contract.runs.rank_exit import signal_name
 
 # The mode of a job whose program was running before it became a job.
 ADOPTED = "adopted"
-# The ioctl PIDFD_GET_INFO of Linux 6.13 with the first version of its struct (64 bytes), and the flag for the exit
-# status, which Linux 6.15 added. See include/uapi/linux/pidfd.h.
+# The ioctl PIDFD_GET_INFO (since Linux 6.13) with the first version of its struct (64 bytes), and the flag for the exit
+# status (since Linux 6.15). See include/uapi/linux/pidfd.h.
 _GET_INFO, _WITH_EXIT, _SIZE, _EXIT_AT = 0xC040FF0B, 1 << 3, 64, 60
 # How long to wait for a program's parent to reap the program, after which the kernel reports the exit status.
 _REAPED_S = 1.0
-# How many bytes of an adopted process's earlier output are copied, and how many bytes are copied at once.
+# How many bytes of an adopted process's earlier output are copied, and how many bytes are copied at a time.
 COPIED_BEFORE, _MOST_COPIED = 2**20, 2**22
 
 

@@ -120,7 +120,7 @@ class CommandAttempt(Attempt, Protocol):
 
     @property
     def was_cut_short(self) -> str:
-        """Why a scheduler asked the program to stop, as a predicate, or ""."""
+        """Why a scheduler asked the program to stop, as a predicate, or "" if none did."""
         ...
 
     def how(self) -> str:

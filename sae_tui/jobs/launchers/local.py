@@ -45,7 +45,7 @@ class RankProcess(ChildRank, OneRank):
 class RankGroup(RankStates[RankProcess]):
     """An attempt's ranks as child processes.
 
-    The ranks and this process share the GPU locks. If this process dies, the kernel sends a signal to the ranks.
+    The ranks and this process share the GPU locks. If this process dies, the kernel sends the ranks SIGTERM.
     """
 
     is_waiting = False
@@ -138,7 +138,7 @@ def is_halted(pid: int) -> bool:
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
     """Write the Python stacks of these processes to a file; if a stack cannot be read, write the reason instead.
 
-    The stacks of processes that are halted or blocked in C++ code can also be read.
+    This also works for processes that are halted or blocked in C++ code.
     """
     sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(sections).encode(errors="replace"))

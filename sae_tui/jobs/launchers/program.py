@@ -38,7 +38,7 @@ _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 
 
 class Program(RankProcess):
-    """A command's program; unlike for a rank, every exit code except 0 is a failure."""
+    """A command's program; every exit code except 0 means failure, unlike for a rank."""
 
     name = "its program"
 

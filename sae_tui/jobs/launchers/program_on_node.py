@@ -1,7 +1,7 @@
 """Runs a command's program on a cluster's node, as the first process of its batch job.
 
-`python -P -m sae_tui.jobs.launchers.program_on_node SPEC` runs the program as the local backend does: in its own
-session, with a limited log, and ended together with all its descendants. The supervisor may be on another host: it
+`python -P -m sae_tui.jobs.launchers.program_on_node SPEC` runs the program as the local backend does: it has its own
+session and a capped log, and is stopped together with all its descendants. The supervisor may be on another host: it
 reads how the program ended from files in the run folder.
 """
 
@@ -141,7 +141,7 @@ def gpus_given(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
 def with_variables_of_node(stored: ProgramEnvironment, here: Mapping[bytes, bytes]) -> ProgramEnvironment:
     """Return the stored environment with the variables that SLURM and the node's prolog have set.
 
-    Variables of the SLURM job in which the command was launched describe other nodes, so they are left out.
+    Variables from the SLURM job in which the command was launched describe other nodes, so they are left out.
     """
     ours, of_slurm = {os.fsencode(name) for name in SUBMITTED}, tuple(map(os.fsencode, OF_SLURM))
     variables = {name: value for name, value in stored.variables if not name.startswith(of_slurm)}
@@ -166,7 +166,7 @@ def _record_ending(attempt: ProgramAttempt, folder: Path, *, is_stopped: bool) -
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program of the attempt with this spec file; if it cannot be started, record why."""
+    """Run the program of the attempt that the spec file describes; if it cannot be started, record why."""
     file = Path(arguments[0])
     try:
         spec = read_own_spec(file)

@@ -1,4 +1,4 @@
-"""A rank on another host; its state is read from files it writes to the run folder."""
+"""A rank on another host; its state is read from files that it writes to the run folder."""
 
 from __future__ import annotations
 

@@ -130,13 +130,13 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path,
 
 
 def _save_s(limit: str | None, wanted_s: float) -> int:
-    """Return how many seconds before the time limit the job is asked to save: `wanted_s`, or a quarter of the limit."""
+    """Return how many seconds before its limit the job is asked to save: `wanted_s`, at most a quarter of the limit."""
     wanted = min(math.ceil(wanted_s), _LONGEST_SAVE_S)
     return wanted if limit is None else min(wanted, int(parse_time_limit(limit)) // 4)
 
 
 def _exports(device: Device) -> str:
-    """Return a script line that sets all vendors' GPU variables, as SLURM chooses the node and the GPUs."""
+    """Return a script line that sets every vendor's GPU variables, because SLURM chooses the node and the GPUs."""
     if device == "cpu":
         return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]

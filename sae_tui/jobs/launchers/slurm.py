@@ -26,9 +26,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-# SLURM reports the reason if a failed job ends on its own, so it is cancelled only after this many seconds.
+# If a failed job ends on its own, SLURM reports the reason, so wait this many seconds before cancelling the job.
 ENDS_ITSELF_S = 15.0
-# The time until the last data written by a node becomes visible on a network file system.
+# How long the last data written by a node may take to become visible on a network file system.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -86,7 +86,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Submit the attempt to SLURM, or attach to the job if already submitted.
+        """Submit the attempt to SLURM, or attach to its SLURM job if it has already been submitted.
 
         Raise `OSError` if SLURM refuses the job. SLURM allocates the GPUs, so the ranks inherit no locks.
         """
@@ -109,7 +109,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
         return [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """Write the SLURM job's number to a file; if this fails, cancel the job, which could not be found again."""
+        """Write the SLURM job's number to a file; if this fails, cancel the job, as it could not be found again."""
         try:
             write_own(id_file, slurm.id)
         except OSError:
@@ -218,7 +218,7 @@ class SlurmAttempt(RankStates[RemoteRank]):
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Cancel the job if it was asked to stop before it started, when there is nothing to save.
+        """Cancel the job if it was asked to stop before it started, because it then has nothing to save.
 
         SLURM cancels it only if it has not started in the meantime.
         """

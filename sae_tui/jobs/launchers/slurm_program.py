@@ -26,7 +26,7 @@ from trainer.contract.files import write_own, write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.command import CommandJob
 
-# The program is asked to stop before its time limit by its grace time plus this time, because SLURM checks limits only
+# How long before its time limit the program is asked to stop, in addition to its grace time: SLURM checks limits only
 # every 30 s.
 SPARE_S = 60.0
 # The node kills the program after its grace time. If the node is late by more than this time, the job is cancelled.
@@ -44,7 +44,7 @@ OF_SLURM = ("SLURM_", "SBATCH_", "SLURMD_")
 
 
 class RemoteProgram(RemoteRank):
-    """A command's program; unlike for a rank, every exit code except 0 is a failure."""
+    """A command's program; every exit code except 0 means failure, unlike for a rank."""
 
     @property
     def name(self) -> str:

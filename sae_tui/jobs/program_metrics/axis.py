@@ -6,10 +6,10 @@ import msgspec
 
 from sae_tui.jobs.program_metrics.lines import Reading, Source
 
-# A smaller step begins another pass, such as the next epoch, only after this many different steps. When several
-# processes print to one log, their steps rarely differ by this many.
+# A smaller step begins another pass, such as the next epoch, only if the current pass has had at least this many
+# different steps. When several processes print to one log, their steps rarely differ by this many.
 FEWEST_IN_PASS = 5
-# A progress bar is short if its total is more than this many times smaller than the leading bar's.
+# A progress bar is short if even this multiple of its total is smaller than the leading bar's total.
 SHORT = 10
 
 
@@ -44,7 +44,7 @@ class StepAxis(msgspec.Struct):
         self.before, self.first, self.n_steps, self.bar_step = 0, None, 0, 0
 
     def place(self, reading: Reading, line: int) -> int:
-        """Return the step of a reading from a line of output."""
+        """Return the step for a reading from a line of output."""
         source = reading.source
         if reading.bar and not self._follows_bar(reading):
             source = Source.LINE
@@ -60,7 +60,7 @@ class StepAxis(msgspec.Struct):
         return step
 
     def place_file(self, step: int) -> int:
-        """Return the step of a value from a file; the file states it as `step`."""
+        """Return the step for a value from a file, which states the step as `step`."""
         self.source = Source.STEP
         return self._reach(step) if step >= self.step or self.is_restarted else step
 
@@ -89,7 +89,7 @@ class StepAxis(msgspec.Struct):
         return True
 
     def _in_pass(self, reading: Reading) -> int:
-        """Return a reading's step, counting the steps of earlier passes; a pass begins when the steps start again."""
+        """Return a reading's step, counting the steps of earlier passes; a pass begins when the steps start over."""
         step = reading.step
         first = self.first if self.first is not None else step
         is_whole = reading.total is not None and self.latest >= reading.total

@@ -45,7 +45,7 @@ LONGEST_NAME = 80
 RUNNING = "running"
 # The speed is the mean over this time.
 _SPEED_OVER_S = 30.0
-# How long to wait for the last values when the attempt ends; a disk may not respond.
+# How long to wait for the last values when the attempt ends, because a disk may not respond.
 _LAST_S = 20.0
 # Series that sae-tui itself writes; a program's own series with these names get a prefix.
 _OWN = frozenset({*USAGE, PEAK_MEMORY, SPEED})
@@ -56,13 +56,13 @@ class Progress(msgspec.Struct):
     """The state stored next to the metrics so that another supervisor or attempt continues where this one ended."""
 
     attempt: int = -1
-    # The start of the attempt, and the zero point of the time axis of usage measurements.
+    # When the attempt began, and the zero point of the usage measurements' time axis.
     began: float = 0.0
     origin: float = 0.0
     log: LogPosition = msgspec.field(default_factory=LogPosition)
     axis: StepAxis = msgspec.field(default_factory=StepAxis)
     files: dict[str, FilePosition] = {}
-    # Maps the name of a series to the folder whose files first used it, so that two folders do not share a series.
+    # Maps each series name to the folder whose files first used it, so that two folders do not share a series.
     owners: dict[str, str] = {}
     names: list[str] = []
     told: list[str] = []
@@ -232,7 +232,7 @@ class ProgramMetrics:
             self._batch.heartbeat = Heartbeat("" if is_last else RUNNING, step, total or 0, step, time.time())
 
     def _add_speed(self, step: int) -> None:
-        """Add the speed at a step: the speed stated by the program or, if none, the mean over the last steps."""
+        """Add the speed at a step: the speed that the program states or, if it states none, the recent mean."""
         now = time.monotonic()
         if self._speeds and step < self._speeds[-1][1]:
             self._speeds.clear()
@@ -297,7 +297,7 @@ def _heartbeat_at(step: int) -> Heartbeat:
 
 
 def clean_name(name: str) -> str:
-    """Return a series name that differs from the names of sae-tui's own series and of a sweep's series."""
+    """Return a series name that cannot be confused with sae-tui's own series or a sweep's series."""
     cleaned = CONTROL.sub("", name).strip().replace("@", "_at_")[:LONGEST_NAME]
     if cleaned.lower() == "loss":
         return "loss"

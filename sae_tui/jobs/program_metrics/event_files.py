@@ -11,7 +11,7 @@ from sae_tui.jobs.program_metrics.sources import LARGEST_RECORD, FilePosition, F
 from sae_tui.jobs.program_metrics.wire import fields, signed
 from trainer.contract.files import open_plain
 
-# A record: the length (8 bytes), its checksum (4 bytes), the content, and the checksum of the content (4 bytes).
+# A record: the length (8 bytes), its checksum (4 bytes), the content, and the content's checksum (4 bytes).
 _HEADER, _FOOTER = 12, 4
 # Field numbers in `Event`, `Summary`, `Summary.Value` and `TensorProto`.
 _STEP, _SUMMARY, _VALUE, _TAG, _SIMPLE, _TENSOR = 2, 5, 1, 1, 2, 8

@@ -17,7 +17,7 @@ from sae_tui.jobs.program_metrics.wandb_files import read_wandb
 from trainer.contract.store.database import file_identity
 
 # The time limit for a search. A program creates its files soon after it starts, so the first searches, and searches
-# after new files were found, may take 1 % of a core. After a few searches that found nothing new, they may take 0.2 %.
+# after new files were found, may take 1 % of a core. After a few searches without new files, the limit is 0.2 %.
 SEARCH_S = 0.2
 OFTEN_S, PAUSE = 2.0, 100
 SELDOM_S, LONG_PAUSE = 30.0, 500
@@ -40,7 +40,7 @@ def reader_of(name: str) -> MetricsFile | None:
 
 
 class MetricsFolders:
-    """Follows the metrics files below some folders that were written since a given time."""
+    """Follows the metrics files under several folders, ignoring files last written before a given time."""
 
     def __init__(
         self, roots: Iterable[Path], left_out: Path, since: float, positions: dict[str, FilePosition],

@@ -1,7 +1,7 @@
 """Finds metrics and progress in a line of any program's output.
 
 It understands JSON (`{"step": 10, "loss": 0.3}`), `key=value`, `loss: 0.3`, `step 10/500`, and the bars of tqdm and
-Keras. Every regular expression takes linear time, because a program may print anything.
+Keras. Every regular expression runs in linear time, because a program may print anything.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STEP = re.compile(
     rf"(?<![\w-])(?:global[_ ]?step|step|iteration|iter){_GAP}{_WHOLE}(?:{_OF})?+(?![\w%/]|[.-]\d)", re.IGNORECASE
 )
 _EPOCH = re.compile(rf"(?<![\w-])epoch{_GAP}{_WHOLE}(?:{_OF})?+(?![\w%/]|[.-]\d)", re.IGNORECASE)
-# `batch 5/100`, `[640/60000 (1%)]`, and Keras's `450/1000 [====>...]`: a position that starts again in each epoch.
+# `batch 5/100`, `[640/60000 (1%)]`, and Keras's `450/1000 [====>...]`: a position that starts over in each epoch.
 _BATCH = re.compile(rf"(?<![\w-])batch{_GAP}{_WHOLE}{_OF}|\[[ \t]{{0,8}}+{_WHOLE}{_OF}", re.IGNORECASE)
 _KERAS = re.compile(rf"^[ \t]{{0,8}}+{_WHOLE}/{_WHOLE}[ \t]+[\[━╸]")
 # `train:  45%|████      | 450/1000 [00:10<00:12, 44.1it/s, loss=0.3]`
@@ -103,7 +103,7 @@ def read_line(line: str, patterns: Sequence[MetricsPattern] = ()) -> Reading | N
 
 
 def _bar(text: str) -> tuple[Reading, str] | None:
-    """Return the position of a progress bar and the text after it."""
+    """Return a progress bar's position and the text after the bar, or None if there is no bar."""
     if "%|" in text and (match := _TQDM.search(text)):
         _, n, total, _, _, rate = match.groups()
         name = f"{_DIGITS.sub('', text[: match.start()]).strip(': ')[:80]}/{total}"

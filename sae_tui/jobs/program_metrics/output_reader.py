@@ -26,7 +26,7 @@ _ENDS = re.compile(rb"[\r\n]")
 
 
 class LogPosition(msgspec.Struct):
-    """How far a log was read: the offset, the bytes before it as hexadecimal digits, and the number of lines."""
+    """How far a log has been read: the offset, the bytes before it as hexadecimal digits, and the number of lines."""
 
     offset: Count = 0
     mark: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z")] = ""
@@ -105,7 +105,7 @@ class OutputReader:
             self.position.lines += end[0] == b"\n"
             begin = end.end()
         rest = chunk[begin:]
-        # A progress bar that ends with a bracket is complete, although the next carriage return is still to come.
+        # A progress bar that ends with a bracket is complete, even if the next carriage return is not written yet.
         if rest and (is_last or len(rest) > _LONGEST or rest.rstrip().endswith(b"]")):
             yield self.position.lines, _decoded(rest)
             begin = len(chunk)

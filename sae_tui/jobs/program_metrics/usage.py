@@ -48,7 +48,7 @@ def _ticks_and_memory(pid: int) -> tuple[int, int]:
 
 
 def gpu_usage(data: DataDir, host: str, uuids: Sequence[str], since: float) -> dict[str, float]:
-    """Return the mean utilisation of a job's GPUs and the most memory used on one, from samples stored since a time."""
+    """Return a job's mean GPU utilisation, and the most memory used on one GPU, from samples stored since `since`."""
     used, memory = [], []
     with contextlib.suppress(UserError):
         stored = recent(data.gpu_db, host, max(0.0, time.time() - since)) if uuids else {}

@@ -39,7 +39,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """Return a clause about a job's first unfinished dependency, or "".
+    """Return a clause about a job's first unfinished dependency, or "" if there is none.
 
     When a finished job is deleted, it is removed from `after`. Therefore, a deleted job that is still in `after` had
     not finished.

@@ -1,8 +1,8 @@
 """The order of the queue among users, and the limits on how much of the machine a user or an array may use at once.
 
 Among jobs with the same priority, users with less GPU time in the last day go first. A user's own jobs are ordered by
-age. No user starves: a job that has been its user's oldest waiting job for `AGED_S` goes before the jobs of users with
-less GPU time. Only jobs that have been in this position for longer, at most one per other user, still go before it.
+age. No user starves: a job that has been its user's oldest waiting job for `AGED_S` goes ahead of users with less GPU
+time. Only jobs that have been in this position for longer, at most one per other user, still go ahead of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.contract.wording import duration, plural
 
 # GPU time used longer ago than this is ignored.
 WINDOW_S = 86_400.0
-# After a job has been its user's oldest waiting job for this long, users with less GPU time no longer go before it.
+# After a job has been its user's oldest waiting job for this long, users with less GPU time no longer go ahead of it.
 AGED_S = WINDOW_S
 # Until a job ends, it counts as having run for at least this long. Otherwise, one user's jobs would get all GPUs that
 # are free at the same time.
@@ -41,7 +41,7 @@ BACKFILL_S = 3600.0
 class Standing(msgspec.Struct, frozen=True):
     """What each user has used and now holds, and the limits that apply now.
 
-    `past` contains the GPU use of the last day, including that of active jobs, and `leases` the GPUs held by jobs.
+    `past` contains the last day's GPU use, including that of active jobs, and `leases` contains the GPUs held by jobs.
     `active` is the number of active jobs in each array. `elsewhere` contains, for each user, the UUIDs of GPUs held by
     jobs from other data folders. `largest` contains the limits that no job can exceed at any time.
     """
@@ -71,7 +71,7 @@ def read_standing(
     locks: Path,
     now: float,
 ) -> Standing:
-    """Return the standing of all users on a host.
+    """Return all users' standing on a host.
 
     `active` contains the unfinished jobs in this data folder, `unleased` the UUIDs of the GPUs that none of them holds,
     and `locks` is the folder with the GPU locks.
@@ -177,7 +177,7 @@ def _lane(job: Job | GpuUse) -> Lane:
 
 
 class _Starts:
-    """Determines since when a job has been its user's oldest waiting job: since the last start of an older job."""
+    """Determines since when a job has been its user's oldest waiting job: since an older job last started."""
 
     def __init__(self, past: Iterable[GpuUse]) -> None:
         in_lane = defaultdict(list)
@@ -208,14 +208,14 @@ class Claims:
         for lease in (*standing.leases, *leases):
             self._held[lease.user].add(lease.gpu_uuid)
         self._active = defaultdict(int, standing.active)
-        # The number of GPUs reserved for each user's waiting jobs, each array's jobs that wait for GPUs, and for each
-        # user the job that has waited at the user's limit for so long that it can no longer be passed.
+        # The number of GPUs reserved for each user's waiting jobs; each array's jobs that wait for GPUs; and, for each
+        # user, the job that has waited too long at the user's limit to be passed.
         self._reserved: dict[str, int] = defaultdict(int)
         self._waiting: dict[int, list[int]] = defaultdict(list)
         self._not_passed: dict[str, int] = {}
 
     def obstacle(self, job: Job) -> str:
-        """Return which limit prevents a job from starting, or ""."""
+        """Return which limit prevents a job from starting, or "" if none does."""
         return self._time_obstacle(job) or self._array_obstacle(job) or self._user_obstacle(job)
 
     def _time_obstacle(self, job: Job) -> str:
@@ -225,7 +225,7 @@ class Claims:
             return ""
         longest_s = self._largest.max_time_s
         if longest_s is not None and limit_s > longest_s:
-            # The policy has changed since the launch. The job would wait forever, so its supervisor shortens its limit.
+            # The policy has changed since the launch. The job would wait forever, so its supervisor lowers the limit.
             return ""
         return f"its time limit is {duration(limit_s)}, but the policy allows only {duration(most_s)} now"
 

@@ -31,7 +31,7 @@ from trainer.contract.store.rows import Job, Lease
 FRESH_S = 5.0
 # Readings up to this age may be used to look up a GPU's name, which does not change.
 NAMED_S = 86_400.0
-# The time limit for a read, which includes the startup of Python, opening the driver and reading a GPU.
+# The time limit for a read, which includes starting Python, opening the driver and reading a GPU.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + GPU_LIMIT_S
 # Samples may be this many seconds older than requested while another process is reading the GPUs.
 LATE_S = 5.0
@@ -54,7 +54,7 @@ class GpuReader:
         self._stuck_file = self._file.with_suffix(".stuck")
         # When another process was first seen holding the lock: the monotonic time, and the time of day as text.
         self._refused: tuple[float, str] | None = None
-        # Why there are no samples, or "".
+        # Why there are no samples, or "" if there are some.
         self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:

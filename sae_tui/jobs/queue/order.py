@@ -6,7 +6,7 @@ in time (backfill), until the waiting job has waited for `BACKFILL_S`.
 
 Let D be the duration of the longest job. A job that stays first in the order starts within `BACKFILL_S` + D: once it
 has waited for `BACKFILL_S`, every suitable GPU that becomes free is kept for it. With one user, this is the oldest job.
-With U users, a user's oldest job starts within `AGED_S` + U * D: after `AGED_S`, at most one job of each other user
+With U users, a user's oldest job starts within `AGED_S` + U * D: after `AGED_S`, at most one job from each other user
 comes before it. These bounds apply among jobs of the same priority, to jobs that no limit holds back.
 """
 
@@ -46,7 +46,7 @@ class QueueGpu(msgspec.Struct, frozen=True):
     takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
-        """Return whether a job fits into the memory left free by other users, regardless of our own jobs.
+        """Return whether a job fits in the memory left free by other users, regardless of our own jobs.
 
         If the free memory is unknown, return True for a job that names its GPUs, and False for a job that accepts any.
         """
@@ -98,7 +98,7 @@ class _Reservation(msgspec.Struct, frozen=True):
 
 
 def in_order(line: Iterable[Job]) -> list[Job]:
-    """Return jobs by priority, then by age; this is the order in which one user's jobs start."""
+    """Return jobs sorted by priority, then by age; this is the order in which one user's jobs start."""
     return sorted(line, key=lambda job: (-job.priority, *age_key(job)))
 
 

@@ -35,7 +35,7 @@ _HALTED = ("T", "t", "D")
 class QueuePlan:
     """Plans this host's queue for jobs with the same GPU source.
 
-    It remembers since when other jobs could have started, so use one plan for several rounds.
+    The plan remembers since when other jobs could have started, so use the same plan for several rounds.
     """
 
     def __init__(self, data: DataDir, control: Control, host: str, source: str) -> None:
@@ -119,7 +119,7 @@ class QueuePlan:
         return any(planned[job.id].gpus for job in jobs)
 
     def most_gpus(self, user: str) -> int | None:
-        """Return how many GPUs a user's jobs may hold according to the last plan, or None without a limit."""
+        """Return how many GPUs a user's jobs may hold according to the last plan, or None if there is no limit."""
         return self._standing.most_gpus(user)
 
     def _read_standing(self, active: Mapping[int, Job], seen: Iterable[QueueGpu]) -> Standing:
@@ -167,7 +167,7 @@ class QueuePlan:
         self._silent[job.id] = self._control.job(job.id)
 
     def report_halted(self) -> None:
-        """Record which skipped jobs' supervisors are halted or hung, when another job starts before the skipped jobs.
+        """Record which skipped jobs' supervisors are halted or hung; called when another job starts before them.
 
         A supervisor may have sent a heartbeat just before it was halted. `report_silent` later reports supervisors that
         no longer send heartbeats.

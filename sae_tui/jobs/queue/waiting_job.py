@@ -56,7 +56,7 @@ class Reasons:
 
 
 class QueueEntry:
-    """A job's entry in the queue; `job` is its last known row, and `locks` contains the locks of its GPUs."""
+    """A job's entry in the queue; `job` is its last known row, and `locks` contains its GPUs' locks."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
         """Enter the queue; `is_ready` is called before locks are acquired, and may restart this program."""
@@ -72,8 +72,8 @@ class QueueEntry:
     def try_start(self) -> bool:
         """Acquire all the job's GPUs and set its state to `starting`, or record in its row why it is waiting.
 
-        Return whether the job starts. The more jobs are queued, the less often each one checks, so the total load stays
-        constant.
+        Return whether the job starts. The more jobs are queued, the less often each one checks its turn, so the total
+        load stays constant.
         """
         if time.monotonic() < self._again_at:
             return False
@@ -109,7 +109,7 @@ class QueueEntry:
         try:
             return self._lease(turn.gpus)
         finally:
-            # If the job does not start, always release the locks, which would block the next attempt.
+            # If the job does not start, always release the locks, because they would block the next attempt.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
@@ -129,8 +129,8 @@ class QueueEntry:
             if not self._control.lease(self.job, gpus, capacity, self._plan.most_gpus(self.job.user), **fields):
                 return "it is no longer queued"
         except LeaseConflict as conflict:
-            # The GPU's lock was free, so the supervisor and ranks of the job holding the lease have exited.
-            # Correct the row for the job holding the lease.
+            # The GPU's lock was free, so the supervisor and ranks of the job that holds the lease have exited.
+            # Correct that job's row.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
@@ -155,6 +155,6 @@ def obstacle_of(data: DataDir, control: Control, job: Job) -> str:
 def _kind(obstacle: str) -> str:
     """Return a reason for waiting without the parts that change often: numbers and text in brackets.
 
-    For example, free memory and the processes of other users change often.
+    For example, the amount of free memory and other users' processes change often.
     """
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

@@ -63,7 +63,7 @@ NO_METRICS = "its SAE was trained, but none of its metrics could be stored; free
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of an attempt: how it ended, and whether it was paused or crashed, or asks to be queued again.
+    """The outcome of an attempt: how it ended, and whether it was paused, crashed, or asked to be queued again.
 
     After a crash, the job may be restarted.
     """
@@ -98,7 +98,7 @@ class AttemptRunner:
         self._began = time.monotonic()
         self._idle = IdleWatch(data, job)
         self._is_late = self._is_idle = False
-        # Why the supervisor itself asked the job to stop, or "".
+        # Why the supervisor itself asked the job to stop, or "" if it has not.
         self._stop_reason = ""
 
     def run(self) -> Outcome:
@@ -170,7 +170,7 @@ class AttemptRunner:
         return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
 
     def _spec(self) -> RankSpec:
-        """Return the specification of the attempt, before GPUs are set aside for a language model."""
+        """Return the attempt's specification before GPUs are set aside for a language model."""
         vendor = vendor_of(self._data, self._job)
         return RankSpec(
             run_dir=self._paths.root,
@@ -253,7 +253,7 @@ class AttemptRunner:
             self._tell("given-up", self._given_up, "error")
 
     def _check_time_limit(self, watch: Watch) -> None:
-        """Warn when 90 % of the time limit has passed, and ask the job to stop at the limit; SLURM has its own."""
+        """Warn when 90 % of the time limit has passed, and ask the job to stop at the limit; SLURM enforces its own."""
         limit_s, passed_s = self._limit_s, time.monotonic() - self._began
         if limit_s is None:
             return
@@ -265,7 +265,7 @@ class AttemptRunner:
             self._tell("late", f"has {duration(limit_s - passed_s)} left until its time limit", "warning")
 
     def _time_limit_s(self) -> float | None:
-        """Return the job's time limit in seconds, which the machine's policy may shorten, or None."""
+        """Return the job's time limit in seconds, which the machine's policy may shorten, or None if it has none."""
         if LAUNCH_BACKENDS[self._launch.backend].cluster:
             return None
         limit, policy = self._launch.time_limit, read_policy(self._data)
@@ -274,7 +274,7 @@ class AttemptRunner:
         return policy.time_limit_s(None if limit is None else parse_time_limit(limit))
 
     def _check_idle(self, watch: Watch) -> None:
-        """Warn about a job not using its GPUs, and ask it to stop after the time set in the machine's policy."""
+        """Warn if the job is not using its GPUs, and ask it to stop after the time set in the machine's policy."""
         if (idle_s := self._idle.turn()) is None:
             return
         was_idle, self._is_idle = self._is_idle, idle_s >= IDLE_S

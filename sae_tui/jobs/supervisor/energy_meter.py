@@ -14,8 +14,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
-# The interval between updates. More frequent updates would cost time; rarer updates would lose more energy readings
-# after a kill.
+# The interval between updates. More frequent updates would cost time; with less frequent ones, a killed supervisor
+# would lose more energy readings.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
 # Smaller forward clock steps are regarded as ordinary adjustments.

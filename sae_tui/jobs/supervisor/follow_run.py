@@ -58,7 +58,7 @@ class StallWatch:
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """Restart measuring the time without progress at the time `now`."""
+        """Measure the time without progress from `now` on."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
@@ -126,7 +126,7 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """True if no step completed within the time limit, unless the run saves, evaluates or waits for disk space."""
+        """True if no step completed in the time limit, unless the run is saving, evaluating or awaiting disk space."""
         may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
@@ -187,7 +187,7 @@ class Watch:
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
     def request_stop(self, why: str = "") -> None:
-        """Ask the job to save and stop, as a user would; by default, because its supervisor was asked to end."""
+        """Ask the job to save and stop, as a user would; the default reason is that its supervisor was asked to end."""
         why = why or f"its supervisor was asked to end; {asked_of(self._job.config).asked}"
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")

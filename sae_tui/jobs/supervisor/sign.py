@@ -1,4 +1,4 @@
-"""Sends supervisor heartbeats visible to other hosts, and keeps the recorded host name up to date."""
+"""Sends supervisor heartbeats that other hosts can see, and keeps the recorded host name up to date."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sign:
         self._due = self._check_due = 0.0
 
     def turn(self) -> None:
-        """Touch the file every 30 s; record a changed host name immediately, as the job's row and leases use it."""
+        """Touch the file every 30 s; record a changed host name at once, because the job's row and leases use it."""
         host = socket.gethostname()
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + SIGN_EVERY_S

@@ -54,9 +54,9 @@ TICKS_PER_TRY = 4
 # The delay before the second restart. The first restart is immediate, and the delay doubles with each later restart.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
-# The delay before a command is queued again at its own request, so that a command that always asks costs little.
+# The delay before a command is queued again at its own request, so that a command that always asks for it costs little.
 REQUEUED_AFTER_S = 5.0
-# How long a supervisor waits in the queue, which is enough to skip another supervisor that does not respond.
+# How long a supervisor waits in the queue, which is long enough to skip another supervisor that does not respond.
 LEAVES_AFTER_S = 60.0
 
 
@@ -145,7 +145,7 @@ class Supervisor:
     def _wait_for_gpus(self) -> bool:
         """Wait in the queue; return True once the locks and leases are acquired, or False if the job ends first.
 
-        If this takes long, also return False, so that the queue process manages the job instead.
+        If this takes too long, also return False, so that the queue process manages the job instead.
         """
         self._is_waiting, began = True, time.monotonic()
         for tick in itertools.count():
@@ -208,7 +208,7 @@ class Supervisor:
         return False
 
     def _run_ranks(self) -> Outcome:
-        """Run attempts until one does not crash or must not be restarted; return the outcome of the last attempt."""
+        """Run attempts until one does not crash or must not be restarted; return the last attempt's outcome."""
         # The package may be replaced while the job is running, so import all modules now.
         for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
             importlib.import_module(name)
@@ -284,7 +284,7 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def _queue_again(self, ending: JobEnding, *, held: bool) -> JobEnding | None:
-        """Put the job back into the queue, where it may be held, and free its GPUs for other jobs.
+        """Put the job back in the queue, where it may be held, and free its GPUs for other jobs.
 
         Return None if the job is queued. If the job must stop instead, or if this cannot be recorded, return how the
         job ends.

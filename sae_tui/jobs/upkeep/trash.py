@@ -26,7 +26,7 @@ from trainer.contract.runs.lock import hold, is_held, still_going
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Event, Job, Rank
 
-# The file `whole` exists if all files of the job are in the trash.
+# The file `whole` exists if all of the job's files are in the trash.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 

@@ -1,4 +1,4 @@
-"""Groups the jobs of an array, or a job and its clones, so that a list shows them as one entry."""
+"""Groups an array's jobs, or a job and its clones, so that a list shows them as one entry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ArrayView(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The leading words shared by the names of all jobs, or the first job's name."""
+        """The leading words that all jobs' names share, or the first job's name if they share none."""
         words = [job.name.split() for job in self.jobs]
         same = []
         for column in zip(*words, strict=False):

@@ -184,7 +184,7 @@ def run_seconds(job: Job) -> float | None:
 
 
 def orders() -> dict[str, Order]:
-    """Return a dict mapping the name of each sort order to the order; metrics are sorted best first."""
+    """Return the sort orders by name; metrics are sorted best first."""
     metrics = key_metrics() | result_metrics()
     by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {

@@ -48,7 +48,7 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """Return why a job failed or was lost, or None if it did neither; reads only a few small files."""
+    """Return why a job failed or was lost, or None if it did neither; this reads only a few small files."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
@@ -72,7 +72,10 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
 
 
 def remedy_of(job: Job) -> Remedy | None:
-    """Return the remedy for a job's failure, or None if it is unknown; remedies name settings that programs lack."""
+    """Return the remedy for a job's failure, or None if none is known.
+
+    A job that runs a program never has one, because remedies name settings that programs lack.
+    """
     return None if kind_of(job.config).is_program else remedy(job.error)
 
 

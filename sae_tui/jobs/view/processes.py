@@ -14,7 +14,7 @@ from trainer.contract.store.rows import Job
 
 @dataclass(frozen=True, slots=True)
 class ProcessRow:
-    """A row in the process list: a process on a GPU, a job grouping its processes, or a parent process without a GPU.
+    """A row in the process list: a process on a GPU, a job with its processes, or a parent process without a GPU.
 
     `depth` is the indentation level, and `n_below` is the number of grouped processes, all of them ranks if
     `groups_ranks`. For a job, `process` contains the totals over its processes and the pid 0.
@@ -198,7 +198,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
         # Skip parents with a single child, such as the nested shells of a login.
         while pid not in on_gpus and len(children) == 1 and children[0] not in on_gpus:
             pid, children = children[0], below.get(children[0], [])
-        # Below a process of a job, every process belongs to that job.
+        # Every process below one of a job's processes belongs to that job.
         job = _job_of(known[pid], held) or above
         number = _rank_of(pid, held)
         entries.append(ProcessRow(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_gpus))
@@ -211,7 +211,7 @@ def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[ProcessRow]:
 
 
 def _job_of(process: ProcessDetails, held: Holders) -> Job | None:
-    """Return the job whose recorded process is this process or one of its ancestors, or None."""
+    """Return the job whose recorded process is this process or one of its ancestors, or None if there is none."""
     return held.job_of((process.pid, *(one.pid for one in process.ancestors)))
 
 

@@ -49,10 +49,10 @@ class JobView(Job, frozen=True, kw_only=True):
     `progress` is between 0 and 1, and `eta_s` is None unless the job is running. `dropped` is the number of metric rows
     the run could not store, or None if the run's `metrics.db` was not read. `best_sae` is the SAE in a sweep that the
     loss and metrics belong to, or "" for a single SAE. `seeds` contains the SAEs that differ from it only in the seed,
-    or is None; if it is given, the values are means over these SAEs. `others` maps the names of metrics without a
-    column to their latest values; for a program, it contains all that the program reports, if this was read. `k` and
-    `d_sae` are text; for a sweep, they contain the lowest and the highest value. `evaluation` is the running evaluation
-    of the SAEs. `silent` describes how long the job's host has been silent; if it is not empty, the job's state is
+    or is None; if it is not None, the values are means over these SAEs. `others` maps the names of metrics without a
+    column to their latest values; for a program, it contains everything that the program reports, if this was read. `k`
+    and `d_sae` are text; for a sweep, they contain the lowest and the highest value. `evaluation` is the SAEs' running
+    evaluation. `silent` describes how long the job's host has been silent; if it is not empty, the job's state is
     unknown.
     """
 

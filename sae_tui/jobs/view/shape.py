@@ -50,11 +50,11 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return how many tokens without firing make a latent dead, like `20.0k tokens`.
+    """Return after how many tokens without firing a latent counts as dead, like `20.0k tokens`.
 
     Return "" if the number is unknown or differs between SAEs in a sweep.
     """
-    # Import this function here, as a job list does not need it.
+    # Import this function here because a job list does not need it.
     from trainer.contract.settings.job import dead_after
 
     asked = _settings(job.config).get("dead_after_tokens", "auto")

@@ -54,7 +54,7 @@ class Watcher:
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
         """Watch the jobs in a data folder.
 
-        Unless `readonly`, also restart queued jobs' lost supervisors, and rebuild missing metric roll-ups.
+        Unless `readonly`, also restart a missing queue process, and rebuild missing metric roll-ups.
         """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
@@ -76,7 +76,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """Why jobs cannot be read or changed, for example because a disk does not respond, or ""."""
+        """Why jobs cannot be read or changed, for example because a disk does not respond, or "" if they can."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not respond"
@@ -165,7 +165,7 @@ class Watcher:
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Correct the rows of jobs whose supervisor has exited; return why this is impossible now, or ""."""
+        """Correct the rows of jobs whose supervisor has exited; return why this is impossible now, or "" on success."""
         try:
             reconcile(self._data, self._revive)
         except UserError as error:

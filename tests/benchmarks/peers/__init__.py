@@ -2,8 +2,8 @@
 
 Every recipe keeps the defaults of its library: learning rate, schedule, initial weights, normalisation, AuxK, clipping.
 Two defaults are limited to a tenth of the run: warm-ups of 1,000 steps, because dictionary_learning rejects a warm-up
-longer than the run, and that library's 1,000 steps before it estimates a threshold. Each library is imported only by
-its own recipe.
+longer than the run, and the 1,000 steps that dictionary_learning waits before it estimates a threshold. Each library is
+imported only by its own recipe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(name: str, setup: Setup, sample: Tensor) -> Recipe:
 
 
 def available(names: list[str]) -> list[str]:
-    """Return the names of recipes that can run; for each other recipe, print the missing requirement."""
+    """Return the names of the recipes that can run; for each of the others, print what is missing."""
     lacking = {name: RECIPES[name].missing() for name in names}
     for name, lack in lacking.items():
         if lack:

@@ -1,4 +1,4 @@
-"""The interface for every recipe, and the settings shared by all recipes in a comparison."""
+"""The interface that every recipe implements, and the settings shared by all recipes in a comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings shared by all recipes in one comparison."""
+    """The settings that all recipes in a comparison share."""
 
     d_in: int
     d_sae: int
@@ -34,7 +34,7 @@ class Setup:
         return self.batch_size * self.n_steps
 
     def short(self, n_steps: int) -> int:
-        """Return `n_steps`, a library's default, limited to a tenth of the run."""
+        """Cap `n_steps`, a library's default, at a tenth of the run."""
         return max(1, min(n_steps, self.n_steps // 10))
 
     @property
@@ -56,7 +56,7 @@ class Recipe(ABC):
     name: str
     kind = "topk"
     package, module = "torch", "torch"
-    # Whether this is another tool's trainer rather than a loop written for these benchmarks.
+    # Whether this is another tool's trainer rather than our own or a loop written for these benchmarks.
     is_peer = True
     writes_sae = True
 
@@ -86,12 +86,12 @@ class Recipe(ABC):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return the requirement missing for this recipe, or None."""
+        """Return the requirement that this recipe lacks, or None."""
         return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
 
     @classmethod
     def version(cls) -> str:
-        """Return the package and its version; omit the version if it is not installed as a package."""
+        """Return the package's name and version; omit the version if it is not installed as a package."""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{cls.package} {importlib.metadata.version(cls.package)}"
         return cls.package

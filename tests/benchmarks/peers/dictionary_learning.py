@@ -38,7 +38,7 @@ class DictionaryLearningTopK(Recipe):
         self._setup, self._n_done = setup, 0
 
     def _own(self, setup: Setup) -> dict[str, Any]:
-        """Return the settings needed only for this kind of SAE."""
+        """Return the settings that only this kind of SAE needs."""
         return {}
 
     def step(self, x: Tensor) -> None:

@@ -18,7 +18,7 @@ class Ours(Recipe):
     architecture = "topk"
     is_peer = False
 
-    # Among the recipes, only the methods of this class depend on `trainer` internals.
+    # This is the only recipe whose methods depend on `trainer` internals.
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel

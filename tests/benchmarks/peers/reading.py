@@ -77,7 +77,7 @@ class Ours(Reader):
         self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
-        # The extraction counts all tokens in the last batch, although it does not keep all rows from this batch.
+        # The extraction counts all tokens in the last batch, although it does not keep all of this batch's rows.
         return self._extraction.run().tokens_per_s or 0.0
 
 
@@ -144,7 +144,7 @@ class SaeLensRunner(Reader):
 
 
 class SaeLensStore(SaeLensRunner):
-    """`ActivationsStore`, used by SAELens for training, but without its batch mixing."""
+    """`ActivationsStore`, which SAELens uses for training, but without its mixing of batches."""
 
     name, does = "SAELens ActivationsStore", "reads one hook without writing"
 

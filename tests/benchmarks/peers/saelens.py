@@ -35,7 +35,7 @@ class SaeLensTopK(Recipe):
         self._trainer: Any = SAETrainer(config, self.sae, data_provider=iter(()))
 
     def _own(self, setup: Setup) -> dict[str, Any]:
-        """Return the settings needed only for this kind of SAE."""
+        """Return the settings that only this kind of SAE needs."""
         return {}
 
     def step(self, x: Tensor) -> None:

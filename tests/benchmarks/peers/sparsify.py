@@ -66,7 +66,7 @@ class Sparsify(Recipe):
 
     @contextlib.contextmanager
     def _with_averaged_weights(self) -> Iterator[None]:
-        """In the `with` block, use the weights saved by the library, which are averages over steps."""
+        """In the `with` block, use the weights that the library would save, which are averages over steps."""
         self._optimizer.eval()
         yield
         self._optimizer.train()

@@ -34,7 +34,7 @@ def test_every_object_is_strict_and_describes_each_field() -> None:
     for name, schema in schemas().items():
         Draft202012Validator.check_schema(schema)
         assert schema["title"]
-        if name == "stream":  # a stream's schema allows fields of later versions
+        if name == "stream":  # a stream's schema allows fields from later versions
             continue
         for part in parts(schema):
             if isinstance(properties := part.get("properties"), dict):

@@ -39,7 +39,7 @@ def machine(tmp_path: Path) -> Machine:
 def checked(
     machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
 ) -> Callable[..., list[Problem]]:
-    """Return a function that checks a job on a small shard, and returns the problems."""
+    """Return a function that checks a job on a small shard and returns the problems."""
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
@@ -207,7 +207,7 @@ def test_a_gpu_count_is_refused_on_a_machine_without_gpus(
         ),
     ],
 )
-def test_a_training_job_uses_either_one_mig_slice_or_only_full_gpus(
+def test_a_training_job_uses_either_one_mig_slice_or_only_whole_gpus(
     checked: Callable[..., list[Problem]], machine: Machine, gpus: Any, message: str
 ) -> None:
     cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (2, 3))
@@ -220,8 +220,8 @@ def test_a_training_job_uses_either_one_mig_slice_or_only_full_gpus(
 def test_a_full_disk_is_reported_as_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # The SAE has 17e13 parameters, including the encoder's bias.
-    # Each of the four checkpoints takes 8 bytes per parameter, and the exported SAE takes 4 bytes per parameter.
+    # The SAE has 17e13 parameters, including the encoder's bias. Each of the four checkpoints takes 8 bytes per
+    # parameter, and the exported SAE takes 4.
     assert f"the checkpoints and the SAE need about {36 * 17e13 / GIB:,.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 

@@ -21,7 +21,7 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
-# Measured speeds for one of two CPU cores, including the speed of a reduction between the cores.
+# Measured speeds of one of two CPU cores, including the speed of a reduction between the cores.
 CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
@@ -45,7 +45,7 @@ def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> Non
 
 @pytest.mark.parametrize("flag", ["amx_bf16", "avx512_bf16"])
 @pytest.mark.parametrize(("d_sae", "mode"), [(3072, "ddp"), (16384, "tensor")])
-def test_two_cpu_processes_use_the_mode_that_measured_faster(
+def test_two_cpu_processes_use_the_mode_that_was_faster_when_measured(
     make_job: MakeJob, d_sae: int, mode: str, flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The costs were measured on CPUs with instruction sets that the test machine's CPU may lack.
@@ -65,7 +65,7 @@ def test_a_mode_that_does_not_fit_is_not_chosen_even_if_it_is_fastest(make_job: 
     assert narrow.needs_bytes < needs
 
 
-def test_if_no_mode_fits_the_one_that_needs_least_memory_is_chosen_with_a_reason(make_job: MakeJob) -> None:
+def test_if_no_mode_fits_the_one_that_needs_the_least_memory_is_chosen_with_a_reason(make_job: MakeJob) -> None:
     settled = settle(Workload(wide(make_job), 2, GPT2_XL), PlannedResources(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert settled.reason.endswith(" GiB, but each rank may use only 0.9 GiB")
@@ -144,7 +144,7 @@ def test_the_estimated_step_time_is_at_most_twice_the_ideal(make_job: MakeJob) -
 
 
 @pytest.mark.parametrize(("mode", "added"), [("ddp", (0.3e-3, 0.8e-3)), ("tensor", (0.3e-3, 1e-3))])
-def test_auxk_adds_a_similar_time_per_step_in_all_modes(
+def test_auxk_adds_about_the_same_time_to_a_step_in_all_modes(
     make_job: MakeJob, mode: str, added: tuple[float, float]
 ) -> None:
     # At this size, AuxK takes 0.5 ms on one H200. Ranks that shard the latents exchange another 75 MB for AuxK.
@@ -167,7 +167,7 @@ def test_the_chosen_mode_is_not_much_slower_after_latents_have_died(
 
 
 def test_cuda_graphs_reduce_the_host_overhead_on_a_single_gpu(make_job: MakeJob) -> None:
-    # An H200 took 1.15 ms for such a step with CUDA graphs, or 1.42 ms with AuxK; see docs/performance.md.
+    # On an H200, such a step took 1.15 ms with CUDA graphs, or 1.42 ms with AuxK; see docs/performance.md.
     sae, h200 = {"d_sae": 24576, "k": 32}, Speeds(788e12, 4.3e12, 1, 0)
     train: dict[str, Any] = {"precision": "bf16", "batch_size": 4096}
     replayed = step_time(workload(make_job(sae=sae, train=train), 768), h200)
@@ -220,7 +220,7 @@ def test_a_skip_connection_costs_two_matmuls_and_a_gradient_reduction(make_job: 
         workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)
         for skip in (False, True)
     ]
-    # If memory bandwidth is unlimited, only matmuls take time.
+    # With unlimited memory bandwidth, only matmuls take time.
     without, with_skip = (step_time(work, Speeds(1e12, 1e30, 1e9, 0)).passes_s for work in works)
     tokens = 4096 if mode == "ddp" else 2048
     assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)

@@ -1,4 +1,4 @@
-"""Tests for the resources needed by an extraction, and for the problems reported if one is unavailable."""
+"""Tests for the resources that an extraction needs, and for the problems reported if one is unavailable."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_more_tokens_per_batch_and_a_longer_context_take_more_memory(model: Path
     assert needs(batch_tokens=4096, context=4096) > needs(batch_tokens=4096, context=32)
 
 
-def test_a_full_gpu_causes_a_warning_and_a_gpu_that_is_too_small_causes_an_error(
+def test_a_full_gpu_triggers_a_warning_and_one_that_is_too_small_triggers_an_error(
     job: ExtractJob, tmp_path: Path
 ) -> None:
     named = on(job, [0])
@@ -133,7 +133,7 @@ def test_an_invalid_model_or_text_or_folder_is_reported_before_the_launch(tmp_pa
     ]
 
 
-def test_a_model_spread_over_gpus_divides_its_memory_and_runs_at_the_speed_of_one(
+def test_spreading_a_model_over_gpus_divides_its_memory_but_is_no_faster_than_one_gpu(
     job: ExtractJob, tmp_path: Path
 ) -> None:
     whole = on(job, "auto:3")

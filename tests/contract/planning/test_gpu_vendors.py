@@ -1,4 +1,4 @@
-"""Tests that CUDA_VISIBLE_DEVICES and its AMD counterparts select the same GPUs as CUDA and ROCm do."""
+"""Tests that we interpret CUDA_VISIBLE_DEVICES and its AMD counterparts in the same way as CUDA and ROCm."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_slice_is_recognised_by_its_name_in_pytorch():
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1,2"}, "3"),
     ],
 )
-def test_on_amd_the_second_variable_indexes_the_gpus_left_by_the_first(environ, text):
+def test_on_amd_the_second_variable_indexes_the_gpus_that_the_first_one_selects(environ, text):
     assert VENDORS["amdsmi"].visible_devices(environ) == text
 
 

@@ -28,13 +28,13 @@ def test_the_bus_speed_is_assumed_for_an_unmeasured_number_of_gpus() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"cards": 3}'])
-def test_a_damaged_file_is_treated_as_a_file_without_measurements(content: bytes | None, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_file_counts_as_a_file_without_measurements(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "box.json").write_bytes(content)
     assert read_box(tmp_path / "box.json") == MeasuredHardware()
 
 
-def test_storing_measured_speeds_in_an_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
+def test_storing_measured_speeds_in_a_missing_folder_raises_no_error(tmp_path: Path) -> None:
     write_box(tmp_path / "nowhere" / "box.json", MeasuredHardware())
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Tests for a job's estimated GPU memory."""
+"""Tests for the estimate of a job's GPU memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 def of_tensors(make_job: MakeJob, *sizes: int, **train: Any) -> int:
-    """Return the estimated memory without NCCL's buffers, not needed by a single rank."""
+    """Return the estimated memory without NCCL's buffers, which a single rank does not need."""
     return total(make_job, *sizes, **train) - nccl_bytes(workload(make_job(), 1, sizes[-1]))
 
 
@@ -165,7 +165,7 @@ def test_memory_counted_by_pytorch_excludes_nccl(make_job: MakeJob) -> None:
         ({"optimizer": "muon"}, 4, 4),
     ],
 )
-def test_an_optimizer_needs_memory_for_its_state_on_each_type_of_device(
+def test_the_memory_for_an_optimizers_state_depends_on_its_settings_and_the_device(
     make_job: MakeJob, train: dict[str, Any], on_gpu: float, on_cpu: float
 ) -> None:
     job = make_job(sae={"d_sae": 64}, train=train)
@@ -176,7 +176,7 @@ def test_an_optimizer_needs_memory_for_its_state_on_each_type_of_device(
         assert checkpoint_bytes(work) == round((4 + n_bytes) * n_parameters)
 
 
-def test_the_decoder_of_a_transcoder_has_the_width_of_the_targets(make_job: MakeJob) -> None:
+def test_a_transcoders_decoder_is_as_wide_as_the_targets(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = 8 * 64 + 64 * 24 + 64 + 24
     assert n_parameters(workload(job, 8, d_out=24), job.sae) == parameters
@@ -215,7 +215,7 @@ def test_sparse_architectures_keep_only_pre_activations_but_dense_ones_keep_more
     assert 1.2 * wide < chosen < 4 * wide
     settings["sae"]["architecture"] = "gated"
     assert 7 * wide < estimate(workload(make_job(**settings), 384)).activations < 9 * wide
-    # On CPU, a gated SAE's latents are also selected sparsely.
+    # On a CPU, a gated SAE's latents are also selected sparsely.
     assert estimate(workload(make_job(**settings), 384, device="cpu")).activations <= chosen
 
 
@@ -225,7 +225,7 @@ def test_16_bit_matmuls_halve_the_pre_activations(make_job: MakeJob) -> None:
         return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
-    # On CPU, the maxima of groups of latents are not stored.
+    # On a CPU, the maxima of groups of latents are not stored.
     assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
@@ -281,9 +281,9 @@ def test_a_compiled_update_saves_memory_for_signum_but_not_for_muon(make_job: Ma
     assert 4 * 4096 * 1024 <= spared("signum") < 1.2 * 4 * 4096 * 1024
 
 
-# Memory in MB reserved by PyTorch on an H200 for four steps without AuxK or evaluation (2.11, CUDA 13). For d_in 768,
-# the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64. Only Signum's update was
-# compiled by torch.
+# Memory in MB that PyTorch 2.11 with CUDA 13 reserved on an H200 for four steps without AuxK or evaluation. For d_in
+# 768, the SAE has 24,576 latents and k is 32; for d_in 2,304, it has 65,536 latents and k is 64. torch compiled only
+# Signum's update.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),
@@ -311,7 +311,7 @@ def test_the_memory_estimate_is_within_a_tenth_of_the_measured_memory(
 
 
 @pytest.mark.parametrize(("ranks", "n_batches"), [(2, 2.5), (3, 2), (8, 2)])
-def test_a_rank_reading_row_shards_holds_three_shards_and_one_full_batch_in_memory(
+def test_a_rank_that_reads_row_shards_holds_three_shards_and_one_full_batch_in_memory(
     make_job: MakeJob, ranks: int, n_batches: float
 ) -> None:
     job = make_job(data={"path": "acts", "held_out_tokens": 0}, train={"batch_size": 128}, parallel={"mode": "tensor"})

@@ -28,7 +28,7 @@ def test_the_bar_is_full_and_every_boundary_is_to_scale(parts: Memory, width: in
         assert abs(n_cells - width * n_bytes / parts.total) <= 0.5 + 1e-9
 
 
-def test_parts_smaller_than_a_cell_take_no_whole_cell() -> None:
+def test_parts_smaller_than_a_cell_do_not_get_a_whole_cell() -> None:
     parts = Memory(1 << 20, 2 << 20, 1 << 20, 3 << 20, 0, 128 << 20, 512 << 20)
     assert list(cells(parts, 20).values()) == [0, 0, 0, 0, 4, 16]
 

@@ -1,4 +1,4 @@
-"""Tests for choosing the GPUs to run the language model during training."""
+"""Tests for choosing which GPUs run the language model during training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make(tmp_path: Path) -> Make:
         config = {"hidden_size": WIDTH, "num_hidden_layers": 40, "dtype": "bfloat16"}
         (model / "config.json").write_text(json.dumps(config))
         (model / "pytorch_model.bin").touch()
-        # The weight file is sparse, so it takes no disk space.
+        # The weight file is sparse, so it takes up no disk space.
         os.truncate(model / "pytorch_model.bin", 2 * int(n_parameters))
         data = {"source": "model", "model": str(model), "hook": "resid_post.20", "text": str(tmp_path / "text.txt")}
         table = {"data": data | sections.pop("data", {}), "sae": {"d_sae": d_sae, "k": 64}}
@@ -145,7 +145,7 @@ def test_the_model_shares_the_training_gpus_unless_separate_ones_are_clearly_fas
     assert beside.settled.time.total_s >= 1.1 * apart.settled.time.total_s
 
 
-def test_if_no_placement_fits_the_one_needing_least_memory_is_chosen_with_a_reason(make: Make) -> None:
+def test_if_no_placement_fits_the_one_needing_the_least_memory_is_chosen_with_a_reason(make: Make) -> None:
     chosen = place(make(), capacity=DeviceMemory(8 * GIB, 8 * GIB))
     assert "needs the least memory" in chosen.why
     assert chosen.needs_bytes <= place(with_model_gpus(make(), 8, 0)).needs_bytes
@@ -167,12 +167,12 @@ def test_no_placement_is_computed_if_only_one_is_possible(changes: dict[str, Any
     assert (chosen.model_gpus, chosen.why) == (0, "")
 
 
-def test_groups_of_ranks_sharing_latents_stay_complete(make: Make) -> None:
+def test_groups_of_ranks_that_share_latents_stay_complete(make: Make) -> None:
     job = make(parallel={"mode": "hybrid", "latent_ranks": 2})
     assert place(job, capacity=DeviceMemory(24 * GIB, 24 * GIB)).model_gpus in (4, 6)
 
 
-def test_a_resumed_run_keeps_its_ranks_if_possible(make: Make) -> None:
+def test_a_resumed_run_keeps_its_number_of_ranks_if_possible(make: Make) -> None:
     capacity = DeviceMemory(24 * GIB, 24 * GIB)
     for ranks, own in ((8, 0), (4, 4), (2, 6), (1, 7)):
         again = place(make(), capacity=capacity, ranks_before=ranks)
@@ -217,7 +217,7 @@ def test_a_step_takes_as_long_as_reading_or_training_whichever_is_slower(make: M
         assert (reading > alone) == reads_longer
 
 
-def test_the_memory_check_uses_the_larger_need_of_training_gpus_and_model_gpus(make: Make) -> None:
+def test_the_memory_check_uses_whichever_of_training_and_model_gpus_needs_more(make: Make) -> None:
     job = make(gpus="auto:2", data={"model_gpus": 1}, d_sae=4096)
     gpus = [MachineGpu(index, RTX_3090, 16 * GIB, memory_total_bytes=16 * GIB) for index in range(2)]
     look = outlook(job, job.data_shape(), 2, gpus)

@@ -1,4 +1,4 @@
-"""Tests that the message about rows in an extraction's output folder matches what the extraction does with the rows."""
+"""Tests that the message about rows in an extraction's output folder matches what the extraction does with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_missing_or_empty_folder_is_not_mentioned(make: Make) -> None:
     assert what_is_there(make(n_tokens=200)) == ""
 
 
-def test_a_finished_extraction_is_reported_before_another_launch(make: Make, tmp_path: Path) -> None:
+def test_a_finished_extraction_is_reported_before_it_is_launched_again(make: Make, tmp_path: Path) -> None:
     run(job := make())
     told = f"{tmp_path / 'rows'} contains this extraction, finished with 300 rows"
     assert what_is_there(job) == told
@@ -70,7 +70,7 @@ def test_rows_stored_by_several_processes_are_added_up(make: Make, tmp_path: Pat
     job, output = make(shard_rows=16), tmp_path / "rows"
     run_ranks(job, 2, tmp_path / "meet")
     assert "finished with 300 rows" in what_is_there(job)
-    # Write the state left by each of two stopped processes.
+    # Write the states that two stopped processes would leave behind.
     state = json.loads((output / STATE).read_text()) | {"is_finished": False}
     (output / STATE).write_text(json.dumps(state | {"shards": [[], []]}))
     for rank, n in enumerate((2, 3)):

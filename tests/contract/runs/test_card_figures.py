@@ -51,7 +51,7 @@ def test_losses_without_first_tokens_and_on_all_tokens_are_separate_groups() -> 
     assert title_of_group("model", card(spliced=SPLICED | {"left_out": ""})) == "Language model, all tokens"
 
 
-def test_figures_have_a_mean_and_a_deviation_over_the_seeds_if_all_were_measured_in_the_same_way() -> None:
+def test_figures_have_a_mean_and_deviation_over_seeds_if_all_were_measured_the_same_way() -> None:
     data = card_table()["data"]
     cards = {
         f"k=8,seed={seed}": card(figures=FIGURES | {"fvu": fvu}, recovery=recovery, data=data | {"place": place})

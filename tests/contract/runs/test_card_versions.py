@@ -1,4 +1,4 @@
-"""Tests for older versions of report cards, kept next to an SAE's weights."""
+"""Tests for the older versions of a report card, which are kept next to the SAE's weights."""
 
 from __future__ import annotations
 

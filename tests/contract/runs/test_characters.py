@@ -1,4 +1,4 @@
-"""Tests for characters that span several tokens, compared with Python's decoding of all tokens' bytes."""
+"""Tests how characters that span several tokens are decoded, against Python's decoding of all tokens' bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.runs.features import runs_of_tokens, without_cut_ends
 
 
 def cut(draw: Any, whole: bytes) -> list[bytes]:
-    """Split the bytes at random positions. A position may occur twice, producing an empty part."""
+    """Split the bytes at random positions. A position may occur twice, which produces an empty part."""
     places = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[first:last] for first, last in zip([0, *places], [*places, len(whole)], strict=True)]
 

@@ -1,4 +1,4 @@
-"""Tests for a checkpoint's record of shards, used to tell whether data is unchanged, extended or different."""
+"""Tests for a checkpoint's record of shards, which shows whether the data is unchanged, extended or different."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_changed_shard_is_refused_with_its_name_and_the_change(change: str, fo
     assert f"the run was trained on {said.format(folder=folder)}" in refusal(folder, before)
 
 
-def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder: Path, tmp_path: Path) -> None:
+def test_copied_and_touched_files_with_the_same_content_count_as_the_same_data(folder: Path, tmp_path: Path) -> None:
     before = recorded(folder)
     os.utime(folder / "b.npy", ns=(1, 1))
     (folder / "d.npy").rename(tmp_path / "d.npy")
@@ -91,7 +91,7 @@ def test_copied_and_touched_files_with_the_same_content_are_the_same_data(folder
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]
 
 
-def test_new_shards_follow_the_old_ones_and_are_not_split(
+def test_new_shards_follow_the_old_ones_and_have_no_held_out_rows(
     folder: Path,
 ) -> None:
     before = recorded(folder)
@@ -146,7 +146,7 @@ def test_the_sample_of_a_large_shard_detects_reordered_rows(folder: Path, monkey
 
 
 @given(size=st.integers(1, 10_000), n_blocks=st.integers(2, 60))
-def test_sampled_blocks_are_in_the_file_and_include_both_ends(size: int, n_blocks: int) -> None:
+def test_sampled_blocks_lie_within_the_file_and_include_both_ends(size: int, n_blocks: int) -> None:
     size += n_blocks * data_record.BLOCK
     places = data_record._places(size, n_blocks)
     assert (places[0], places[-1] + data_record.BLOCK) == (0, size)

@@ -47,7 +47,7 @@ def test_promoted_tokens_are_included_if_the_file_has_them(file: Path) -> None:
 
 @pytest.mark.parametrize("name", MOVED)
 @pytest.mark.parametrize("shape", [[1, 2], [2], []])
-def test_promoted_tokens_of_the_wrong_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
+def test_promoted_token_tensors_of_the_wrong_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
     kind, code, _, values = MOVED[name]
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
     with pytest.raises(UserError, match="was not written by `sae-train eval`"):
@@ -106,8 +106,8 @@ def test_latents_are_sorted_as_requested(file: Path) -> None:
 @pytest.mark.parametrize(
     ("fired", "order"),
     [
-        # There are 100,000 rows, and the maximum activations of the two latents are 4 and 3. In the first case, both
-        # latents fire on 0.01 % to 1 % of the rows; in the next three, at least one latent is rarer or denser.
+        # There are 100,000 rows, and the two latents' maximum activations are 4 and 3. In the first case, both latents
+        # fire on 0.01 % to 1 % of the rows; in the next three, at least one latent is rarer or denser.
         ((10, 1000), [0, 1]),
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),
@@ -131,7 +131,7 @@ def test_sparse_latents_come_first_and_dense_latents_last(file: Path, fired: tup
         (10_000, 0.95, 0.95, "token"),
         (10_000, 0.9, 0.95, "position"),
         (10, 0.95, 0.0, "token"),
-        # A few activations on the same token mean nothing.
+        # A few activations on the same token prove nothing.
         (9, 1.0, 1.0, "rare"),
         (9, 0.0, 0.0, "rare"),
         (10, 0.9, 0.9, "other"),
@@ -150,7 +150,7 @@ def test_the_family_of_a_latent_depends_on_when_it_fires(
     )
 
 
-def test_without_shares_no_latent_is_bound_to_a_token_and_asking_for_one_is_refused(file: Path) -> None:
+def test_without_shares_the_token_family_is_empty_and_searching_for_it_is_refused(file: Path) -> None:
     assert Features(file).families == ["other", "other"]
     with pytest.raises(UserError, match="family:token is unknown for this SAE"):
         Features(file).search("family:token")
@@ -168,16 +168,16 @@ def test_cosines_of_nearest_decoder_directions_are_counted_in_bins(file: Path) -
     assert sum(Features(file).nearest_histogram) == 1
 
 
-def test_a_search_separates_latents_firing_on_a_word_from_latents_firing_near_it(file: Path) -> None:
+def test_a_search_separates_latents_that_fire_on_a_word_from_ones_that_fire_near_it(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])
 
 
-def test_a_search_lists_latents_firing_on_a_token_before_latents_firing_near_it(file: Path) -> None:
+def test_a_search_lists_latents_that_fire_on_a_token_before_ones_that_fire_near_it(file: Path) -> None:
     features = Features(file)
     latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
-    # Latent 0 is listed before latent 1, which fires more often, as in the order "sparse".
+    # As in the order "sparse", latent 0 is listed before latent 1, which fires more often.
     assert latents == [[0], [1, 0], [0, 1], []]
 
 

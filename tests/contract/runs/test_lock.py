@@ -1,4 +1,4 @@
-"""Tests for a run's lock, which shows every user on the machine whether any process in the run is alive."""
+"""Tests for a run's lock, which shows every user on the machine whether any process of the run is alive."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def looked_at(tmp_path: Path) -> Iterator[Path]:
         looking.kill()
 
 
-def test_checking_a_runs_lock_does_not_prevent_its_start(looked_at: Path) -> None:
+def test_checking_a_runs_lock_does_not_prevent_the_run_from_starting(looked_at: Path) -> None:
     for _ in range(3000):
         with RunLock(looked_at.parent) as run:
             run.share()
 
 
-def test_checking_the_lock_does_not_count_as_a_process_of_the_run(
+def test_a_process_that_checks_the_lock_does_not_count_as_part_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looking = RunLock(tmp_path)

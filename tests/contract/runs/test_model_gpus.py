@@ -28,7 +28,7 @@ def job(tmp_path: Path) -> JobConfig:
 
 @pytest.fixture
 def given(tmp_path: Path) -> RankSpec:
-    """Return the spec for an attempt with one rank per device."""
+    """Return the spec of an attempt with one rank per device."""
     return RankSpec(
         tmp_path, tmp_path / "sae", attempt=1, world_size=4, device="cuda", gpu_uuids=UUIDS, gpu_vendor="nvml"
     )
@@ -74,7 +74,7 @@ def test_a_resumed_run_keeps_its_rank_count(job: JobConfig, given: RankSpec, tmp
     assert placed(msgspec.structs.replace(given, attempt=2), job, "auto").model_gpus == 0
 
 
-def test_the_spec_of_a_job_reading_stored_rows_is_not_changed(given: RankSpec) -> None:
+def test_the_spec_of_a_job_that_reads_stored_rows_is_not_changed(given: RankSpec) -> None:
     job, _ = parse_job({"data": {"path": "acts"}})
     assert job
     assert with_model_placed(given, job, "", MeasuredHardware(), DeviceMemory()) is given

@@ -1,4 +1,4 @@
-"""Tests, with real processes, that the rank that caused a failure is found among several exited ranks."""
+"""Tests, with real processes, that the rank that caused a failure is identified among several exited ranks."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_rank_without_an_error_or_a_log_is_described_by_its_exit_code(start):
     assert [rank.error(2) for rank in ranks] == ["rank 0 ended with exit code 7", "rank 1 was killed (SIGSEGV)"]
 
 
-def test_waiting_for_ended_ranks_returns_at_once(start):
+def test_waiting_for_ranks_that_have_ended_returns_immediately(start):
     rank = start("raise SystemExit(0)")
     ended(rank)
     assert wait_for_ends([rank], timeout_s=0) == []

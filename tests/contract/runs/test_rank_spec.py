@@ -136,7 +136,7 @@ def test_every_rank_gets_at_least_one_thread() -> None:
     assert threads_per_rank(10 * cores) == 1
 
 
-def test_a_user_file_called_trainer_is_not_run_in_place_of_the_trainer(tmp_path: Path) -> None:
+def test_a_users_file_called_trainer_is_not_run_instead_of_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text("print('a stranger')")
     command = rank_command(tmp_path / "missing.json")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

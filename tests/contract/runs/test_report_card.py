@@ -46,7 +46,7 @@ def test_a_written_card_is_read_back_unchanged(tmp_path: Path) -> None:
     assert as_table(read) == as_table(one)
 
 
-def test_a_card_from_an_older_version_lacks_newer_fields(tmp_path: Path) -> None:
+def test_a_card_from_an_older_version_is_read_without_the_newer_fields(tmp_path: Path) -> None:
     table = card_table()
     del table["figures"]["dead_error"], table["latents"]
     del table["spliced"]["ce_score_error"]
@@ -173,7 +173,7 @@ ROWS_PART = {"rows": {"measured": 1.0, "step": 1, "n": 1, "unit": "rows"}}
 
 
 @pytest.mark.parametrize("place", ["data/sample", "elsewhere"])
-def test_figures_of_twins_and_known_features_stay_only_for_the_same_rows(place: str) -> None:
+def test_figures_of_twins_and_known_features_are_kept_only_for_the_same_rows(place: str) -> None:
     older = msgspec.convert(card_table(twins=[TWIN], known=KNOWN), Card)
     data = card_table()["data"] | {"place": place}
     newer = msgspec.convert(card_table(data=data, parts=ROWS_PART), Card).with_older(older)

@@ -50,7 +50,7 @@ def test_each_consent_allows_only_the_code_that_it_names() -> None:
         ("folder", "x"),
     ],
 )
-def test_variables_and_a_folder_need_consent_too_because_they_choose_what_a_command_runs(path, value) -> None:
+def test_variables_and_a_folder_also_need_consent_because_they_decide_what_a_command_runs(path, value) -> None:
     table = {"kind": "command", "command": {"argv": ["make"], path: value}}
     for consent in (Consent(names=("make",)), NO_CONSENT.given(['command.argv=["make"]'])):
         found = refused(table, consent)

@@ -32,7 +32,7 @@ SETTINGS = {setting.name: setting for setting in settings_of(Sample)}
 
 
 def every_setting() -> list[tuple[str, Setting]]:
-    """Return the path and declaration of every setting, including those of every registered class."""
+    """Return the path and declaration of every setting, including the settings of every registered class."""
     settings = [("name", setting) for setting in settings_of(JobConfig)]
     for section in JobConfig.sections:
         names = CHOSEN[section][1] if section in CHOSEN else [None]
@@ -45,7 +45,7 @@ def every_setting() -> list[tuple[str, Setting]]:
 @pytest.mark.parametrize(
     ("path", "setting"), every_setting(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_setting_has_a_help_text_and_describes_its_values(path: str, setting: Setting) -> None:
+def test_every_setting_has_help_text_and_describes_its_values(path: str, setting: Setting) -> None:
     assert setting.help.endswith((".", "].")), path
     assert setting.wanted
     assert setting.required or setting.convert(setting.default) == setting.default
@@ -154,7 +154,7 @@ def test_the_error_for_a_refused_value_names_the_actual_reason(name: str, value:
         ("title", '"5"', "5"),
     ],
 )
-def test_typed_text_is_read_as_the_type_of_the_setting(name: str, text: str, value: object) -> None:
+def test_typed_text_is_converted_to_the_settings_type(name: str, text: str, value: object) -> None:
     assert SETTINGS[name].parse(text) == value
 
 

@@ -78,7 +78,7 @@ def test_an_extraction_job_needs_model_hooks_and_text_and_has_defaults_for_the_r
         ({"kind": "extrcat"}, 'kind: must be "train", "extract" or "command", not "extrcat"'),
     ],
 )
-def test_each_mistake_is_reported_in_one_sentence_naming_the_setting(changed: dict[str, Any], wrong: str) -> None:
+def test_each_mistake_is_reported_in_one_sentence_that_names_the_setting(changed: dict[str, Any], wrong: str) -> None:
     (sentence,) = problems(**changed)
     assert sentence.startswith(wrong)
 

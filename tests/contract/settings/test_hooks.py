@@ -80,7 +80,7 @@ def test_layer_ranges_and_commas_produce_several_names(text: str | None, names: 
         (["h.0.mlp", "resid_post.0"], ["h.0.mlp", "resid_post.0"]),
     ],
 )
-def test_short_names_are_as_short_as_they_can_be_and_distinct(names: list[str], short: list[str]) -> None:
+def test_short_names_are_distinct_and_as_short_as_possible(names: list[str], short: list[str]) -> None:
     assert list(short_names(names).values()) == short
 
 

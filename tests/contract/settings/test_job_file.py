@@ -77,7 +77,7 @@ OF_THEIR_OWN = {
     "launch.gpus": GPUS,
     "train.mirror": MIRROR_CHOICES,
     "data.hook": HOOKS,
-    # A random twin is short for a sweep over sae.freeze.
+    # `random_twin` is shorthand for a sweep over sae.freeze.
     "train.random_twin": st.just(False),
 }
 
@@ -209,7 +209,7 @@ def table_with(path: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value", "said"), BAD, ids=[f"{path} {str(value)[:20]!r}" for path, value, _ in BAD])
-def test_a_bad_value_is_reported_as_one_problem_naming_the_setting(path: str, value: object, said: str) -> None:
+def test_a_bad_value_is_reported_as_one_problem_that_names_the_setting(path: str, value: object, said: str) -> None:
     job, problems = parse_job(table_with(path, value))
     assert job is None
     (problem,) = problems
@@ -232,13 +232,13 @@ def test_no_setting_accepts_a_date_or_a_table(path: str, setting: Setting) -> No
         assert problems[0].message.startswith(f"must be {setting.wanted}, not ")
 
 
-def test_a_job_file_with_a_byte_order_mark_and_windows_line_ends_is_read(tmp_path: Path) -> None:
+def test_a_job_file_with_a_byte_order_mark_and_windows_line_endings_is_read(tmp_path: Path) -> None:
     text = dump_job(job := load_job(Path(__file__).parents[3] / "data" / "presets" / "quick.toml"))
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     assert load_job(tmp_path / "job.toml") == job
 
 
-def test_all_problems_of_a_file_are_reported_at_once() -> None:
+def test_all_problems_in_a_file_are_reported_at_once() -> None:
     job, problems = parse_job(
         {
             "nam": "x",
@@ -398,8 +398,8 @@ def test_the_home_folder_is_expanded(make_job: Callable[..., JobConfig], monkeyp
 
 
 @pytest.mark.slow
-def test_garbage_collection_during_refusals_does_not_crash() -> None:
-    # msgspec 0.19 to 0.22 crashes if a `pattern` inside a union is used after a garbage collection.
+def test_garbage_collection_between_refusals_does_not_crash() -> None:
+    # msgspec 0.19 to 0.22 crash if a `pattern` inside a union is used after a garbage collection.
     code = """
 import gc, sys
 from trainer.contract.settings.job_file import parse_job

@@ -47,7 +47,7 @@ def whole() -> bytes:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_folder_has_the_size_of_the_loaded_model(family: str, tmp_path: Path) -> None:
+def test_the_size_read_from_a_folder_matches_the_loaded_model(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = make_model(tmp_path / family, family)
     size = model_size(str(folder))
@@ -59,7 +59,7 @@ def test_a_model_folder_has_the_size_of_the_loaded_model(family: str, tmp_path: 
     assert size.n_parameters == pytest.approx(n_stored, rel=0.05)
 
 
-def test_a_gguf_file_has_the_size_of_its_tensors(tmp_path: Path) -> None:
+def test_the_size_read_from_a_gguf_file_matches_its_tensors(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(whole() + bytes(64))
     assert model_size(str(file)) == ModelSize(32 * 100 + 32, 32, 3)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trainer.contract.settings.schedule import lr_factor
 
 
-def test_the_learning_rate_rises_linearly_and_stays_constant_and_falls_linearly() -> None:
+def test_the_learning_rate_rises_linearly_then_stays_constant_then_falls_linearly() -> None:
     factors = [lr_factor(step, 100, 0.1, 0.2) for step in range(100)]
     assert factors[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert factors[10:80] == [1.0] * 70

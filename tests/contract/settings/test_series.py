@@ -29,7 +29,7 @@ def test_results_keep_the_order_and_names_that_scripts_rely_on() -> None:
     ]
 
 
-def test_a_run_is_judged_by_a_held_out_metric_for_which_lower_or_higher_is_better() -> None:
+def test_the_metric_that_judges_a_run_is_held_out_and_has_a_preferred_direction() -> None:
     assert CRITERION in key_metrics().keys() & held_out_metrics().keys()
     assert METRICS[CRITERION].series.better
 
@@ -54,7 +54,7 @@ def test_every_displayed_series_has_a_readable_title() -> None:
     assert not [name for name in (*measured_names(), *curves(), *PER_RANK) if "_" in title_of(name)]
 
 
-def test_curves_redundant_for_all_saes_in_a_job_are_hidden() -> None:
+def test_curves_that_are_redundant_for_all_saes_in_a_job_are_hidden() -> None:
     assert list(curves(["topk"])) == ["fvu", "dead_fraction", "tokens_per_s", "lr"]
     assert list(curves(["batch_topk"])) == ["fvu", "l0", "dead_fraction", "tokens_per_s", "lr"]
     assert curves(["topk", "jumprelu"]) == curves(["gated"]) == curves() == curves(["of_a_plugin"])

@@ -1,4 +1,4 @@
-"""Tests that each kind of invalid activation file produces a one-sentence error naming the setting."""
+"""Tests that each kind of invalid activation file produces a one-sentence error that names the setting."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_file_in_another_format_is_refused(tmp_path: Path, content: bytes) -> 
     assert problem(file) == f"{file} is not a complete safetensors file; copy it again"
 
 
-def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
+def test_a_header_with_a_huge_length_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))

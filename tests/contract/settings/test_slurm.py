@@ -12,7 +12,7 @@ from trainer.contract.settings.slurm import check_slurm
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set $PATH to a folder containing nothing but `sbatch`."""
+    """Set $PATH to a folder that contains nothing but `sbatch`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").touch(mode=0o755)
@@ -27,7 +27,7 @@ def test_the_number_of_ranks_applies_to_each_node(make_job, gpus, nodes, ranks) 
     assert wanted_ranks(make_job(launch={"backend": "slurm", "nodes": nodes, "gpus": gpus})) == ranks
 
 
-def test_the_number_of_nodes_is_ignored_on_the_local_machine_with_a_warning(make_job) -> None:
+def test_the_number_of_nodes_is_ignored_with_a_warning_on_the_local_machine(make_job) -> None:
     job = make_job(launch={"nodes": 2, "gpus": "auto:4"})
     assert wanted_ranks(job) == 4
     (problem,) = check_backend(job)

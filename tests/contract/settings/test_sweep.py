@@ -1,4 +1,4 @@
-"""Tests that a list of values for a setting creates one SAE for each value."""
+"""Tests that a list of values for a setting creates one SAE per value."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         ({"train": {"seed": list(range(9))}, "sae": {"k": list(range(1, 9))}}, "train.seed", "more than 64 SAEs"),
     ],
 )
-def test_each_mistake_is_reported_as_one_problem_naming_the_setting(
+def test_each_mistake_is_reported_as_one_problem_that_names_the_setting(
     sections: dict[str, Any], path: str, said: str
 ) -> None:
     refusal = problem(**sections)
@@ -259,7 +259,7 @@ def test_data_and_run_length_and_devices_are_the_same_for_all_saes() -> None:
 
 
 @pytest.mark.parametrize("freeze", [None, "off", ["off", "decoder"]])
-def test_a_random_twin_is_short_for_a_sweep_over_frozen_weights(freeze: Any) -> None:
+def test_a_random_twin_is_shorthand_for_a_sweep_over_frozen_weights(freeze: Any) -> None:
     sae = {"k": [8, 16]} | ({} if freeze is None else {"freeze": freeze})
     job = swept(sae=sae, train={"random_twin": True})
     assert [*members(job)] == [f"k={k},freeze={one}" for k in (8, 16) for one in ("off", "decoder")]
@@ -286,11 +286,11 @@ def test_weights_cannot_be_frozen_and_resampled() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["yes", 1, [True]])
-def test_a_wrong_value_for_the_random_twin_is_named(wrong: Any) -> None:
+def test_a_wrong_value_for_the_random_twin_is_reported_with_its_setting(wrong: Any) -> None:
     assert problem(train={"random_twin": wrong}).path == "train.random_twin"
 
 
-def test_words_separated_by_commas_on_the_command_line_form_a_sweep() -> None:
+def test_comma_separated_words_on_the_command_line_form_a_sweep() -> None:
     table = {"data": {"path": "acts"}}
     apply_override(table, "sae.architecture=topk, batch_topk,jumprelu")
     apply_override(table, "sae.freeze=off,decoder")

@@ -1,4 +1,4 @@
-"""Tests that checking whether stored data includes tokens agrees with the code that reads the tokens."""
+"""Tests that the check for whether stored data includes tokens agrees with the code that reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(folder: Path, names: tuple[str, ...], **meta: object) -> Path:
     return folder
 
 
-def test_an_extraction_writes_the_checked_tensors() -> None:
+def test_an_extraction_writes_the_tensors_that_the_check_looks_for() -> None:
     assert RowOrigin._fields == ORIGIN
     assert tells_tokens(SAMPLE)
 

@@ -45,7 +45,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """Return the error message of a failing action on a store, and check that it is a single line."""
+    """Run a failing action on a store, check that its error message is a single line, and return the message."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -60,7 +60,7 @@ def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a first-version control store with one job."""
+    """Create a control store of the first version, with one job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -116,7 +116,7 @@ def test_opening_a_store_again_keeps_its_rows(made: Path) -> None:
         assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 2
 
 
-def test_processes_that_create_a_store_at_the_same_time_all_open_it(tmp_path: Path, child: Callable[..., Any]) -> None:
+def test_processes_that_create_a_store_together_can_all_open_it(tmp_path: Path, child: Callable[..., Any]) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -292,7 +292,7 @@ sys.stdin.read()
 """
 
 
-def test_a_locked_store_is_reported_and_works_after_its_release(
+def test_a_locked_store_is_reported_and_works_once_the_lock_is_released(
     made: Path, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
@@ -362,7 +362,7 @@ def test_a_failed_write_is_rolled_back_and_the_next_one_works(made: Path) -> Non
             assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 0
 
 
-def test_a_full_disk_is_reported_and_writing_works_once_there_is_space(made: Path) -> None:
+def test_a_full_disk_is_reported_and_writing_works_once_there_is_space_again(made: Path) -> None:
     code = """
 import resource, signal, sys
 from pathlib import Path
@@ -417,7 +417,7 @@ def test_a_store_that_cannot_be_used_is_closed(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         open_writer(path, "control")
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert caught.value.__traceback__ is not None  # the frames of the traceback could keep the connection open
+    assert caught.value.__traceback__ is not None  # the traceback's frames could keep the connection open
     assert str(path) not in links
 
 
@@ -451,7 +451,7 @@ def read_only_connect(connect):
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer that, without a WAL, has changed pages of the file in an open transaction."""
+    """Kill a writer that has no WAL and has changed pages of the file in an open transaction."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:
@@ -469,7 +469,7 @@ def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
-def test_a_stores_folder_may_have_special_characters_in_its_name(tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_stores_folder_may_contain_special_characters(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
     migrate(folder / "control.db", "control")
@@ -502,7 +502,7 @@ def test_an_older_store_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert tables(connection) == TABLES["gpu"] | {"more"}
 
 
-def test_a_new_store_on_a_full_disk_is_complete_or_missing(tmp_path: Path) -> None:
+def test_a_new_store_on_a_full_disk_is_either_complete_or_missing(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], capture_output=True, text=True)

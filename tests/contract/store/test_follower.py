@@ -48,7 +48,7 @@ Become = Callable[[], AbstractContextManager[None]]
 
 
 class Followed:
-    """A follower for a run's metrics that records the last step in each read."""
+    """A follower of a run's metrics that records the last step at each read."""
 
     def __init__(self, path: Path) -> None:
         self.follower = StoreFollower(path, SeriesReader)
@@ -172,7 +172,7 @@ def test_a_damaged_store_raises_an_error_until_it_is_restored(content: bytes, pa
     assert followed.seen[-1] == 2
 
 
-def test_a_follower_survives_a_store_truncated_while_a_writer_has_it_open(
+def test_a_follower_survives_the_truncation_of_a_store_that_a_writer_has_open(
     path: Path, followed: Followed, child: Callable[..., Any]
 ) -> None:
     writer = child(WRITER, path, stderr=subprocess.DEVNULL)

@@ -44,7 +44,7 @@ def test_jobs_are_listed_newest_first_and_filtered_by_state(control: Control, qu
     assert control.jobs([]) == []
 
 
-def test_a_copy_of_a_job_replaces_the_copy_before_and_takes_no_gpus(control: Control, queued: MakeJob) -> None:
+def test_a_copy_of_a_job_replaces_the_previous_copy_and_takes_no_gpus(control: Control, queued: MakeJob) -> None:
     job = msgspec.structs.replace(queued(), id=7, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-1",))
     rank = Rank(job_id=7, attempt=1, rank=0, pid=2, start_ticks=3, boot_id="boot")
     event = Event(timestamp=5.0, level="info", kind="running", message="is running")
@@ -98,7 +98,7 @@ def test_a_refused_lease_changes_nothing(control: Control, queued: MakeJob) -> N
     assert control.job(second.id) == second
 
 
-def test_jobs_share_a_gpu_while_its_memory_suffices_for_all(control: Control, queued: MakeJob) -> None:
+def test_jobs_share_a_gpu_as_long_as_its_memory_suffices_for_all(control: Control, queued: MakeJob) -> None:
     share = {"shares_gpus": True, "card_memory_bytes": 4 * 2**30}
     space = {"GPU-0": 10 * 2**30}
     first, second, third = (recorded(control, queued(**share)) for _ in range(3))
@@ -120,7 +120,7 @@ def test_a_job_stopped_in_the_queue_leases_no_gpu(control: Control, queued: Make
     assert control.leases() == []
 
 
-def test_the_same_gpu_index_on_another_host_refers_to_another_gpu(control: Control, queued: MakeJob) -> None:
+def test_the_same_gpu_index_on_another_host_refers_to_a_different_gpu(control: Control, queued: MakeJob) -> None:
     for host in ("a", "b"):
         assert control.lease(recorded(control, queued(host=host)), GPUS[:1])
     assert [lease.host for lease in control.leases()] == ["a", "b"]
@@ -287,14 +287,14 @@ def test_changes_made_together_are_stored_together(control: Control, queued: Mak
 
 
 def half_change(control: Control, job_id: int) -> None:
-    """Change a job together with others, and fail."""
+    """Make two changes together, then fail."""
     with control.together():
         control.update(job_id, note="lost")
         control.add_event(job_id, "lost", "lost")
         raise UserError("stop")
 
 
-def test_changes_made_together_within_others_are_undone_together(control: Control, queued: MakeJob) -> None:
+def test_changes_made_together_inside_a_larger_group_are_undone_together(control: Control, queued: MakeJob) -> None:
     with control.together():
         job_id = control.create_job(queued())
         with pytest.raises(UserError):
@@ -304,7 +304,7 @@ def test_changes_made_together_within_others_are_undone_together(control: Contro
     assert (job.note, job.priority, control.events(job_id)) == ("", 3, [])
 
 
-def test_a_change_that_fails_is_undone_alone(control: Control, queued: MakeJob) -> None:
+def test_only_the_change_that_fails_is_undone(control: Control, queued: MakeJob) -> None:
     def fails(row: Job) -> Job:
         raise UserError("its files cannot be written")
 

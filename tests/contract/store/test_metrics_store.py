@@ -1,4 +1,4 @@
-"""Tests for a run's metrics, written by one process and read by others."""
+"""Tests for a run's metrics, which one process writes and others read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.rows import Event
 
 
 class Store:
-    """A writer and a reader for the same metrics file."""
+    """A writer and a reader of the same metrics file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,7 +186,7 @@ def test_rows_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
     assert len(run.reader.history("loss", most=100)) <= 101
 
 
-def test_a_curve_with_one_value_more_than_the_limit_is_not_empty(run: Store) -> None:
+def test_a_curve_with_one_more_value_than_the_limit_is_not_empty(run: Store) -> None:
     run.writer.write(rows("loss", {10 * step: 1.0 for step in range(501)}))
     assert 250 <= len(run.reader.history("loss", most=500)) <= 500
 

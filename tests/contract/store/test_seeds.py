@@ -1,4 +1,4 @@
-"""Tests for sweeps over seeds, which are one experiment and no contest."""
+"""Tests for sweeps over seeds, which are one experiment rather than a contest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def latest(**fvu: float) -> dict[str, float]:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20))
-def test_the_mean_and_the_standard_deviation_are_those_of_numpy(values: list[float]) -> None:
+def test_the_mean_and_the_standard_deviation_match_numpy(values: list[float]) -> None:
     spread = spread_of(values)
     assert spread is not None
     assert spread.n == len(values)
@@ -48,7 +48,7 @@ def test_a_seed_is_removed_from_a_label(label: str, group: str) -> None:
     assert without_seed(label) == group
 
 
-def test_the_values_of_a_run_are_the_means_over_its_seeds_and_none_is_the_best() -> None:
+def test_a_runs_values_are_means_over_its_seeds_and_no_seed_is_the_best() -> None:
     found = latest(seed_0=0.30, seed_1=0.10, seed_2=0.20) | {"fvu": 0.30, "lr@seed=0": 0.1, "lr": 0.1}
     assert best_sae(found) == "seed=0"
     assert value_of_sae(found, "fvu", "seed=0") == pytest.approx(0.2)
@@ -61,7 +61,7 @@ def test_the_values_of_a_run_are_the_means_over_its_seeds_and_none_is_the_best()
 def test_saes_that_differ_in_more_than_the_seed_are_ranked_by_their_mean_over_the_seeds() -> None:
     values = dict(zip(LABELS, (0.10, 0.40, 0.22, 0.20), strict=True))
     found = {f"heldout_fvu@{label}": value for label, value in values.items()}
-    # The lowest single value belongs to k=16, but the mean of k=32 is lower.
+    # k=16 has the lowest individual value, but k=32 has the lower mean.
     assert best_sae(found) == "k=32,seed=0"
     assert value_of_sae(found, "heldout_fvu", "k=32,seed=0") == pytest.approx(0.21)
     seeds = seeds_in(found, "k=32,seed=0")

@@ -1,4 +1,4 @@
-"""Tests that random twins are no competitors of the SAEs trained next to them."""
+"""Tests that random twins do not compete with the SAEs trained next to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_twin_differs_only_in_its_frozen_weights() -> None:
     assert without_twins(LABELS) == [LABELS[0], LABELS[3]]
 
 
-def test_a_twin_is_never_the_best_sae_and_does_not_end_an_experiment_over_seeds() -> None:
+def test_a_twin_is_never_the_best_sae_and_a_sweep_over_seeds_may_contain_twins() -> None:
     fvu = {"freeze=off,seed=0": 0.3, "freeze=off,seed=1": 0.2}
     of_twins = dict.fromkeys(["freeze=decoder,seed=0", "freeze=decoder,seed=1"], 0.1)
     latest = {f"heldout_fvu@{label}": value for label, value in (fvu | of_twins).items()}
@@ -37,5 +37,5 @@ def test_a_twin_is_never_the_best_sae_and_does_not_end_an_experiment_over_seeds(
     assert seeds.spreads["heldout_fvu"].mean == pytest.approx(0.25)
 
 
-def test_frozen_saes_alone_compete_with_each_other() -> None:
+def test_without_fully_trained_saes_frozen_saes_compete_with_each_other() -> None:
     assert best_sae({"fvu@freeze=decoder": 0.5, "fvu@freeze=encoder": 0.4}) == "freeze=encoder"

@@ -1,16 +1,17 @@
 /*
  * A library that replaces AMD's libamd_smi.so for amdsmi 7.0, with the structures that this module declares.
  *
- * Environment variables describe the machine. They are read in every call, so a test can change them at any time:
- *   FAKE_AMD_SMI_GPUS=2          how many cards there are
+ * Environment variables describe the machine. They are read on every call, so a test can change them at any time:
+ *   FAKE_AMD_SMI_GPUS=2          the number of GPUs
  *   FAKE_AMD_SMI_INIT=34         the status that amdsmi_init returns
- *   FAKE_AMD_SMI_DRIVER=1        how often the driver was loaded; 0 while it is not loaded. A handle is valid for one loading
- *   FAKE_AMD_SMI_NAME=...        the name of the cards
- *   FAKE_AMD_SMI_PIDS=12,34      processes of 60 GiB, the n-th on the n-th card, 0 for none; cards without are idle
+ *   FAKE_AMD_SMI_DRIVER=1        how many times the driver has been loaded, or 0 while it is not loaded;
+ *                                loading it again invalidates all handles
+ *   FAKE_AMD_SMI_NAME=...        the name of the GPUs
+ *   FAKE_AMD_SMI_PIDS=12,34      PIDs of 60 GiB processes, the n-th on the n-th GPU; a GPU with PID 0 or none is idle
  *   FAKE_AMD_SMI_FAULTS=1:power=10,0:temp=na
- *       what a field of a card answers instead: a status, "na" for all bits set, "hang" for never; the field "all" is
- *       each of them. Fields: asic, busy, memory, edge, junction, power, cap, processes, clock, fan, metrics, energy,
- *       partition, serial (as text), pcie, ecc, driver, bdf, violation.
+ *       what a field of a GPU returns instead of its value: a status, or "na" for all bits set; with "hang", the call
+ *       never returns. The field "all" stands for every field. Fields: asic, busy, memory, edge, junction, power, cap,
+ *       processes, clock, fan, metrics, energy, partition, serial (as text), pcie, ecc, driver, bdf, violation.
  * The build adds stubs for all other functions that the module looks up by name; they return "not supported".
  */
 #include <stdbool.h>
@@ -38,13 +39,13 @@ static int setting(const char *name, int otherwise)
     return value ? atoi(value) : otherwise;
 }
 
-/* Which loading of the driver the library was initialised with; 0 before amdsmi_init and after amdsmi_shut_down. */
+/* How many times the driver had been loaded at amdsmi_init; 0 before amdsmi_init and after amdsmi_shut_down. */
 static int opened;
 static int driver(void) { return setting("FAKE_AMD_SMI_DRIVER", 1); }
 
 static int index_of(handle_t handle) { return (int)((char *)handle - cards); }
 
-/* Return the process on a card, 0 if there is none. */
+/* Return the PID of the process on a GPU, or 0 if there is none. */
 static int pid_on(int index)
 {
     char copy[1024], *rest = copy, *each;
@@ -56,7 +57,7 @@ static int pid_on(int index)
     return 0;
 }
 
-/* Return the word that is set for a field of a card, NULL if none is; it lasts until the thread's next call. */
+/* Return the fault set for a GPU's field, or NULL if there is none; the string lasts until the thread's next call. */
 static const char *fault(int index, const char *field)
 {
     static __thread char word[32];
@@ -73,7 +74,7 @@ static const char *fault(int index, const char *field)
     return NULL;
 }
 
-/* Return whether a field has all bits set, which stands for "not supported"; put the status of the call in *status. */
+/* Return whether a field has all bits set, which means "not supported"; store the status of the call in *status. */
 static bool is_na(handle_t handle, const char *field, int *status)
 {
     const char *word = fault(index_of(handle), field);
@@ -96,7 +97,7 @@ static bool is_na(handle_t handle, const char *field, int *status)
     if (status)                                                                                                        \
         return status;
 
-/* As in the real library, a second amdsmi_init does nothing, and one amdsmi_shut_down undoes all of them. */
+/* As in the real library, a second amdsmi_init does nothing, and one amdsmi_shut_down undoes all amdsmi_init calls. */
 int amdsmi_init(uint64_t flags)
 {
     int status = setting("FAKE_AMD_SMI_INIT", driver() ? SUCCESS : DRIVER_NOT_LOADED);
@@ -250,7 +251,7 @@ int amdsmi_get_gpu_fan_speed(handle_t handle, uint32_t sensor, int64_t *speed)
     return SUCCESS;
 }
 
-/* The table's length is that of the module; only what is asked for is at its place. */
+/* The module allocates the whole table; this declares only its start, up to the field that is needed. */
 struct metrics { uint8_t before[112]; uint64_t throttled; };
 
 int amdsmi_get_gpu_metrics_info(handle_t handle, uint8_t *metrics)

@@ -7,7 +7,7 @@
  *   FAKE_NVML_GPUS=8             number of GPUs (0..64)
  *   FAKE_NVML_NAME="NVIDIA H200" device name
  *   FAKE_NVML_MEM_MIB=143771     memory per GPU
- *   FAKE_NVML_PIDS=11,12,...     pids to show, dealt round-robin to the GPUs (default: the caller's parent on GPU 0)
+ *   FAKE_NVML_PIDS=11,12,...     pids to show, spread round-robin over the GPUs (default: the caller's parent on GPU 0)
  *   FAKE_NVML_PID_MIB=61440      memory of each such process
  *   FAKE_NVML_FAULTS=SPEC,SPEC   SPEC = GPU|*:FAULT[=VALUE][@T0[-T1]]   (seconds after the first nvmlInit, or by `fake_time`)
  *     whole-GPU faults (every call on the device, and the handle look-up):
@@ -21,29 +21,29 @@
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
- *       idle (nothing in use, utilisation 0)  latched (nothing in use, utilisation 100)
- *       bad_name (name with invalid UTF-8) long_name mig=N (MIG on, N slices of at most 7; without a number 2) util_hi (util 105) power_w=N  throttle_on
- *       u32max (util, temperature, power, its limit and the fan answer all ones) temp_neg (-5 degrees; the unsigned call wraps)
- *       mem_max (used is 2^64-1) used_over (used is twice the total) total_max (total is 2^63) plim0 (a limit of 0 W)
- *       fan_hi (140 %) thr=N (these bits of throttle reasons) cmode=N (compute mode: 2 prohibited, 3 exclusive)
- *       pending (rows wait to be remapped) failed_rows (a row could not be remapped) pages (retired pages are pending)
- *       recovery=N (the action that the driver asks for; of type T with recovery_type=T; NOT_SUPPORTED without it)
- *       uuid=N (another GPU: N is added to its UUID)
- *       unload (as a driver that is unloaded: everything is UNINITIALIZED and nvmlInit fails; afterwards a GPU answers only
- *       after another nvmlInit, once nvmlShutdown has been called as often as nvmlInit)
- *       dropped (lost, and afterwards until nvmlInit is called again, as after a reset)
- *       gone (lost, and from the next nvmlInit on not counted, nor are those after it)
- *       xid=N (an error with this number is reported once, when it begins)
- *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  graphics (each process among those only)
- *       enc=N dec=N (share of the encoder and the decoder that each process uses)  bad_pids (0 and 2^32-1 among the pids)
+ *       idle (no memory in use, utilisation 0)  latched (no memory in use, utilisation 100)
+ *       bad_name (name with invalid UTF-8) long_name mig=N (MIG on, with N slices: at most 7, and 2 without a number) util_hi (util 105) power_w=N  throttle_on
+ *       u32max (utilisation, temperature, power, power limit and fan speed have all bits set) temp_neg (-5 degrees; the unsigned function wraps around)
+ *       mem_max (used is 2^64-1) used_over (used is twice the total) total_max (total is 2^63) plim0 (power limit 0 W)
+ *       fan_hi (140 %) thr=N (the throttle reasons, as a bit mask) cmode=N (compute mode: 2 prohibited, 3 exclusive)
+ *       pending (rows await remapping) failed_rows (a row could not be remapped) pages (retired pages are pending)
+ *       recovery=N (the recovery action the driver needs; of type T with recovery_type=T; NOT_SUPPORTED without it)
+ *       uuid=N (a different GPU: N is added to the UUID)
+ *       unload (like a driver that is unloaded: everything returns UNINITIALIZED, and nvmlInit fails; afterwards, a GPU
+ *       answers only once nvmlShutdown has been called as often as nvmlInit, and then nvmlInit again)
+ *       dropped (lost, and stays lost afterwards until nvmlInit is called again, as after a reset)
+ *       gone (lost; from the next nvmlInit on, neither this GPU nor any later one is counted)
+ *       xid=N (an error with this number is reported once, when the fault begins)
+ *       p2p=N (peer-to-peer status with later GPUs)  topo=N (topology level shared with them)  ecc=N  both_lists (each process is also in the graphics list)  graphics (each process is only in that list)
+ *       enc=N dec=N (encoder and decoder utilisation of each process)  bad_pids (0 and 2^32-1 are among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
- *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as where no card is in persistence mode
- *   FAKE_NVML_MODULE=FILE        version of the kernel module; unless it is this library's, everything is a MISMATCH
+ *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as when no GPU is in persistence mode
+ *   FAKE_NVML_MODULE=FILE        file with the kernel module's version; unless it is this library's, everything is a MISMATCH
  *   FAKE_NVML_COUNT_ERROR=N      nvmlDeviceGetCount returns N
  *   FAKE_NVML_LATENCY_US=N       every device call takes N us
  *   FAKE_NVML_LATENCY=fn=us,...  per-function latency, e.g. nvmlDeviceGetPcieThroughput=20000
  *   FAKE_NVML_LOG=FILE           on exit append "calls <function> <count> <seconds>" lines to FILE.<pid>
- *   FAKE_NVML_OPEN=FILE          write how often NVML is open now to FILE.<pid>, whenever that changes
+ *   FAKE_NVML_OPEN=FILE          write how many times NVML is currently open to FILE.<pid> whenever that changes
  *   FAKE_NVML_T0=EPOCH           fixed time origin of the waves (for repeatable pictures)
  */
 #define _GNU_SOURCE
@@ -72,7 +72,7 @@ static dev gpus[MAXG], migs[MAXG][MOST_MIG];
 static int ngpu = 8, nfault, npid, init_count;
 static int pids[1024];
 static double t_init, t_origin, t_opened;
-/* if not negative, the seconds at which faults begin and end, in place of the clock: set by a test through ctypes */
+/* unless negative, the seconds that decide which faults are active, in place of the clock; a test sets it by ctypes */
 __attribute__((visibility("default"))) volatile double fake_time = -1;
 static u64 mem_mib = 143771, pid_mib = 61440;
 static const char *gpu_name = "NVIDIA H200";
@@ -170,7 +170,7 @@ static int fault(int g, const char *name, double *v) {
     }
   return 0;
 }
-/* whether the driver was unloaded since the library was opened */
+/* whether the driver has been unloaded since the library was opened */
 static int unloaded(void) {
   double t = elapsed();
   for (int k = 0; k < nfault; k++)
@@ -197,7 +197,7 @@ static int whole(int g) {
   return OK;
 }
 static u32 n_slices(int g) { double v; return !fault(g, "mig", &v) ? 0 : v < 2 ? 2 : v > MOST_MIG ? MOST_MIG : (u32)v; }
-/* what is only known of a whole card, as the driver says of a slice's handle */
+/* whether a value is known only for a whole GPU, so that the driver returns NOT_SUPPORTED for a slice's handle */
 static int of_card(const char *x) {
   static const char *const xs[] = {"temp", "power", "power_limit", "util", "energy", "clock", "max_clock", "fan", "throttle", "pcie", "samples"};
   for (u32 k = 0; k < sizeof xs / sizeof *xs; k++) if (!strcmp(x, xs[k])) return 1;
@@ -547,7 +547,7 @@ X int nvmlDeviceGetFieldValues(D d, int n, FV *f) {
   return OK;
 }
 #ifndef OLD_DRIVER
-/* activity counters: a sample is a point in time, a metric the mean of a wave */
+/* activity counters: a sample is a point in time, and a metric is the utilisation divided by the metric's id */
 typedef struct { int i; double t; } Gpm;
 typedef struct { u32 id; int ret; double v; const char *s, *l, *u; } GpmMetric;
 typedef struct { u32 version, n; Gpm *a, *b; GpmMetric m[]; } GpmGet;
@@ -567,7 +567,7 @@ X int nvmlGpmMetricsGet(GpmGet *g) {
   return OK;
 }
 #endif
-/* errors by number: an event set holds the cards that it listens to, and which of their errors it has told */
+/* Xid errors: an event set holds the GPUs that it listens to, and the GPUs whose error it has already reported */
 typedef struct { u64 cards, told; } Events;
 typedef struct { D d; u64 type, data; u32 gi, ci; } Event;
 X int nvmlEventSetCreate(Events **s) { CNT("nvmlEventSetCreate"); return (*s = calloc(1, sizeof **s)) ? OK : UNKNOWN; }

@@ -38,8 +38,8 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
 
-# Runs the real evaluation process with a shell script in place of the trainer. The trainer's arguments become $0, $1
-# and so on.
+# Runs the real evaluation process with a shell script in place of the trainer. The script gets the trainer's arguments
+# as $0, $1 and so on.
 FAKE = """
 import sys
 from sae_tui.jobs.evaluation.follow import main
@@ -122,7 +122,9 @@ def test_a_failed_evaluation_is_recorded_in_one_sentence(
     assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
-def test_a_job_has_one_evaluation_at_a_time_which_ends_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_job_has_one_evaluation_at_a_time_and_it_ends_when_its_process_is_killed(
+    box: Box, job_id: int, monkeypatch
+) -> None:
     evaluate(box, monkeypatch, job_id, "echo $$ $PPID; exec sleep 600")
     log = box.data.run(job_id).evaluation_log
     wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
@@ -171,9 +173,7 @@ def test_a_killed_evaluation_is_not_recorded_during_the_next_one_or_through_a_li
     assert len(box.messages(job_id, FAILED)) == 1
 
 
-def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_evaluation(
-    box: Box, job_id: int, monkeypatch
-) -> None:
+def test_a_killed_evaluation_does_not_report_the_success_of_an_earlier_one(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
@@ -195,7 +195,7 @@ def test_an_evaluation_ends_with_its_trainer_even_if_a_child_still_runs(box: Box
 
 @pytest.fixture
 def process_settings() -> Iterator[None]:
-    """Restore the process-wide settings changed by an evaluation."""
+    """Restore the process-wide settings that an evaluation changes."""
     mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
     os.umask(mask)
     yield
@@ -213,7 +213,7 @@ def test_a_stop_request_before_the_trainer_starts_is_not_lost(box: Box, job_id: 
 
 
 @pytest.mark.usefixtures("process_settings")
-def test_an_evaluation_that_has_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_that_has_a_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     gpu = request.ReservedGpu(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (gpu, "")])
     monkeypatch.setattr(follow, "_free_gpu", lambda *_: next(looks))
@@ -256,7 +256,7 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} will be evaluated once a GPU is free, even if you quit"
-    # The job ran on the CPU, so its evaluation needs no GPU.
+    # An evaluation is never given a GPU if its job ran on the CPU, so this one keeps waiting.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
@@ -276,7 +276,9 @@ def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, 
     assert box.messages(job_id, FAILED) == []
 
 
-def test_an_evaluation_ends_with_its_data_folder_and_does_not_recreate_it(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_ends_when_its_data_folder_is_moved_and_does_not_recreate_it(
+    box: Box, job_id: int, monkeypatch
+) -> None:
     evaluate(box, monkeypatch, job_id, "exec sleep 600")
     follower = (now := seen(box, job_id)) and now.process
     box.control.close()
@@ -286,7 +288,7 @@ def test_an_evaluation_ends_with_its_data_folder_and_does_not_recreate_it(box: B
     assert moved.exists()
 
 
-def test_an_idle_gpu_is_locked_to_evaluate_a_job_that_used_one(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_idle_gpu_is_locked_to_evaluate_a_job_that_ran_on_a_gpu(box: Box, job_id: int, monkeypatch) -> None:
     choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
     idle = request.idle_gpu(box.data, box.job(box.record(device="cuda")), choices, "nvml")
     assert idle
@@ -334,7 +336,7 @@ def test_an_evaluation_is_offered_only_if_it_can_add_something(box: Box, tmp_pat
     (folder / "cfg.json").touch()
     box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    # Every finished run has a report card, but report cards do not record whether the data has tokens.
+    # Every finished run has a report card, but report cards do not record whether the data has token ids.
     write_card(folder)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
     rows.mkdir()

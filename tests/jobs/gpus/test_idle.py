@@ -21,7 +21,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int | None]) -> None:
-    """Store the maximum utilisation in each of the most recent minutes, in chronological order."""
+    """Store the maximum utilisation for each of the most recent minutes, oldest first."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [
@@ -49,7 +49,7 @@ def reason(box, held_s: float) -> str:
     return choice(box, held_s).reason
 
 
-def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
+def test_a_gpu_that_a_job_holds_but_has_not_used_for_a_while_is_reported(box):
     history(box, [98] * 60 + [0] * 45)
     # The last busy minute ended 44 to 45 minutes ago.
     assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
@@ -57,13 +57,13 @@ def test_a_gpu_that_a_job_holds_for_hours_without_using_it_is_reported(box):
     assert describe_use(choice(box, 300)) == ("job 41 (run)", "good")
 
 
-def test_a_gpu_in_use_by_somebody_else_is_no_warning() -> None:
+def test_a_gpu_used_by_another_user_is_not_shown_as_a_warning() -> None:
     busy = GpuChoice(0, "GPU-0", "H200", None, None, "busy", brief="used by ann")
     assert describe_use(busy) == ("used by ann", "text")
     assert describe_use(msgspec.structs.replace(busy, state="unhealthy", brief="failing")) == ("failing", "warn")
 
 
-def test_a_gpu_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
+def test_a_gpu_unused_since_its_lease_began_counts_as_idle_for_the_whole_lease(box):
     history(box, [98] * 60 + [2] * 30)
     assert reason(box, 29 * 60) == "job 41 (run), held 29 min, idle for 29 min"
 
@@ -73,7 +73,7 @@ def test_a_gpu_unused_since_its_lease_began_is_idle_for_the_whole_lease(box):
     [([None] * 60, 3000), ([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
     ids=["a slice", "busy", "just now idle", "just taken", "nothing known"],
 )
-def test_a_gpu_that_is_busy_or_newly_leased_or_unknown_is_not_reported_as_idle(box, utilizations, held_s):
+def test_a_busy_newly_leased_or_unknown_gpu_is_not_reported_as_idle(box, utilizations, held_s):
     history(box, utilizations)
     assert reason(box, held_s) == "job 41 (run)"
 

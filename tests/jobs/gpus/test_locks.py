@@ -30,7 +30,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "locks"
 
 
-def test_a_lock_that_is_not_a_file_is_rejected_at_once_with_its_owner(tmp_path: Path) -> None:
+def test_a_lock_that_is_not_a_regular_file_is_rejected_at_once_and_its_owner_is_named(tmp_path: Path) -> None:
     (tmp_path / "sae-tui-GPU-0.lock").symlink_to("elsewhere")
     os.mkfifo(tmp_path / "sae-tui-GPU-1.lock")
     (tmp_path / "sae-tui-GPU-2.lock").mkdir()
@@ -62,7 +62,7 @@ def test_an_insecure_lock_folder_is_reported_and_the_data_folder_is_used_instead
     assert (lock_folder(data, "none"), lock_problem(data, "none")) == (data.locks, "")
 
 
-def test_the_machines_lock_folder_belongs_to_root_and_is_writable_by_all(
+def test_the_machines_lock_folder_must_belong_to_root_and_be_writable_by_all(
     data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
@@ -169,7 +169,7 @@ def test_a_hanging_lock_folder_does_not_block_a_process_reading_the_lock_holders
     gpu.release()
 
 
-def test_holders_can_be_read_from_several_threads_at_once(tmp_path):
+def test_lock_holders_can_be_read_from_several_threads_at_once(tmp_path):
     reader = HolderReader(tmp_path)
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(reader.read, [["GPU-0"]] * 2000)) == [{}] * 2000

@@ -29,7 +29,7 @@ def best(gpus, tmp_path, *, several: bool = True, **sections):
     return best_gpus(job, Machine(tuple(gpus), 8, DataDir(tmp_path).root, speeds=FAST), several=several)
 
 
-def test_a_short_job_gets_one_gpu_and_a_long_job_gets_all_that_pay(tmp_path) -> None:
+def test_a_short_job_gets_one_gpu_and_a_long_job_gets_every_gpu_that_saves_enough_time(tmp_path) -> None:
     four = [gpu(index) for index in range(4)]
     short = best(four, tmp_path, train={"batch_size": 4096, "n_tokens": 1_000_000})
     assert (short.gpus, short.setting) == ((0,), [0])
@@ -51,7 +51,7 @@ def test_smaller_gpus_are_left_out_unless_the_job_needs_them(tmp_path) -> None:
     assert best([gpu(0), gpu(1), gpu(2), gpu(3, 10)], tmp_path, **LONG).gpus == (0, 1, 2)
 
 
-def test_busy_gpus_are_not_taken_but_waited_for_if_no_other_gpu_suffices(tmp_path) -> None:
+def test_busy_gpus_are_not_taken_and_the_job_waits_for_one_if_no_other_gpu_suffices(tmp_path) -> None:
     busy = {"free": 2, "busy": "used by mallory"}
     assert best([gpu(0, **busy), gpu(1), gpu(2), gpu(3, **busy)], tmp_path, **LONG).gpus == (1, 2)
     waits = best([gpu(0, **busy), gpu(1, **busy)], tmp_path, **LONG)
@@ -60,20 +60,20 @@ def test_busy_gpus_are_not_taken_but_waited_for_if_no_other_gpu_suffices(tmp_pat
     assert best([gpu(0, unhealthy="lost")], tmp_path, **LONG) is None
 
 
-def test_a_number_that_the_job_itself_rules_out_is_never_chosen(tmp_path) -> None:
+def test_a_number_of_gpus_that_the_job_rules_out_is_never_chosen(tmp_path) -> None:
     four = [gpu(index) for index in range(3)]
     hybrid = best(four, tmp_path, **LONG, parallel={"mode": "hybrid", "latent_ranks": 3})
     assert len(hybrid.gpus) in (1, 3)
     assert best(four, tmp_path, **LONG, sae={"d_sae": 9_000_000, "k": 32}) is None
 
 
-def test_gpus_of_several_vendors_are_never_combined(tmp_path) -> None:
+def test_gpus_from_different_vendors_are_never_combined(tmp_path) -> None:
     one, other = list(VENDORS)[:2]
     mixed = [gpu(0, vendor=one), gpu(1, vendor=other), gpu(2, vendor=one)]
     assert best(mixed, tmp_path, **LONG).gpus in ((0, 2), (1,))
 
 
-def test_a_program_gets_one_gpu_with_the_memory_that_it_states(tmp_path) -> None:
+def test_a_program_gets_one_gpu_with_the_memory_that_it_asks_for(tmp_path) -> None:
     command = {"kind": "command", "command": {"argv": ["true"], "memory": "15GiB"}}
     job, problems = parse_any(command)
     assert job, problems

@@ -18,7 +18,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job, load_any, parse_any
 
 
-def test_a_clone_has_the_old_jobs_settings_with_the_given_changes(box):
+def test_a_clone_has_the_original_jobs_settings_with_the_given_changes(box):
     job_id = box.launch("steps=3", place={"hold": True})
     assert clone_settings(box.data, job_id) == box.config("steps=3")
     assert clone_settings(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
@@ -37,7 +37,7 @@ def test_the_form_suggests_an_unused_name_for_a_clone():
     assert free_name(longest, [longest]) == f"{longest[:-2]}-2"
 
 
-def test_a_clone_gets_the_current_name_of_a_renamed_job(box):
+def test_the_clone_of_a_renamed_job_gets_the_jobs_current_name(box):
     job_id = box.launch("steps=3", place={"hold": True})
     edits.rename(box.data, box.control, job_id, "better")
     assert clone_settings(box.data, job_id).name == "better"
@@ -46,7 +46,7 @@ def test_a_clone_gets_the_current_name_of_a_renamed_job(box):
     assert clone_settings(box.data, job_id).name == "better"
 
 
-def test_a_grid_creates_one_job_with_its_own_name_for_every_combination(box):
+def test_a_grid_creates_one_job_per_combination_each_with_its_own_name(box):
     axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
     sets = grid(axes)
     assert sets == [
@@ -58,12 +58,12 @@ def test_a_grid_creates_one_job_with_its_own_name_for_every_combination(box):
     assert grid([]) == [[]]
     job = box.config("base").replace("train", lr=3e-4)
     assert name_by_axes(job, axes).name == "base k=4 lr=0.0003"
-    # A name that is too long is cut before the values.
+    # If a name is too long, its beginning is truncated rather than the values.
     assert name_by_axes(msgspec.structs.replace(job, name="x" * 79), axes).name == f"{'x' * 66} k=4 lr=0.0003"
 
 
 @pytest.mark.parametrize("axis", ["sae.k", "sae.k=", "=1,2", "sae.k=,"])
-def test_an_invalid_grid_is_rejected_with_the_name_of_its_flag(axis):
+def test_an_invalid_grid_is_rejected_with_a_message_that_names_the_flag(axis):
     with pytest.raises(JobFileError, match="--grid: takes a setting and values like"):
         grid([axis])
 
@@ -121,7 +121,7 @@ def test_halving_the_micro_batch_keeps_the_tokens_per_step(box, train, overrides
         },
     ],
 )
-def test_the_command_that_launches_a_job_gives_the_same_job(raw) -> None:
+def test_a_jobs_launch_command_recreates_the_same_job(raw) -> None:
     job = parse_any(raw)[0]
     start, *words = shlex.split(launch_line(dump_job(job), job.name).removeprefix("sae-tui launch "))
     assert start == "/dev/null"
@@ -129,7 +129,7 @@ def test_the_command_that_launches_a_job_gives_the_same_job(raw) -> None:
     assert load_any(Path(start), words[1::2]) == job
 
 
-def test_the_command_of_a_program_ends_with_its_own_command() -> None:
+def test_a_programs_launch_command_ends_with_the_programs_own_command() -> None:
     program = {"argv": ["python", "-c", "print('a b')"], "folder": "/tmp", "env": ["A=1"]}
     job = parse_any({"kind": "command", "name": "-probe", "command": program, "launch": {"gpus": "cpu"}})[0]
     flags = make_parser(lambda *_: 0).parse_args(shlex.split(launch_line(dump_job(job), "-renamed"))[1:])
@@ -138,7 +138,7 @@ def test_the_command_of_a_program_ends_with_its_own_command() -> None:
 
 
 @pytest.mark.parametrize("name", ['"q"', "'x'", "true", "[1]", " lead", "3e-4", "plain name", "-x"])
-def test_a_name_that_reads_as_another_value_is_quoted_in_the_command(name) -> None:
+def test_a_name_that_looks_like_another_type_of_value_is_quoted_in_the_launch_command(name) -> None:
     job = parse_any({"name": "first", "data": {"path": "/d"}})[0]
     words = shlex.split(launch_line(dump_job(job), name))[3:]
     assert load_any(Path("/dev/null"), words[1::2]).name == name

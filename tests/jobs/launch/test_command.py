@@ -1,4 +1,4 @@
-"""Tests for commands after their launch: what they do when asked to end, running them again, and their processes."""
+"""Tests for commands after launch: asking them to end, running them again, and finding their processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.settings.typed import split_command_line
 from trainer.contract.store.states import JobState
 
-# A command that says in which attempt and environment it runs, and fails.
+# A command that prints its attempt and a variable from its environment, then fails.
 SAYS = ("sh", "-c", "echo attempt $SAE_TUI_ATTEMPT of $WHOSE; exit 3")
 
 
@@ -60,7 +60,7 @@ def test_a_command_runs_again_from_the_start_in_its_stored_environment(box, monk
         ({"env": [f"A{n}={'x' * 100_000}" for n in range(11)]}, "command: has more than 1,000,000 bytes"),
     ],
 )
-def test_a_command_that_no_job_file_can_hold_is_refused_in_one_sentence(settings, problem):
+def test_a_command_that_cannot_be_stored_in_a_job_file_is_refused_in_one_sentence(settings, problem):
     with pytest.raises(JobFileError) as refusal:
         any_job_of({"kind": "command", "name": "odd", "command": {"argv": ["true"]} | settings})
     (found,) = refusal.value.problems
@@ -72,7 +72,7 @@ def test_a_name_that_is_not_utf_8_is_refused():
         any_job_of({"kind": "command", "name": "\udcff", "command": {"argv": ["true"]}})
 
 
-def test_a_finished_command_may_run_again_but_cannot_cool_down(box):
+def test_a_finished_command_can_run_again_but_cannot_cool_down(box):
     job_id = launch(box, "true")
     assert box.wait_ended(job_id).state is JobState.FINISHED
     with pytest.raises(UserError, match="has no training to cool down"):
@@ -81,7 +81,7 @@ def test_a_finished_command_may_run_again_but_cannot_cool_down(box):
     box.wait_for(lambda: box.job(job_id).state is JobState.FAILED, "the second attempt")
 
 
-def test_asking_a_command_to_stop_is_recorded_with_its_signal(box):
+def test_a_request_to_stop_a_command_is_recorded_with_the_signal_that_it_gets(box):
     job_id = launch(box, "sleep", "600", stop_signal="INT", grace_s=5.0)
     box.wait(job_id, JobState.RUNNING)
     said = "sends SIGINT to its program, and kills it after 5 s"
@@ -104,7 +104,7 @@ def test_messages_about_a_command_promise_no_checkpoint(box, what, said):
     assert what(box.data, job_id).startswith(f"job {job_id} {said}")
 
 
-def test_a_paused_command_is_not_said_to_be_at_a_step(box):
+def test_the_message_about_a_paused_command_mentions_no_step(box):
     says = "for n in 1 2 3; do echo step $n loss=0.5; done; sleep 600"
     job_id = launch(box, "sh", "-c", says)
     box.wait_for(lambda: box.job(job_id).step == 3, "the steps of the program")
@@ -119,7 +119,7 @@ def test_a_command_cannot_be_evaluated(box):
         request.refuse(box.data, job)
 
 
-# A supervisor of a command that leaves a process behind, which gets a session and then another parent.
+# A supervisor whose command starts a process in another session and leaves it to the supervisor to adopt.
 _SUPERVISOR = """
 import subprocess, sys
 from trainer.contract.prctl import become_subreaper
@@ -130,7 +130,7 @@ sys.stdin.read()
 """
 
 
-def test_the_processes_of_a_command_are_also_found_from_outside_its_supervisor(box, tmp_path):
+def test_a_commands_processes_are_also_found_from_outside_its_supervisor(box, tmp_path):
     root = str(Path(__file__).parents[3])
     environment = {name: value for name, value in os.environ.items() if name != MARK} | {"PYTHONPATH": root}
     supervisor = subprocess.Popen(
@@ -166,7 +166,7 @@ def test_a_command_line_is_split_into_words(line, words):
 @pytest.mark.parametrize(
     ("line", "problem"), [("echo 'a", "has a quote that is not closed"), ("echo a\\", "ends with a backslash")]
 )
-def test_a_command_line_that_is_not_complete_is_refused(line, problem):
+def test_an_incomplete_command_line_is_refused(line, problem):
     with pytest.raises(ValueError, match=problem):
         split_command_line(line)
 
@@ -186,7 +186,7 @@ def test_a_command_is_named_after_its_script_and_arguments(argv, name):
     assert name_of(argv) == name
 
 
-def test_a_form_names_a_command_after_its_command_line_without_secrets(box):
+def test_the_form_names_a_command_after_its_command_line_without_secrets(box):
     values = {"kind": "command", "name": "command", "command.argv": ["python3", "x.py", "--token", "hf_abcdef"]}
     reviewed = job_form.review(job_form.Draft(values, {}, "cpu"), (), box.data, (), cuda=False)
     assert reviewed.job is not None

@@ -26,7 +26,7 @@ def test_a_signal_that_does_not_interrupt_the_wait_is_handled_before_the_editor_
 
     def send() -> None:
         wait_for((tmp_path / "open").exists, "the editor to open")
-        # A signal sent to another thread leaves the main thread's system call undisturbed, as does one that arrives
+        # A signal sent to another thread does not interrupt the main thread's system call, nor does one that arrives
         # just before the call.
         signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
 

@@ -1,4 +1,4 @@
-"""Tests for estimating the memory and time needed by an extraction job before its launch."""
+"""Tests for estimating, before launch, how much memory and time an extraction job needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import parse_as
 
 @pytest.fixture
 def job(tmp_path: Path) -> ExtractJob:
-    """Return an extraction job whose model has ten million parameters, according to its files."""
+    """Return an extraction job whose model has ten million parameters, judging by its files."""
     config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").touch()
@@ -61,7 +61,7 @@ def test_a_clone_of_a_job_that_ran_out_of_memory_reads_half_as_many_tokens_at_on
     assert ExtractionProposal.half_batch(least, 1) == []
 
 
-def test_the_memory_need_of_a_model_not_on_this_machine_is_unknown(job: ExtractJob) -> None:
+def test_the_memory_needed_for_a_model_that_is_not_on_this_machine_is_unknown(job: ExtractJob) -> None:
     elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
     look = outlook_of_extraction(elsewhere, ())
     assert LaunchExtraction().need(elsewhere, look, FreeMemory(), device="cpu") is None

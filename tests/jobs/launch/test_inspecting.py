@@ -42,7 +42,7 @@ def test_findings_and_remedies_come_from_the_trainer(shards: Path) -> None:
     assert finding.remedy
 
 
-def test_data_is_inspected_once_until_its_files_change(shards: Path, tmp_path: Path) -> None:
+def test_data_is_not_inspected_again_until_its_files_change(shards: Path, tmp_path: Path) -> None:
     inspections = Inspections(in_place_of_the_trainer(tmp_path, f"echo '{json.dumps(ANSWER)}'"))
     for _ in range(2):
         assert inspections.inspect(str(shards))
@@ -76,6 +76,6 @@ def test_missing_data_is_reported_without_starting_a_process(tmp_path: Path) -> 
     assert not (tmp_path / "asked").exists()
 
 
-def test_nothing_waits_for_an_inspection_no_longer_needed(shards: Path) -> None:
+def test_an_inspection_that_is_no_longer_needed_is_not_waited_for(shards: Path) -> None:
     process = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert Inspections(process).inspect(str(shards), is_over=lambda: True) is None

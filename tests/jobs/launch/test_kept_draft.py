@@ -11,7 +11,7 @@ from trainer.contract.paths import DataDir
 VALUES = {"data.path": "data/sample", "sae.k": 7}
 
 
-def test_each_kind_of_job_has_its_own_draft_with_the_valid_settings(tmp_path: Path) -> None:
+def test_each_job_kind_has_its_own_draft_which_keeps_only_valid_settings(tmp_path: Path) -> None:
     data = DataDir(tmp_path / "not made yet")
     kept_draft.keep(data, Draft(VALUES, {"train.lr": "must be a number"}, [0, 2]))
     assert kept_draft.kept(data, "extract") is None
@@ -39,7 +39,7 @@ def test_a_draft_file_that_is_a_link_is_ignored(tmp_path: Path) -> None:
     assert kept_draft.kept(data, "train") is None
 
 
-def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
+def test_a_form_keeps_one_draft_for_its_job_kind(tmp_path: Path) -> None:
     data, training, extraction = DataDir(tmp_path), Draft(VALUES, {}, "auto"), Draft({"kind": "extract"}, {}, "auto")
     kept_draft.keep(data, extraction)
     form = kept_draft.KeptDraft(data)
@@ -53,7 +53,7 @@ def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
     assert left() == ["train", "extract"]
     form.note_filled(tmp_path / "preset.toml", "extract")
     form.follow(extraction, is_changed=False)
-    # This form replaced the draft of the training job, and the draft of the extraction job belongs to another form.
+    # The form deletes its training draft when it switches to extraction; the other draft belongs to another form.
     assert left() == ["extract"]
     form.note_filled(kept_draft.file_of(data, "extract"), "extract")
     form.follow(extraction, is_changed=False)
@@ -63,7 +63,7 @@ def test_a_form_keeps_one_draft_for_its_kind_of_job(tmp_path: Path) -> None:
     assert left() == []
 
 
-def test_an_unwritable_draft_causes_no_error(tmp_path: Path) -> None:
+def test_a_draft_that_cannot_be_written_causes_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept_draft.keep(DataDir(tmp_path / "file"), Draft(VALUES, {}, "auto"))
     kept_draft.drop(DataDir(tmp_path / "file"), "train")

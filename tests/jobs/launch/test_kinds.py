@@ -116,7 +116,7 @@ def test_a_registered_kind_is_launched_and_listed(toy: ToyJob, box, tmp_path, ca
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the calls of `wanted_devices` in all modules; return the list of jobs passed to it."""
+    """Record calls to `wanted_devices` from every module; return the list that collects the jobs passed to it."""
     jobs: list[Any] = []
     original = check_job.wanted_devices
 

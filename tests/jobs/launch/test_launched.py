@@ -40,7 +40,7 @@ def test_the_message_about_several_jobs_counts_them(box):
     assert describe_launch(box.data, ids) == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
 
 
-def test_the_message_waits_briefly_until_the_job_state_is_known(box, monkeypatch):
+def test_the_message_is_delayed_briefly_until_the_jobs_state_is_known(box, monkeypatch):
     job_id = box.record("quick")
     assert describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is queued."
     monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))

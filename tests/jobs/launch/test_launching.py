@@ -1,4 +1,4 @@
-"""Tests for launching several jobs: all or none, few transactions, and what remains after a failure."""
+"""Tests for launching several jobs: all of them or none, in few transactions, and what remains after a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_start(*_: object) -> None:
     pass
 
 
-def test_many_jobs_are_recorded_in_one_transaction_before_the_first_of_them_starts(box, monkeypatch):
+def test_many_jobs_are_recorded_in_one_transaction_before_any_of_them_starts(box, monkeypatch):
     monkeypatch.setattr(launching, "LONGEST_TRANSACTION_S", 60.0)
     seen: list[int] = []
     ids = launch(
@@ -54,7 +54,7 @@ def test_no_job_is_recorded_if_one_cannot_run(box):
     assert not box.data.run(1).root.exists()
 
 
-def test_the_jobs_of_an_array_know_the_id_of_its_first_job(box):
+def test_every_job_in_an_array_knows_the_id_of_the_arrays_first_job(box):
     box.record()
     ids = launch(box, [command("a"), command("b")], no_start, as_array=True, at_once=1)
     assert ids == [2, 3]
@@ -63,7 +63,7 @@ def test_the_jobs_of_an_array_know_the_id_of_its_first_job(box):
         assert "SAE_TUI_ARRAY_ID=2" in box.data.run(job_id).job_file.read_text()
 
 
-def test_jobs_that_cannot_be_recorded_leave_nothing_and_the_earlier_ones_are_named(box, monkeypatch):
+def test_jobs_that_cannot_be_recorded_leave_nothing_behind_and_earlier_jobs_are_named(box, monkeypatch):
     # Each job gets its own transaction.
     monkeypatch.setattr(launching, "LONGEST_TRANSACTION_S", 0.0)
 
@@ -92,7 +92,7 @@ def test_a_failure_in_a_transaction_undoes_the_files_and_rows_of_all_its_jobs(bo
     assert [box.data.run(job_id).root.exists() for job_id in (1, 2, 3)] == [False, False, False]
 
 
-def test_no_row_is_stored_before_its_files_are_on_the_disk(box, monkeypatch):
+def test_no_row_is_stored_before_its_files_are_on_disk(box, monkeypatch):
     synced: dict[str, int] = {}
 
     def fsync(descriptor: int) -> None:
@@ -108,7 +108,7 @@ def test_no_row_is_stored_before_its_files_are_on_the_disk(box, monkeypatch):
     assert len(box.control.jobs()) == 2
 
 
-def test_a_disk_that_loses_the_files_leaves_no_job(box, monkeypatch):
+def test_no_job_is_recorded_if_its_files_cannot_be_synced_to_disk(box, monkeypatch):
     box.make_store()
 
     def fsync(_: int) -> None:
@@ -121,7 +121,7 @@ def test_a_disk_that_loses_the_files_leaves_no_job(box, monkeypatch):
     assert not box.data.run(1).root.exists()
 
 
-def test_jobs_stay_queued_if_the_queue_process_does_not_start_and_start_with_the_next_command(box):
+def test_if_the_queue_process_cannot_start_jobs_stay_queued_until_the_next_command(box):
     box.make_store()
     log = box.data.root / "queue.log"
     log.mkdir()
@@ -133,14 +133,14 @@ def test_jobs_stay_queued_if_the_queue_process_does_not_start_and_start_with_the
     assert [box.wait_ended(job_id).state for job_id in (1, 2, 3)] == [JobState.FINISHED] * 3
 
 
-def test_one_look_for_the_queue_process_is_enough_for_many_jobs(box, monkeypatch):
+def test_launching_many_jobs_checks_for_the_queue_process_only_once(box, monkeypatch):
     looks = []
     monkeypatch.setattr(launching.detach, "is_held", lambda path: looks.append(path) or True)
     launch(box, [command(f"job {n}") for n in range(20)], None)
     assert len(looks) == 1
 
 
-def test_a_launch_that_is_killed_leaves_no_job_without_files(box, monkeypatch):
+def test_a_killed_launch_leaves_no_job_without_files(box, monkeypatch):
     box.make_store()
     pid = os.fork()
     if pid == 0:

@@ -70,7 +70,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> PeakMemory | N
 
 
 def on_gpus(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """Return the forecast for a job on GPUs with 24 GiB each; `free` contains their free bytes."""
+    """Return the forecast for a job on GPUs with 24 GiB each; `free` lists their free bytes."""
     gpus = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(gpus, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return look_of(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
@@ -203,5 +203,5 @@ def test_the_available_memory_is_that_of_the_fullest_chosen_gpu():
     assert capacity_on_gpus(gpus, [3]) == capacity_on_gpus(gpus, []) == FreeMemory()
 
 
-def test_this_machines_total_and_free_memory_are_known():
+def test_this_machines_free_memory_is_known():
     assert capacity_on_cpu().free_bytes > 2**20

@@ -1,4 +1,4 @@
-"""Tests for which GPUs are available or recommended, and for how `launch.gpus` is resolved."""
+"""Tests for GPU availability and recommendations, and for how `launch.gpus` is resolved."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
         (GpuProcess(9, "mallory", "Xorg", FOREIGN_MEMORY_BYTES), ""),
     ],
 )
-def test_a_gpu_is_busy_if_another_users_process_holds_much_memory(process, reason):
+def test_a_gpu_is_busy_if_another_users_process_holds_a_lot_of_memory(process, reason):
     (gpu,) = choices([sample(processes=(process,))], holders([], [], []))
     assert (gpu.state, gpu.reason) == ("busy" if reason else "available", reason)
 
@@ -103,7 +103,7 @@ def test_a_gpu_is_free_as_soon_as_our_own_process_has_ended():
         ),
     ],
 )
-def test_a_used_gpu_without_visible_processes_is_busy(fields, reason):
+def test_a_gpu_in_use_without_visible_processes_is_busy(fields, reason):
     (gpu,) = choices([sample(**fields)], holders([], [], []))
     assert gpu.state == "busy"
     assert gpu.reason.startswith(reason)
@@ -131,7 +131,7 @@ def test_gpu_use_by_unknown_processes_is_attributed_to_the_job_that_leased_the_g
         assert len(gpu.leases) == 1
 
 
-def test_a_gpu_shared_by_several_jobs_lists_all_of_these_jobs() -> None:
+def test_a_gpu_shared_by_several_jobs_lists_all_of_them() -> None:
     both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
     (gpu,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
     assert (gpu.state, gpu.reason) == ("busy", "jobs 7 and 8")
@@ -145,7 +145,7 @@ def test_memory_in_a_reading_taken_before_a_job_ended_is_not_attributed_to_other
     assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
 
 
-def test_memory_of_unnamed_processes_on_a_leased_gpu_is_not_free():
+def test_memory_used_by_unlisted_processes_on_a_leased_gpu_is_not_free():
     mine = lease(0, 7)
     mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GIB)
     held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
@@ -166,7 +166,7 @@ def test_memory_reserved_by_the_driver_is_neither_free_nor_usable():
     assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GIB, 23 * GIB)
 
 
-def test_a_job_for_any_gpus_does_not_use_gpus_with_unknown_free_memory(box):
+def test_a_job_that_accepts_any_gpus_gets_none_whose_free_memory_is_unknown(box):
     blind = [choice(0, None), choice(1)]
     where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
     assert where.any_gpus
@@ -175,13 +175,13 @@ def test_a_job_for_any_gpus_does_not_use_gpus_with_unknown_free_memory(box):
     assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
 
 
-def test_another_users_largest_process_is_named():
+def test_the_reason_names_the_largest_process_of_any_other_user():
     processes = (GpuProcess(1, "ann", "a", GIB), GpuProcess(2, "bob", "b", 3 * GIB), GpuProcess(3, "eve", "c", 2 * GIB))
     (gpu,) = choices([sample(processes=processes)], holders([], [], []))
     assert gpu.reason == "used by bob (pid 2, b)"
 
 
-def test_a_leased_gpu_names_its_job_whose_ranks_do_not_count_as_other_users():
+def test_a_leased_gpu_names_its_job_and_the_jobs_ranks_do_not_count_as_other_users():
     running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
     held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
     assert held.pids == {"GPU-0": 500, "GPU-1": 501}
@@ -191,7 +191,7 @@ def test_a_leased_gpu_names_its_job_whose_ranks_do_not_count_as_other_users():
     assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
 
 
-def test_a_process_below_one_of_our_processes_does_not_count_as_another_user():
+def test_a_descendant_of_one_of_our_processes_does_not_count_as_another_user():
     running = job(41, attempt=1, gpu_uuids=("GPU-0",), supervisor_pid=499)
     leases = [lease(0, 41)]
     held = holders([running], leases, [rank(41, 0, 500)])
@@ -305,7 +305,7 @@ def test_simulated_gpus_are_leased_but_the_job_runs_on_the_cpu(box):
 
 
 @pytest.mark.parametrize(("gpus", "device", "world_size"), [("auto:4", "cuda", 8), ("cpu", "cpu", 2), ([0], "cuda", 2)])
-def test_slurm_uses_no_gpu_on_this_machine(box, gpus, device, world_size):
+def test_a_slurm_job_uses_no_gpu_on_this_machine(box, gpus, device, world_size):
     job = box.config(gpus=gpus, backend="slurm", nodes=2)
     assert without_look(place(job, [choice(0)], source_cuda=True)) == Placement(device, (), world_size)
 
@@ -334,7 +334,7 @@ def test_auto_runs_on_the_cpu_if_there_are_no_gpus(box):
         ),
     ],
 )
-def test_unavailable_gpus_are_rejected_with_the_name_of_the_setting(box, gpus, choices, said):
+def test_unavailable_gpus_are_rejected_with_a_message_that_names_the_setting(box, gpus, choices, said):
     with pytest.raises(JobFileError) as refused:
         place(box.config(gpus=gpus), choices, source_cuda=True)
     (problem,) = refused.value.problems
@@ -357,7 +357,7 @@ def test_the_multi_gpu_enabled_setting_can_limit_a_job_to_one_gpu(box):
     assert place(box.config(gpus=[1]), choices, source_cuda=True, multi_gpu_enabled=False).world_size == 1
 
 
-def test_the_checks_before_a_launch_know_which_gpus_are_busy_or_lost(box):
+def test_pre_launch_checks_know_which_gpus_are_busy_or_lost(box):
     choices = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
     box_seen = machine(choices, box.data, cuda=False)
     assert [(gpu.busy, gpu.unhealthy) for gpu in box_seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
@@ -379,7 +379,7 @@ def said(config, data=DATA, gpus: int = 2, *, choices=(), speeds=None, past=()) 
     return LaunchTraining().summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
 
-def test_the_summary_names_devices_batch_memory_and_time(box):
+def test_the_summary_states_devices_batch_size_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
     needed = f"{memory.estimate(workload(config, 8, 2)).total / GIB:.1f} GiB"
     settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 (4096 on 1 GPU) · needs {needed} per GPU"
@@ -402,7 +402,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     assert said(sweep, past=[past]).endswith(", estimated")
 
 
-def test_the_summary_states_the_mode_and_the_duration_for_the_measured_gpus(box):
+def test_the_mode_and_duration_in_the_summary_are_based_on_measured_gpu_speeds(box):
     config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
     wide, gpus = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
 
@@ -457,7 +457,7 @@ def test_the_summary_of_a_sweep_lists_as_many_saes_as_fit_on_a_line(box):
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
 
 
-def test_the_summary_and_the_table_row_of_a_job_count_the_gpus_of_its_language_model(tmp_path):
+def test_a_jobs_summary_accounts_for_the_gpus_of_its_language_model(tmp_path):
     data = stream_of_model(tmp_path)
 
     def said_of(model_gpus) -> str:

@@ -43,7 +43,7 @@ def rows(config=None, samples=None, speeds=None, **options):
     )
 
 
-def test_every_number_of_gpus_has_a_row_per_mode_with_the_chosen_mode_first() -> None:
+def test_each_number_of_gpus_has_one_row_per_mode_starting_with_the_chosen_mode() -> None:
     forecasts = rows(job(parallel={"mode": "ddp"}))
     assert [(row.n_gpus, row.mode) for row in forecasts] == [
         (1, "single"),
@@ -61,7 +61,7 @@ def test_a_mig_slice_does_not_count_as_a_second_gpu(slices_from: int, gpus: dict
     assert {row.n_gpus: row.gpus for row in rows(samples=cut) if row.n_gpus <= 2} == gpus
 
 
-def test_the_auto_mode_is_resolved_with_the_measured_speeds() -> None:
+def test_the_auto_mode_is_resolved_using_measured_speeds() -> None:
     slow = MeasuredHardware().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
     fast = MeasuredHardware().with_measured(
         "NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13)
@@ -84,7 +84,7 @@ def test_busy_gpus_are_chosen_last_and_the_job_does_not_fit_on_them_now() -> Non
     ]
 
 
-def test_memory_in_every_mode_is_estimated_with_the_same_number_of_tokens_per_step() -> None:
+def test_memory_is_estimated_for_the_same_number_of_tokens_per_step_in_every_mode() -> None:
     for row in rows():
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
@@ -99,7 +99,7 @@ def test_all_modes_take_the_same_number_of_steps_on_the_same_number_of_gpus() ->
         assert max(tokens) - min(tokens) <= 1
 
 
-def test_an_optimizer_that_needs_entire_matrices_is_offered_only_the_ddp_mode() -> None:
+def test_on_several_gpus_an_optimizer_that_needs_whole_matrices_can_only_use_ddp() -> None:
     modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), gpu_samples(2))}
     assert modes == {"single", "ddp"}
 
@@ -116,7 +116,7 @@ def test_gpus_with_the_most_memory_are_chosen_unless_the_job_names_its_gpus() ->
     assert rows(job(launch={"gpus": [2, 3]}), gpu_samples(4))[1].gpus == (2, 3)
 
 
-def test_gpus_of_different_models_are_as_fast_as_the_slowest() -> None:
+def test_gpus_of_different_models_are_only_as_fast_as_the_slowest_one() -> None:
     mixed = [
         dataclasses.replace(sample, name=name) for sample, name in zip(gpu_samples(2), ("H100", "T4"), strict=True)
     ]
@@ -133,7 +133,7 @@ def test_the_cost_covers_all_gpus_for_the_entire_time(price, dear) -> None:
 
 
 @pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
-def test_cpu_rows_are_for_one_process_one_per_core_and_the_requested_number(gpus) -> None:
+def test_cpu_rows_cover_one_process_one_per_core_and_the_requested_number(gpus) -> None:
     forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else gpu_samples(8))
     asked = 3 if gpus == "cpu:3" else 1
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
@@ -171,7 +171,7 @@ def test_a_model_too_large_to_share_a_gpu_gets_its_own_gpus(tmp_path) -> None:
 
 
 def mixed(*gib: float):
-    """Return idle GPUs of these sizes, which are equally fast."""
+    """Return idle, equally fast GPUs with these memory sizes, in GiB."""
     found = gpu_samples(len(gib))
     sizes = [int(size * GIB) for size in gib]
     return [
@@ -180,7 +180,7 @@ def mixed(*gib: float):
     ]
 
 
-def test_a_smaller_gpu_that_limits_the_others_never_pays() -> None:
+def test_a_smaller_gpu_that_limits_the_others_is_never_worth_adding() -> None:
     fast = MeasuredHardware()
     for count in (1, 2, 4):
         fast = fast.with_measured("NVIDIA H100", "bf16", count, Speeds(5e14, 3e12, 1e13, 1e-5, is_measured=True))

@@ -36,7 +36,7 @@ def test_every_backend_implements_the_attempt_interface(backend):
 
 
 @pytest.mark.timeout(200)
-def test_a_registered_backend_runs_a_real_training(box, nice):
+def test_a_registered_backend_runs_a_real_training_job(box, nice):
     start = functools.partial(detach.start, command=[sys.executable, "-P", toy_backend.__file__])
     where = Placement("cpu", (), 1)
     config = box.config(backend="nice", niceness=7)

@@ -1,6 +1,6 @@
 """Tests for a SLURM job whose controller is busy or unreachable, or has forgotten the job.
 
-A shell script replaces the controller.
+Shell scripts replace SLURM's commands.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def looked(job: SlurmJob, times: int = 1) -> Seen | None:
     return job.seen
 
 
-def test_the_state_and_reason_and_nodes_of_a_job_come_from_squeue(program) -> None:
+def test_a_jobs_state_reason_and_nodes_come_from_squeue(program) -> None:
     program("squeue", "echo 'PENDING|(Resources, or so)|'")
     assert looked(SlurmJob("7")) == Seen("PENDING", "(Resources, or so)", "")
 
@@ -62,7 +62,7 @@ def test_a_hanging_controller_does_not_block_the_caller(program, monkeypatch) ->
     assert time.monotonic() - begun < 10
 
 
-def test_a_job_that_slurm_no_longer_knows_is_over(program) -> None:
+def test_a_job_that_slurm_no_longer_knows_about_counts_as_over(program) -> None:
     program("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     job = SlurmJob("7")
     assert looked(job) is None

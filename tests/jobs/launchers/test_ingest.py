@@ -59,7 +59,7 @@ def test_an_incomplete_line_is_read_once_it_is_complete(run: Run) -> None:
     ingest.close()
 
 
-def test_a_line_never_completed_is_skipped(run: Run) -> None:
+def test_a_line_that_is_never_completed_is_skipped(run: Run) -> None:
     run.append(line(1) + line(2)[:20] + b"\n" + line(3))
     ingest = Ingest(run.file, run.db)
     ingest.poll()
@@ -85,7 +85,7 @@ def test_a_restarted_reader_stores_nothing_twice_even_without_its_saved_offset(r
     assert run.told == ["first", "second", "third"]
 
 
-def test_a_resumed_run_replaces_the_history_after_the_step_at_which_it_resumes(run: Run) -> None:
+def test_a_resumed_run_replaces_the_history_after_the_step_it_resumes_from(run: Run) -> None:
     run.append(line(1) + line(2) + line(3, 9.0) + line(3, 0.25, rewind=2))
     ingest = Ingest(run.file, run.db)
     ingest.poll()

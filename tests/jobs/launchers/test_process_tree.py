@@ -1,4 +1,4 @@
-"""Tests that all processes of a command are found, also by the searches that remember what they have read."""
+"""Tests that all of a command's processes are found, even by searches that rely on remembered results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start processes in their own sessions without the mark of a command that runs these tests."""
+    """Start processes in their own sessions, without the mark they would inherit if a command runs these tests."""
     started: list[subprocess.Popen[str]] = []
     environment = {name: value for name, value in os.environ.items() if name != MARK}
 
@@ -47,7 +47,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def tree(start: Start, tmp_path) -> ProcessTree:
-    """Return the processes of a `sleep` that is its own reaper, so that other processes belong to it by their mark."""
+    """Return the tree of a `sleep` that is its own reaper, so that other processes join the tree only by their mark."""
     leader = start("sleep", "600").pid
     return ProcessTree(leader, tmp_path, reaper=leader)
 
@@ -57,7 +57,7 @@ def pids(found) -> set[int]:
 
 
 def become(process: subprocess.Popen[str]) -> None:
-    """Let a waiting process become its other program."""
+    """Make a waiting process exec its other program."""
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "begun\n"
@@ -73,9 +73,7 @@ def test_processes_that_start_and_end_between_complete_searches_are_noticed(tree
 
 
 @pytest.mark.parametrize("has_mark", [False, True])
-def test_a_process_whose_environment_changes_when_it_calls_exec_is_judged_again(
-    tree, start, tmp_path, monkeypatch, has_mark
-):
+def test_a_process_is_examined_again_after_exec_changes_its_environment(tree, start, tmp_path, monkeypatch, has_mark):
     monkeypatch.setattr(process_tree, "_ALL_EVERY_S", 0.0)
     monkeypatch.setattr(process_tree, "_PAUSE", 0.0)
     mark = f"{MARK}={tmp_path}"
@@ -97,7 +95,7 @@ def test_a_signal_reaches_a_process_that_joined_after_the_last_complete_search(t
     assert process.wait() == -signal.SIGTERM
 
 
-def test_what_is_known_of_ended_processes_is_forgotten(tree, start, monkeypatch):
+def test_ended_processes_are_forgotten(tree, start, monkeypatch):
     monkeypatch.setattr(process_tree, "_ALL_EVERY_S", 0.0)
     monkeypatch.setattr(process_tree, "_PAUSE", 0.0)
     process = start("sleep", "600")
@@ -109,11 +107,11 @@ def test_what_is_known_of_ended_processes_is_forgotten(tree, start, monkeypatch)
     assert process.pid not in {pid for pid, _ in tree._memory._marked}
 
 
-def test_the_processes_of_a_command_that_a_command_has_launched_belong_only_to_the_inner_one(start, tmp_path):
+def test_processes_of_a_command_launched_by_another_command_belong_only_to_the_inner_one(start, tmp_path):
     supervisor = start(sys.executable, "-c", SUPERVISOR, *DETACHED)
     program = int(supervisor.stdout.readline())
     try:
-        # The supervisor of the outer command is this process, which adopts the inner one.
+        # This process acts as the outer command's supervisor; it is the parent of the inner supervisor.
         outer = ProcessTree(supervisor.pid, tmp_path / "outer")
         assert pids(outer.living()) == pids(outer.recent()) == set()
         inner = ProcessTree(program, tmp_path / "inner", reaper=supervisor.pid)
@@ -123,8 +121,8 @@ def test_the_processes_of_a_command_that_a_command_has_launched_belong_only_to_t
             os.kill(program, signal.SIGKILL)
 
 
-def test_the_processes_of_an_inner_command_are_found_although_an_outer_supervisor_is_above_them(start, tmp_path):
-    # The outer supervisor is the parent of a process that is the supervisor of the inner command.
+def test_an_inner_commands_processes_are_found_despite_an_outer_supervisor_above_them(start, tmp_path):
+    # The process started by the outer supervisor acts as the inner command's supervisor.
     outer = start(sys.executable, "-c", SUPERVISOR, *DETACHED)
     inner_supervisor = int(outer.stdout.readline())
     try:

@@ -17,7 +17,7 @@ def test_slurm_gets_only_the_variables_that_python_and_sbatch_need() -> None:
     assert submitted(kept | {"TOKEN": "x", "TMPDIR": "/tmp/of-this-host", "CUDA_VISIBLE_DEVICES": "3"}) == kept
 
 
-def test_variables_of_the_node_replace_those_of_the_shell_and_of_another_slurm_job() -> None:
+def test_node_and_slurm_variables_come_from_the_node_rather_than_from_the_shell() -> None:
     shell = {b"TOKEN": b"x", b"PATH": b"/mine", b"TMPDIR": b"/here", b"SLURM_JOB_ID": b"1", b"SLURM_NTASKS": b"9"}
     node = {b"PATH": b"/usr/bin", b"TMPDIR": b"/scratch", b"SLURM_JOB_ID": b"2", b"CUDA_VISIBLE_DEVICES": b"0"}
     stored = with_variables_of_node(ProgramEnvironment([*shell.items()], {}, 0o22), node)
@@ -40,11 +40,11 @@ def test_variables_of_the_node_replace_those_of_the_shell_and_of_another_slurm_j
         ({"ROCR_VISIBLE_DEVICES": "3"}, ("amdsmi", ("3",))),
     ],
 )
-def test_the_gpus_are_those_that_slurm_made_visible(environ, given) -> None:
+def test_a_programs_gpus_are_the_ones_that_slurm_made_visible(environ, given) -> None:
     assert gpus_given(environ) == given
 
 
-def test_a_program_gets_one_task_with_a_core_for_each_gpu_and_time_for_its_grace(tmp_path: Path) -> None:
+def test_a_program_gets_one_task_with_one_core_per_gpu_and_time_for_its_grace_period(tmp_path: Path) -> None:
     table = {"kind": "command", "command": {"argv": ["a b", "$(c)"]}, "launch": {"backend": "slurm", "gpus": "auto:2"}}
     job = any_job_of(table)
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=2, device="cuda", as_one_process=True)
@@ -55,7 +55,7 @@ def test_a_program_gets_one_task_with_a_core_for_each_gpu_and_time_for_its_grace
     assert program_script(spec, ["run", "it's"]).splitlines()[-1] == """exec run 'it'"'"'s'"""
 
 
-def test_a_node_without_the_run_folder_says_what_to_do(tmp_path: Path, capsys) -> None:
+def test_a_node_that_cannot_see_the_run_folder_says_how_to_fix_it(tmp_path: Path, capsys) -> None:
     assert main([str(tmp_path / "ranks.json")]) == 1
     said = capsys.readouterr().err
     assert said.rstrip().endswith("put the data folder (--data-dir) on a file system that all nodes share")

@@ -36,14 +36,14 @@ def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRan
     return remote
 
 
-def test_a_rank_without_an_exit_report_is_not_assumed_to_have_failed_at_its_start(paths: RunPaths) -> None:
+def test_a_rank_without_an_exit_report_is_not_assumed_to_have_failed_when_it_started(paths: RunPaths) -> None:
     silent = rank(paths, 0, at=STARTED)
     killed = rank(paths, 1, at=STARTED + 50, exit_signal=signal.SIGKILL)
     silent.give_up(never_ran=False)
     assert min((silent, killed), key=RemoteRank.failed_at) is killed
 
 
-def test_a_rank_whose_end_is_unknown_failed_when_it_wrote_its_error_report(paths: RunPaths) -> None:
+def test_a_rank_with_an_unknown_end_time_counts_as_failed_when_it_wrote_its_error_report(paths: RunPaths) -> None:
     silent = rank(paths, 0, at=STARTED)
     file = paths.rank_exit(1, 0)
     file.write_bytes(msgspec.json.encode({"error": "no memory"}))

@@ -35,7 +35,7 @@ def test_gpus_and_cores_are_requested_per_node() -> None:
     assert argv[-1] == "/runs/4/job.sbatch"
 
 
-def test_cpu_ranks_request_no_gpu_and_threads_share_one_task() -> None:
+def test_cpu_ranks_request_no_gpus_and_threads_share_one_task() -> None:
     assert not any("gpus" in part for part in submitted(spec(2, "cpu"), job(gpus="cpu:2")))
     threads = spec(4, as_one_process=True)
     wanted = {"--gpus-per-node=4", "--ntasks-per-node=1", "--cpus-per-task=4"}

@@ -15,7 +15,7 @@ def bar(n: int, total: int, name: str = "train") -> str:
     return f"{name}: {100 * n // total}%|### | {n}/{total} [00:01<00:09, 1.0it/s]"
 
 
-def test_without_any_step_the_number_of_the_line_counts() -> None:
+def test_without_steps_the_line_number_serves_as_the_step() -> None:
     axis = StepAxis()
     assert placed(axis, "loss: 0.1", "nothing", "loss: 0.2") == [0, 2]
     assert axis.progress == (2, None)
@@ -27,13 +27,13 @@ def test_a_value_without_a_step_belongs_to_the_latest_step() -> None:
     assert axis.progress == (20, 50)
 
 
-def test_a_bar_gives_a_step_and_a_total_to_values_that_have_none() -> None:
+def test_a_bar_supplies_the_step_and_the_total_for_values_that_have_none() -> None:
     axis = StepAxis()
     assert placed(axis, bar(3, 90), "{'loss': 0.5, 'epoch': 0.02}", bar(4, 90)) == [3, 3, 4]
     assert axis.progress == (4, 90)
 
 
-def test_a_bar_adds_the_total_to_steps_that_are_stated_from_time_to_time() -> None:
+def test_a_bar_supplies_the_total_for_steps_that_are_printed_only_now_and_then() -> None:
     axis = StepAxis()
     placed(axis, bar(1, 500), "step=100 loss=1", bar(120, 500))
     assert axis.progress == (120, 500)
@@ -46,7 +46,7 @@ def test_an_evaluations_shorter_bar_does_not_move_the_position() -> None:
     assert placed(axis, bar(501, 1000)) == [501]
 
 
-def test_the_next_epochs_steps_follow_those_of_the_last() -> None:
+def test_steps_of_the_next_epoch_continue_from_the_end_of_the_previous_one() -> None:
     axis = StepAxis()
     epoch = [bar(n, 4) for n in range(5)]
     assert placed(axis, *epoch, *epoch) == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8]
@@ -55,12 +55,12 @@ def test_the_next_epochs_steps_follow_those_of_the_last() -> None:
     assert placed(StepAxis(), *steps, *steps) == list(range(12))
 
 
-def test_two_processes_that_print_slightly_different_steps_begin_no_new_pass() -> None:
+def test_slightly_different_steps_from_two_processes_do_not_begin_a_new_pass() -> None:
     lines = [f"step={n} loss=1" for n in (0, 0, 1, 0, 1, 2, 1, 3, 2)]
     assert placed(StepAxis(), *lines) == [0, 0, 1, 0, 1, 2, 1, 3, 2]
 
 
-def test_a_restarted_program_goes_back_to_the_step_that_it_continues_from() -> None:
+def test_a_restarted_program_goes_back_to_the_step_it_resumes_from() -> None:
     axis = StepAxis()
     placed(axis, *(f"step={n} loss=1" for n in range(0, 100, 10)))
     axis.restart()
@@ -70,7 +70,7 @@ def test_a_restarted_program_goes_back_to_the_step_that_it_continues_from() -> N
     assert axis.rewind_to == 49
 
 
-def test_a_restarted_programs_lines_are_counted_on() -> None:
+def test_line_numbers_continue_after_a_program_restarts() -> None:
     axis = StepAxis()
     axis.place(read_line("loss: 1"), 5)
     axis.restart()
@@ -78,7 +78,7 @@ def test_a_restarted_programs_lines_are_counted_on() -> None:
     assert axis.rewind_to is None
 
 
-def test_after_a_restart_a_short_bar_of_some_preparation_discards_nothing() -> None:
+def test_after_a_restart_a_short_bar_for_preparatory_work_discards_nothing() -> None:
     axis = StepAxis()
     placed(axis, bar(600, 1000))
     axis.restart()
@@ -88,7 +88,7 @@ def test_after_a_restart_a_short_bar_of_some_preparation_discards_nothing() -> N
     assert axis.rewind_to == 499
 
 
-def test_after_a_restart_a_bar_of_the_steps_left_continues_the_curve() -> None:
+def test_after_a_restart_a_bar_that_counts_the_remaining_steps_continues_the_curve() -> None:
     axis = StepAxis()
     placed(axis, bar(600, 1000))
     axis.restart()

@@ -1,4 +1,4 @@
-"""Tests that real programs' metrics and use of the machine are stored exactly once, even after interruptions."""
+"""Tests that real programs' metrics and resource usage are stored exactly once, even after interruptions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 HEAD = "import json, os, sys, time\n"
-# Draws bars like tqdm, without a line end until the last one.
+# Draws a progress bar like tqdm, with a newline only after the last update.
 BARS = HEAD + (
     "for n in range(41):\n"
     "    bar = f'{n * 100 // 40:3d}%|{\"#\" * (n // 4):10s}| {n}/40 [00:01<00:01, 20.0it/s, loss={1 / (n + 1):.3f}]'\n"
@@ -39,7 +39,7 @@ BARS = HEAD + (
     "    time.sleep(0.03)\n"
     "sys.stderr.write('\\n')\n"
 )
-# Its first attempt ends after step 9; the second one continues from step 5 to step 7.
+# The first attempt ends after step 9; the second resumes at step 5 and ends after step 7.
 RESUMES = HEAD + (
     "attempt = int(os.environ['SAE_TUI_ATTEMPT'])\n"
     "print('lr=0.5')\n"
@@ -56,7 +56,7 @@ EVENTS = HEAD + (
 
 
 def launch(box, folder: Path, program: str, *flags: str) -> Job:
-    """Run a program as a job until it ends."""
+    """Run a program as a job, and wait for it to end."""
     folder.mkdir(exist_ok=True)
     before = {job.id for job in box.control.jobs()} if box.data.control_db.exists() else set()
     argv = ["--data-dir", str(box.data.root), "--gpu-source", "none", "run", "--gpus", "0", "--folder", str(folder)]
@@ -76,7 +76,7 @@ def events(run: Path) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_a_program_that_draws_bars_has_steps_a_speed_and_a_curve(box, tmp_path, capfd) -> None:
+def test_a_program_that_draws_a_progress_bar_has_steps_a_speed_and_a_curve(box, tmp_path, capfd) -> None:
     job = launch(box, tmp_path / "work", BARS)
     assert (job.state, job.step, job.total_steps, job.tokens_per_s) == (JobState.FINISHED, 40, 40, 20.0)
     losses = stored(box.data.run(job.id).root, "loss")
@@ -97,7 +97,7 @@ def test_a_program_that_draws_bars_has_steps_a_speed_and_a_curve(box, tmp_path, 
 
 
 @pytest.mark.timeout(120)
-def test_a_restarted_program_replaces_the_values_after_the_step_that_it_continues_from(box, tmp_path) -> None:
+def test_a_restarted_program_replaces_values_from_the_step_at_which_it_resumes(box, tmp_path) -> None:
     job = launch(box, tmp_path / "work", RESUMES, "--retries", "1")
     assert (job.state, job.attempt, job.step, job.total_steps) == (JobState.FINISHED, 2, 7, 10)
     run = box.data.run(job.id).root
@@ -105,7 +105,7 @@ def test_a_restarted_program_replaces_the_values_after_the_step_that_it_continue
 
 
 @pytest.mark.timeout(120)
-def test_event_files_of_a_program_are_read_and_equal_names_in_two_folders_are_kept_apart(box, tmp_path) -> None:
+def test_event_files_are_read_and_equal_names_in_two_folders_are_kept_apart(box, tmp_path) -> None:
     files = {"train": event(3, {"epoch_loss": 0.5}), "validation": event(3, {"epoch_loss": 0.75})}
     encoded = json.dumps({name: content.hex() for name, content in files.items()})
     job = launch(box, tmp_path / "work", EVENTS, "--env", f"FILES={encoded}")
@@ -118,7 +118,7 @@ def test_event_files_of_a_program_are_read_and_equal_names_in_two_folders_are_ke
 
 
 @pytest.mark.timeout(120)
-def test_a_pattern_chooses_what_is_a_metric(box, tmp_path, capsys) -> None:
+def test_a_pattern_determines_which_values_are_metrics(box, tmp_path, capsys) -> None:
     job = launch(box, tmp_path / "work", "print('at 3 nll <0.5> loss: 9')", "--metrics", "at {step} nll <{loss}>")
     assert (job.step, job.loss) == (3, 0.5)
     run = ["--data-dir", str(box.data.root), "--gpu-source", "none", "run", "--gpus", "0", "--metrics", "loss", "true"]
@@ -126,11 +126,11 @@ def test_a_pattern_chooses_what_is_a_metric(box, tmp_path, capsys) -> None:
     assert '--metrics: "loss" has no name in braces, like {loss}' in capsys.readouterr().err
 
 
-# Tests with one thread that reads, and this process as the program.
+# In the tests below, this process acts as the program, and a thread reads its output.
 
 
 class Reading:
-    """A run whose log this process writes."""
+    """A run whose log is written by this process."""
 
     def __init__(self, root: Path) -> None:
         self.run, self.work = root / "data/runs/1", root / "work"
@@ -160,7 +160,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reading:
     return Reading(tmp_path)
 
 
-def test_another_supervisor_continues_where_the_last_one_ended(one: Reading) -> None:
+def test_a_new_supervisor_continues_where_the_previous_one_stopped(one: Reading) -> None:
     one.write("start\nloss: 0.5\nloss: 0.25\n")
     with one.reading():
         pass
@@ -170,11 +170,11 @@ def test_another_supervisor_continues_where_the_last_one_ended(one: Reading) -> 
     assert stored(one.run, "loss") == {1: 0.5, 2: 0.25, 3: 0.125}
 
 
-def test_what_was_read_but_not_recorded_is_not_stored_twice(one: Reading) -> None:
+def test_values_stored_before_the_position_was_recorded_are_not_stored_twice(one: Reading) -> None:
     one.write("loss: 0.5\nloss: 0.25\n")
     with one.reading():
         pass
-    # As if the supervisor had been killed after it had stored the values.
+    # As if the supervisor had been killed after storing the values but before recording its position.
     (one.run / "program-metrics.json").unlink()
     with one.reading():
         pass
@@ -182,7 +182,7 @@ def test_what_was_read_but_not_recorded_is_not_stored_twice(one: Reading) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"files": 3}', b'{"log": {"offset": -5, "mark": "zz"}}'])
-def test_a_damaged_record_of_the_position_costs_nothing(one: Reading, content: bytes) -> None:
+def test_a_damaged_position_record_loses_no_values(one: Reading, content: bytes) -> None:
     (one.run / "program-metrics.json").write_bytes(content)
     one.write("loss: 0.5\n")
     with one.reading():
@@ -216,11 +216,11 @@ def test_at_most_two_hundred_series_are_stored_and_one_event_says_so(one: Readin
         ("\u202e", ""),
     ],
 )
-def test_the_name_of_a_series_is_harmless(name: str, cleaned: str) -> None:
+def test_series_names_are_sanitised(name: str, cleaned: str) -> None:
     assert clean_name(name) == cleaned
 
 
-def test_values_are_stored_after_the_store_was_locked(one: Reading, locked_store, wait_for) -> None:
+def test_values_printed_while_the_store_is_locked_are_stored_later(one: Reading, locked_store, wait_for) -> None:
     one.write("loss: 0.5\n")
     with one.reading():
         wait_for(lambda: (one.run / "metrics.db").exists() and stored(one.run, "loss"), "the first value")
@@ -230,7 +230,7 @@ def test_values_are_stored_after_the_store_was_locked(one: Reading, locked_store
     assert stored(one.run, "loss") == {0: 0.5, 1: 0.25}
 
 
-def test_cpu_time_and_memory_are_stored_by_second_and_survive_a_restart_of_the_steps(one: Reading, monkeypatch) -> None:
+def test_cpu_time_and_memory_are_stored_per_second_and_kept_if_steps_start_over(one: Reading, monkeypatch) -> None:
     monkeypatch.setattr(collector, "USAGE_EVERY_S", 0.0)
     one.write("step=100 loss=1\n")
     with one.reading():
@@ -247,7 +247,7 @@ def test_cpu_time_and_memory_are_stored_by_second_and_survive_a_restart_of_the_s
         assert reader.latest()["memory_bytes"] >= max(filter(None, memory.values()))
 
 
-def test_the_use_of_a_jobs_gpus_is_read_from_stored_samples(tmp_path: Path) -> None:
+def test_a_jobs_gpu_usage_is_read_from_stored_samples(tmp_path: Path) -> None:
     from sae_tui.jobs.program_metrics.usage import gpu_usage
     from trainer.contract.paths import DataDir
 
@@ -262,12 +262,12 @@ def test_the_use_of_a_jobs_gpus_is_read_from_stored_samples(tmp_path: Path) -> N
     host = socket.gethostname()
     used = {"gpu_percent": 75.0, "gpu_memory_bytes": 5.0 * 2**30}
     assert gpu_usage(data, host, ["GPU-0", "GPU-1"], now - 5) == used
-    # Another job may have used the GPU before.
+    # Samples from before the job's start may come from another job.
     assert gpu_usage(data, host, ["GPU-0"], now + 5) == {}
     assert gpu_usage(data, host, ["GPU-7"], now - 5) == gpu_usage(data, host, [], now - 5) == {}
 
 
-def test_a_silent_programs_time_left_follows_from_its_time_limit(box) -> None:
+def test_a_silent_programs_time_left_is_derived_from_its_time_limit(box) -> None:
     config = CommandJob(command=Command(["true"]), launch=Launch(time_limit="2:00:00"))
     fields = {"config": dump_job(config), "state": JobState.RUNNING, "started": time.time() - 1800}
     silent, reports = box.record(**fields), box.record(**fields)
@@ -283,7 +283,7 @@ def test_a_silent_programs_time_left_follows_from_its_time_limit(box) -> None:
         assert one_job.view.eta_s is None
 
 
-def test_a_program_that_prints_ten_megabytes_is_searched_for_little(one: Reading) -> None:
+def test_only_part_of_ten_megabytes_of_output_is_searched_for_metrics(one: Reading) -> None:
     with one.reading():
         noise = "x" * 99 + "\n"
         for _ in range(10):
@@ -294,7 +294,7 @@ def test_a_program_that_prints_ten_megabytes_is_searched_for_little(one: Reading
     assert events(one.run) == ["prints too much to search all of it for metrics, so some may be missing"]
 
 
-def test_the_reader_of_metrics_loads_no_large_library() -> None:
+def test_the_metrics_reader_loads_no_large_library() -> None:
     code = (
         "import sys, sae_tui.jobs.program_metrics.collector as _\n"
         "print({'numpy', 'torch', 'google', 'textual', 'wandb'} & {name.partition('.')[0] for name in sys.modules})"
@@ -303,6 +303,6 @@ def test_the_reader_of_metrics_loads_no_large_library() -> None:
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_the_record_of_the_position_is_readable_by_this_version() -> None:
+def test_the_position_record_can_be_read_back() -> None:
     encoded = msgspec.json.encode(collector.Progress())
     assert msgspec.json.decode(encoded, type=collector.Progress) == collector.Progress()

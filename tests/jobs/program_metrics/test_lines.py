@@ -42,13 +42,13 @@ BAR = "train:  45%|####      | 450/1000 [00:10<00:12, 44.1it/s, loss=0.3, lr=1e-
             {"learning_rate": 1e-4, "lm_loss": 3.4},
         ),
         ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.123", (Source.BAR, 640, 60000), {"loss": 2.123}),
-        # Bars of tqdm and Keras.
+        # Progress bars from tqdm and Keras.
         (BAR, (Source.BAR, 450, 1000), {"loss": 0.3, "lr": 1e-4}),
         ("450it [00:10, 44.1it/s, loss=0.3]", (Source.BAR, 450, None), {"loss": 0.3}),
         ("450/1000 [====>....] - ETA: 3s - loss: 0.3 - acc: 0.9", (Source.BAR, 450, 1000), {"loss": 0.3, "acc": 0.9}),
     ],
 )
-def test_a_line_of_a_common_tool_is_understood(
+def test_a_line_printed_by_a_common_tool_is_understood(
     line: str, position: tuple[object, ...], values: dict[str, float]
 ) -> None:
     reading = read_line(line)
@@ -81,13 +81,13 @@ def test_a_bars_speed_is_in_steps_per_second() -> None:
     assert rates == [44.1, 0.25, None]
 
 
-def test_bars_are_distinguished_by_their_text_and_total_but_not_by_the_numbers_in_it() -> None:
+def test_bars_are_distinguished_by_text_and_total_but_not_by_numbers_in_the_text() -> None:
     bars = ["Epoch 1: 1%|# | 1/100 [00:01<00:09, 1it/s]", "Epoch 2: 7%|# | 7/100 [00:01<00:09, 1it/s]", BAR]
     first, second, other = (reading.bar for line in bars if (reading := read_line(line)))
     assert first == second != other
 
 
-def test_with_a_pattern_only_its_numbers_and_the_positions_of_bars_are_found() -> None:
+def test_with_a_pattern_only_its_values_and_the_positions_of_bars_are_found() -> None:
     patterns = [parse_pattern("[{step}/{total}] nll {train/nll} {{x}}")]
     reading = read_line("info [ 3/10]   nll  -1.5e-2 {x} loss: 3", patterns)
     assert reading
@@ -111,7 +111,7 @@ def test_with_a_pattern_only_its_numbers_and_the_positions_of_bars_are_found() -
         ("x" * 501 + "{loss}", "longer than"),
     ],
 )
-def test_a_pattern_that_finds_nothing_is_refused_with_the_reason(pattern: str, reason: str) -> None:
+def test_an_invalid_pattern_is_refused_with_the_reason(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_pattern(pattern)
 
@@ -121,7 +121,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 @given(st.dictionaries(NAMES, NUMBERS, min_size=1, max_size=5), st.integers(0, 10**9))
-def test_what_a_program_writes_as_json_or_as_pairs_is_read_back(values: dict[str, float], step: int) -> None:
+def test_values_written_as_json_or_as_name_value_pairs_are_read_back(values: dict[str, float], step: int) -> None:
     for line in (
         json.dumps({"step": step} | values),
         f"step={step} " + " ".join(f"{n}={v}" for n, v in values.items()),
@@ -165,6 +165,6 @@ def test_no_line_raises_an_error(line: str) -> None:
 
 @pytest.mark.parametrize("piece", [*PIECES, "loss ", "a=1", "1e", "train ", "[1", '{"a":', "nan", "step(", "0."])
 def test_a_long_line_is_searched_in_linear_time(piece: str) -> None:
-    # A regular expression that backtracks would take minutes, and the test would be ended.
+    # A backtracking regular expression would take minutes, and the test would time out.
     for end in ("", "1", "=", "]"):
         read_line((piece * LONGEST_LINE)[: LONGEST_LINE - 1] + end, [parse_pattern("{x} a {y}")])

@@ -1,4 +1,4 @@
-"""Tests that values are read from the files of TensorBoard, W&B and Trackio, also if they are incomplete or damaged."""
+"""Tests that values are read from TensorBoard, W&B and Trackio files, even if the files are incomplete or damaged."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_being_written_yields_each_value_once(name: str, tmp_path
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(FILES)), st.data())
-def test_damage_costs_only_values_and_never_an_error(name: str, data: st.DataObject) -> None:
+def test_damage_may_lose_values_but_never_causes_an_error(name: str, data: st.DataObject) -> None:
     reader, content = FILES[name]
     damaged = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -77,7 +77,7 @@ def test_damage_costs_only_values_and_never_an_error(name: str, data: st.DataObj
         assert len(found) <= 2 * len(STEPS)
 
 
-def test_an_event_file_with_a_wrong_length_is_damaged_and_a_large_record_is_skipped(tmp_path: Path) -> None:
+def test_a_wrong_length_marks_an_event_file_as_damaged_but_a_large_record_is_skipped(tmp_path: Path) -> None:
     path, position = tmp_path / "events", FilePosition()
     large = record(field(5, b"x" * (LARGEST_RECORD + 1)))
     path.write_bytes(event(1, {"a": 1}) + large + event(2, {"a": 2}))
@@ -88,7 +88,7 @@ def test_an_event_file_with_a_wrong_length_is_damaged_and_a_large_record_is_skip
     assert position.is_damaged
 
 
-def test_only_a_trackio_databases_new_rows_since_the_start_are_read(tmp_path: Path) -> None:
+def test_only_rows_added_to_a_trackio_database_since_the_start_are_read(tmp_path: Path) -> None:
     path, position = tmp_path / "p.db", FilePosition(since=1_700_000_000)
     path.touch()
     assert list(read_trackio(path, position)) == []
@@ -106,7 +106,7 @@ SELECT id, '2030-01-01' AS timestamp, '' AS run_name, id AS step, '{}' AS metric
 
 
 @pytest.mark.parametrize("statement", ["CREATE TABLE metrics(id)", "CREATE TABLE other(id)", ENDLESS])
-def test_another_database_is_left_alone(statement: str, tmp_path: Path) -> None:
+def test_a_database_that_does_not_come_from_trackio_is_ignored(statement: str, tmp_path: Path) -> None:
     import sqlite3
 
     path, position = tmp_path / "other.db", FilePosition()
@@ -140,7 +140,7 @@ def test_files_below_the_folders_are_found_and_read_once(tmp_path: Path) -> None
     assert [values.step for _, values in found.read()] == [3]
 
 
-def test_searches_become_seldom_once_some_have_found_nothing_new(
+def test_searches_become_less_frequent_after_several_have_found_nothing_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OFTEN_S", "PAUSE"):
@@ -153,12 +153,12 @@ def test_searches_become_seldom_once_some_have_found_nothing_new(
         assert list(found.read()) == []
     write(tmp_path / "work/last/events.out.tfevents.1", event(1, {"a": 1}))
     assert list(found.read()) == []
-    # The last search, after the end of the program, finds it.
+    # The final search, after the program has ended, finds it.
     assert len(list(found.read(is_last=True))) == 1
 
 
 class Ticking:
-    """A clock that advances by a second whenever it is read."""
+    """A clock that advances by one second each time it is read."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -168,7 +168,7 @@ class Ticking:
         return self._now
 
 
-def test_a_search_ends_in_the_middle_of_a_folder_with_too_many_entries(
+def test_a_search_that_takes_too_long_stops_in_the_middle_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(50):
@@ -180,14 +180,14 @@ def test_a_search_ends_in_the_middle_of_a_folder_with_too_many_entries(
     assert 0 < len(found.positions) < 30
 
 
-def test_a_file_without_news_is_not_opened_again_although_its_last_record_is_incomplete(tmp_path: Path) -> None:
+def test_an_unchanged_file_is_not_reopened_even_if_its_last_record_is_incomplete(tmp_path: Path) -> None:
     path = tmp_path / "work/events.out.tfevents.1"
     write(path, event(1, {"a": 1}) + event(2, {"a": 2})[:-1])
     found = folders(tmp_path)
     assert [values.step for _ in range(2) for _, values in found.read(is_last=True)] == [1]
     position = found.positions[str(path)]
     assert position.is_read
-    # A reader that opened the file again would find this damage.
+    # A reader that opened the file again would notice this damage.
     status = path.stat()
     path.write_bytes(event(1, {"a": 1}) + bytes(status.st_size - position.place))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -195,7 +195,7 @@ def test_a_file_without_news_is_not_opened_again_although_its_last_record_is_inc
     assert not position.is_damaged
 
 
-def test_old_hidden_linked_and_left_out_files_are_not_read(tmp_path: Path) -> None:
+def test_old_hidden_linked_and_excluded_files_are_not_read(tmp_path: Path) -> None:
     name = "events.out.tfevents.1"
     write(tmp_path / "work/data/runs/1/tb" / name, event(1, {"a": 1}))
     write(tmp_path / "work/.cache" / name, event(1, {"a": 1}))
@@ -208,7 +208,9 @@ def test_old_hidden_linked_and_left_out_files_are_not_read(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("ab", []), ("rb", [1])])
-def test_a_file_that_another_program_writes_is_not_read(mode: str, steps: list[int], tmp_path: Path) -> None:
+def test_a_file_that_another_program_has_open_for_writing_is_not_read(
+    mode: str, steps: list[int], tmp_path: Path
+) -> None:
     path = tmp_path / "work/events.out.tfevents.1"
     write(path, event(1, {"a": 1}))
     command = [sys.executable, "-c", f"f = open({str(path)!r}, {mode!r}); print(flush=True); input()"]

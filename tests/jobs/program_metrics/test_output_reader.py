@@ -1,4 +1,4 @@
-"""Tests that a growing log is read completely, once, and at a bounded cost."""
+"""Tests that a growing log is read completely and only once, at bounded cost."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_every_line_is_returned_once_however_it_is_written_and_read(pieces: list
         expected = [
             (number, state) for number, line in enumerate(whole.split("\n")) for state in line.split("\r") if state
         ]
-        # A bar that ends with a bracket is returned as soon as it is written, and what follows it, later.
+        # A bar that ends with a bracket is returned as soon as it is written; the text after it is returned later.
         assert "".join(text for _, text in found) == "".join(text for _, text in expected)
         if b"]" not in pieces:
             assert found == expected
 
 
-def test_an_unfinished_line_is_returned_when_it_is_complete_but_a_bar_at_once(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_returned_once_it_is_complete_but_a_bar_immediately(tmp_path: Path) -> None:
     log, reader = tmp_path / "log", OutputReader(tmp_path / "log", LogPosition())
     append(log, b"loss=0.")
     assert texts(reader) == []
@@ -61,7 +61,7 @@ def test_an_unfinished_line_is_returned_when_it_is_complete_but_a_bar_at_once(tm
     assert texts(reader, is_last=True) == ["the end"]
 
 
-def test_a_log_that_is_shortened_from_the_middle_is_followed_without_a_gap_or_a_repetition(tmp_path: Path) -> None:
+def test_a_log_whose_middle_is_removed_is_followed_without_gaps_or_repetitions(tmp_path: Path) -> None:
     log = tmp_path / "log"
     capped, reader = CappedLog(log, 4 * KEPT_BYTES), OutputReader(log, LogPosition())
     found, n = list[str](), 0
@@ -83,7 +83,7 @@ def test_a_log_that_was_replaced_is_read_from_its_start(tmp_path: Path) -> None:
     assert texts(reader) == ["new=1"]
 
 
-def test_far_too_much_output_is_skipped_up_to_its_newest_lines(tmp_path: Path) -> None:
+def test_excessive_output_is_skipped_except_for_its_newest_lines(tmp_path: Path) -> None:
     log, reader = tmp_path / "log", OutputReader(tmp_path / "log", LogPosition())
     append(log, b"x" * 99 + b"\n")
     assert len(texts(reader)) == 1

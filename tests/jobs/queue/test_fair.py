@@ -1,4 +1,4 @@
-"""Tests for the order of the queue among users, for limits, and over simulated weeks with many users."""
+"""Tests for the queue's order among users and for limits, including simulated weeks with many users."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def used(user: str, gpu_hours: float, **fields: object) -> GpuUse:
 
 
 def board(n_gpus: int, *holders: str, frees_in_s: float = 500.0) -> list[QueueGpu]:
-    """Return GPUs; these users hold the first ones."""
+    """Return `n_gpus` GPUs; each of these users holds one, starting with the first GPU."""
     gpus = []
     for index in range(n_gpus):
         leases, frees_s = (), 0.0
@@ -70,7 +70,7 @@ def test_the_user_with_less_gpu_time_in_the_last_day_goes_first():
     assert starting(line, board(1), Standing((used("ann", 2), used("bob", 1)))) == [2]
 
 
-def test_priority_comes_before_gpu_time():
+def test_priority_takes_precedence_over_gpu_time():
     line = [job(1, "ann", priority=1), job(2, "bob", waited_s=900)]
     assert starting(line, board(1), Standing((used("ann", 20),))) == [1]
 
@@ -93,7 +93,7 @@ def test_a_running_job_counts_from_its_start_and_an_old_one_only_within_the_wind
     assert gpu_seconds(past, NOW) == {"ann": 2 * WINDOW_S, "bob": 3 * LEAST_S, "cat": 300}
 
 
-def test_a_paused_job_counts_for_as_long_as_it_is_known_to_have_held_its_gpus():
+def test_a_paused_job_counts_only_for_the_time_it_is_known_to_have_held_its_gpus():
     paused = {"state": JobState.QUEUED, "ended": None, "started": NOW - 5 * HOUR_S, "queued": NOW - HOUR_S, "n_gpus": 2}
     measured = [used("ann", 0, energy_s=2 * HOUR_S, **paused), used("bob", 0, energy_s=90 * HOUR_S, **paused)]
     assert gpu_seconds([*measured, used("cat", 0, **paused)], NOW) == {"ann": 2 * HOUR_S, "bob": 8 * HOUR_S, "cat": 0}
@@ -105,16 +105,16 @@ def test_gpu_time_is_the_same_for_all_processes_that_plan_in_the_same_minute():
     assert gpu_seconds(past, NOW)["ann"] < gpu_seconds(past, NOW + 60)["ann"]
 
 
-def test_a_users_oldest_job_goes_first_after_a_day_even_if_the_user_has_most_gpu_time():
+def test_a_users_oldest_job_goes_first_after_a_day_even_if_the_user_used_most_gpu_time():
     waited_s = AGED_S + 60
     line = [job(1, "ann", waited_s=waited_s), job(2, "ann", waited_s=waited_s - 1), job(3, "bob")]
     standing = Standing((used("ann", 20, queued=NOW - 3 * DAY_S, ended=NOW - DAY_S + 60),))
-    # Only the oldest job goes before other users, so a user who submits many jobs at once gets no more than that.
+    # Only the oldest job goes ahead of other users' jobs, so submitting many jobs at once brings no further advantage.
     assert starting(line, board(1), standing) == [1]
     assert starting(line, board(2), standing) == [1, 3]
 
 
-def test_the_next_job_of_a_user_waits_a_day_from_the_start_of_the_one_before_it():
+def test_a_users_next_job_goes_first_only_a_day_after_the_previous_one_started():
     line = [job(1, "ann", waited_s=3 * AGED_S), job(2, "bob")]
     older = used("ann", 20, queued=NOW - 4 * DAY_S)
     assert starting(line, board(1), Standing((older,))) == [2]
@@ -122,7 +122,7 @@ def test_the_next_job_of_a_user_waits_a_day_from_the_start_of_the_one_before_it(
     assert starting(line, board(1), Standing((younger,))) == [1]
 
 
-def test_a_job_waits_while_its_user_has_as_many_gpus_as_the_policy_allows():
+def test_a_job_waits_while_its_user_holds_all_the_gpus_that_the_policy_allows():
     standing = Standing(limits=Limits(gpus_per_user=4))
     found = turns([job(1), job(2, "bob")], board(8, *["ann"] * 4), NOW, standing)
     assert found[1].waits_for == "ann has 4 of 4 GPUs that the policy allows"
@@ -133,21 +133,21 @@ def test_a_job_waits_while_its_user_has_as_many_gpus_as_the_policy_allows():
     assert found[1].waits_for == "it needs 5 GPUs, and the policy now allows 4 for each user"
 
 
-def test_gpus_of_a_users_jobs_in_other_data_folders_count():
+def test_gpus_held_by_a_users_jobs_in_other_data_folders_count_towards_the_limit():
     standing = Standing(limits=Limits(gpus_per_user=2), elsewhere={"ann": frozenset({"GPU-7"})})
     assert standing.most_gpus("ann") == 1
     found = turns([job(1)], board(8, "ann"), NOW, standing)
     assert found[1].waits_for == "ann has 2 of 2 GPUs that the policy allows"
 
 
-def test_a_job_held_back_by_a_limit_reserves_no_gpu():
+def test_a_job_held_back_by_a_limit_reserves_no_gpus():
     line = [job(1, "ann", n_gpus=2, waited_s=2 * BACKFILL_S), job(2, "bob", n_gpus=2)]
     standing = Standing(limits=Limits(gpus_per_user=3))
     assert starting(line, board(4, "ann", "ann"), standing) == [2]
     assert starting(line, board(4, "cat", "cat", "cat"), standing) == []
 
 
-def test_small_jobs_pass_a_job_that_waits_for_its_users_limit_for_an_hour_only():
+def test_small_jobs_overtake_a_job_held_back_by_a_limit_for_at_most_an_hour():
     standing = Standing(limits=Limits(gpus_per_user=4))
     for waited_s, started in ((BACKFILL_S - 1, [2]), (BACKFILL_S, [])):
         line = [job(1, n_gpus=2, waited_s=waited_s), job(2)]
@@ -164,7 +164,7 @@ def test_a_users_reservations_do_not_exceed_the_limit():
     assert starting(line, gpus, Standing(past, limits=Limits(gpus_per_user=2))) == [3]
 
 
-def test_a_job_with_a_longer_time_limit_than_allowed_now_waits():
+def test_a_job_waits_if_its_time_limit_is_longer_than_currently_allowed():
     long, short = ('[launch]\ntime_limit = "12:00:00"\n', '[launch]\ntime_limit = "1:00:00"\n')
     standing = Standing(limits=Limits(max_time_s=4 * HOUR_S), largest=Limits(max_time_s=12 * HOUR_S))
     line = [job(1, config=long), job(2, config=short), job(3), job(4, config="[launch]\ntime_limit = 7")]
@@ -177,18 +177,18 @@ def test_a_job_with_a_longer_time_limit_than_allowed_now_waits():
     assert starting(line, board(4), Standing(limits=always, largest=always)) == [1, 2, 3, 4]
 
 
-def test_at_most_as_many_jobs_of_an_array_run_as_its_limit_says():
+def test_no_more_jobs_of_an_array_run_at_once_than_its_limit_allows():
     line = [job(number, waited_s=90 - number, array=1, array_limit=2) for number in range(1, 5)] + [job(9)]
     assert starting(line, board(8), Standing()) == [1, 2, 9]
     found = turns(line, board(8), NOW, Standing(active={1: 2}))
     assert found[1].waits_for == "2 of at most 2 jobs of array 1 are active"
     assert found[9].gpus
-    # Only as many jobs as may run reserve GPUs.
+    # Only the jobs that the limit allows to run reserve GPUs.
     found = turns(line, board(2, "bob", "bob"), NOW, Standing(active={1: 1}))
     assert found[2].waits_for == "job 1 is ahead in the queue"
 
 
-def test_an_array_of_jobs_without_gpus_has_a_limit_too():
+def test_an_arrays_limit_also_applies_to_jobs_without_gpus():
     line = [job(number, n_gpus=0, waited_s=90 - number, array=1, array_limit=2) for number in range(1, 5)]
     assert starting(line, [], Standing()) == [1, 2]
     assert starting(line, [], Standing(active={1: 2})) == []
@@ -263,17 +263,17 @@ def test_the_decision_does_not_depend_on_the_order_of_the_rows(case, source):
 
 
 @given(cases())
-def test_jobs_that_wait_for_the_same_reason_are_decided_as_each_would_be_alone(case):
+def test_sharing_a_decision_among_similar_jobs_gives_the_same_result_as_deciding_each(case):
     line, gpus, standing = case
     found = turns(line, gpus, NOW, standing)
     with pytest.MonkeyPatch.context() as patch:
-        # No two jobs are alike, so no decision about one is used for another.
+        # Make all jobs different, so that no job's decision is reused for another.
         patch.setattr(order._Plan, "_alike", lambda self, one: (one.id,))
         assert turns(line, gpus, NOW, standing) == found
 
 
 @given(cases())
-def test_a_user_alone_gets_the_same_decisions_whatever_the_user_has_used(case):
+def test_decisions_for_a_single_user_do_not_depend_on_that_users_past_gpu_time(case):
     line, gpus, standing = case
     alone = [Job(**{name: getattr(one, name) for name in one.__struct_fields__} | {"user": "ann"}) for one in line]
     bare = Standing((), (), standing.active, standing.elsewhere, standing.limits)
@@ -296,11 +296,11 @@ def test_no_user_starves_in_a_crowd():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_user_starves_among_a_thousand_jobs_of_eight_users(seed):
+def test_no_user_starves_among_a_thousand_jobs_from_eight_users(seed):
     jobs = crowd(1000, seed=seed)
     ran = Simulation(jobs).run()
     assert_nobody_starved(jobs, ran)
-    # One job on all GPUs can use a third of a day's GPU time, so compare the days on which all users were waiting.
+    # One job on all GPUs can use a third of a day's GPU time, so compare sums over days when all users were waiting.
     days = [day for day in shares_by_day(ran) if len(day) == 8][:8]
     totals = [sum(day[user] for day in days) for user in days[0]]
     assert len(days) >= 5
@@ -308,7 +308,7 @@ def test_no_user_starves_among_a_thousand_jobs_of_eight_users(seed):
 
 
 def small_jobs(n_jobs: int, n_users: int, days: float, seed: int = 0) -> list[SimJob]:
-    """Return jobs on one or two GPUs of up to 4 h; half of them come at once from the first user."""
+    """Return jobs that take up to 4 h on one or two GPUs; the first user submits half of them at once."""
     source = random.Random(seed)
     jobs = []
     for number in range(1, n_jobs + 1):
@@ -324,7 +324,7 @@ def small_jobs(n_jobs: int, n_users: int, days: float, seed: int = 0) -> list[Si
 
 
 @pytest.mark.slow
-def test_users_who_always_have_queued_jobs_get_similar_gpu_time_on_each_day():
+def test_users_who_always_have_queued_jobs_get_similar_gpu_time_every_day():
     ran = Simulation(small_jobs(320, 4, 0.2)).run()
     days = [day for day in shares_by_day(ran) if len(day) > 1]
     assert days
@@ -333,7 +333,7 @@ def test_users_who_always_have_queued_jobs_get_similar_gpu_time_on_each_day():
 
 
 def wait_of_a_large_job() -> float:
-    """Return how long a large job of a user with much GPU time waits while other users' small jobs keep coming."""
+    """Return how long a large job waits if its user has used a lot of GPU time and others' small jobs keep arriving."""
     small_s = 0.6 * HOUR_S
     jobs = [SimJob(sim_row(1, "ann", 3, BEGIN - 1), 4 * DAY_S)]
     jobs += [SimJob(sim_row(2, "ann", 5, BEGIN + 5 * HOUR_S), HOUR_S)]
@@ -344,7 +344,7 @@ def wait_of_a_large_job() -> float:
 
 
 @pytest.mark.slow
-def test_a_large_job_of_a_busy_user_does_not_starve_behind_small_jobs_of_other_users(monkeypatch):
+def test_a_busy_users_large_job_does_not_starve_behind_other_users_small_jobs(monkeypatch):
     assert wait_of_a_large_job() <= AGED_S + 4 * 0.6 * HOUR_S
     monkeypatch.setattr(fair, "AGED_S", float("inf"))
     assert wait_of_a_large_job() > 2 * DAY_S

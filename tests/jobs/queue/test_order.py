@@ -143,7 +143,7 @@ def test_jobs_sharing_a_gpu_never_need_more_memory_than_it_has(case):
 
 
 @given(boards_and_lines())
-def test_a_job_gets_all_of_its_gpus_from_the_allowed_ones_or_a_reason_for_waiting(case):
+def test_a_job_gets_either_all_its_gpus_from_the_allowed_ones_or_a_reason_for_waiting(case):
     board, line = case
     decisions = turns(line, board, NOW)
     assert decisions.keys() == {one.id for one in line}
@@ -218,7 +218,7 @@ def test_a_job_that_has_waited_too_long_is_not_overtaken_on_its_gpus(case):
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
-    # The job requests all GPUs that it could use, and some of these are usually leased.
+    # The job requests every GPU that it could use; usually, some of them are leased.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
     decisions = turns(line, board, NOW)
@@ -278,7 +278,7 @@ def test_a_reason_for_waiting_names_every_unavailable_gpu(one, said):
     assert turns([one], board, NOW)[1].waits_for == said
 
 
-def test_mig_slices_are_only_for_single_gpu_jobs_and_independent_processes():
+def test_mig_slices_are_given_only_to_single_gpu_jobs_and_independent_processes():
     cut = [msgspec.structs.replace(gpu(index), uuid=f"MIG-{index}") for index in (0, 1)]
     alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
     assert [len(turns([one], cut, NOW)[1].gpus) for one in (alone, connected, apart)] == [1, 0, 2]
@@ -295,7 +295,7 @@ def test_a_job_waits_if_there_are_too_few_gpus_or_none_can_be_read():
 class Cluster:
     """Simulates a machine: jobs arrive and end, and the queue is planned after every change.
 
-    Jobs run for `late` times their expected duration. The jobs report their remaining time unless `silent` is set.
+    Jobs run for `late` times their expected duration, and report their remaining time unless `silent` is set.
     """
 
     def __init__(self, n_gpus: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -364,7 +364,7 @@ def test_a_large_job_in_a_queue_of_small_jobs_waits_no_longer_than_promised(stre
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Return how long a large job waits behind jobs always expected to end soon but running longer."""
+    """Return how long a large job waits behind jobs that are always expected to end soon but run longer."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)
@@ -377,21 +377,21 @@ def wait_in_a_stream_of_silent_jobs() -> float:
     return box.started[LARGE] - arrived
 
 
-def test_jobs_with_an_unknown_end_do_not_starve_other_jobs(monkeypatch):
+def test_jobs_with_an_unknown_end_time_do_not_starve_other_jobs(monkeypatch):
     promised = BACKFILL_S + 3 * 600
     assert wait_in_a_stream_of_silent_jobs() <= promised
     monkeypatch.setattr(order, "BACKFILL_S", math.inf)
     assert wait_in_a_stream_of_silent_jobs() > 3 * promised
 
 
-def test_a_gpu_with_unknown_free_memory_is_only_for_jobs_that_name_it():
+def test_a_gpu_with_unknown_free_memory_is_given_only_to_jobs_that_name_it():
     board = [gpu(0, free_bytes=None)]
     message = "1 GPU: GPU 0 does not report its free memory; name it in launch.gpus to use it"
     assert turns([job(1)], board, NOW)[1].waits_for == message
     assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].gpus] == [0]
 
 
-def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
+def test_each_job_takes_only_gpus_that_its_environment_makes_visible():
     board = [gpu(index) for index in range(4)]
     line = [
         job(1, visible_devices="3,GPU-2", gpus_wanted=1),
@@ -404,7 +404,7 @@ def test_each_job_takes_only_gpus_that_its_environment_leaves_visible():
     assert decisions[2].waits_for == "2 GPUs: job 1 is ahead in the queue"
 
 
-def test_a_second_vendors_driver_does_not_change_the_visible_gpus_of_a_job(monkeypatch, tmp_path):
+def test_a_second_vendors_driver_does_not_change_which_gpus_a_job_can_see(monkeypatch, tmp_path):
     for name, vendor in VENDORS.items():
         here = msgspec.structs.replace(vendor, driver_files=(str(tmp_path),))
         monkeypatch.setitem(VENDORS, name, here)

@@ -33,7 +33,7 @@ def line(box, job_id: int) -> QueueEntry:
     return QueueEntry(box.data, control, control.job(job_id))
 
 
-def test_exactly_one_of_racing_launchers_gets_the_gpu_in_every_round(box):
+def test_exactly_one_of_several_racing_launchers_gets_the_gpu_in_every_round(box):
     for _ in range(ROUNDS):
         entries = [line(box, queued(box, supervisor_pid=None)) for _ in range(RACERS)]
         together = threading.Barrier(RACERS)
@@ -96,7 +96,7 @@ def test_a_job_loses_its_turn_while_its_supervisor_is_halted(box, halted, monkey
     assert second.try_start()
     assert not third.try_start()
     assert len(box.control.events(first)) == 1
-    # The supervisor continues and finds the GPU leased, and its job is first in the queue again.
+    # When the supervisor continues, it finds the GPU leased, and its job is first in the queue again.
     assert not line(box, first).try_start()
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()
@@ -114,7 +114,7 @@ def test_a_job_that_cannot_reserve_its_gpu_is_skipped_but_not_reported_as_silent
     second = line(box, queued(box))
     assert not second.try_start()
     assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
-    # The supervisor is halted, so its last heartbeat is old.
+    # Make the last heartbeat old, as it becomes when a supervisor is halted.
     os.utime(sign, (1, 1))
     assert second.try_start()
     assert [event.kind for event in box.control.events(first)] == ["silent"]
@@ -159,7 +159,7 @@ def test_a_reason_for_waiting_is_logged_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_a_new_process_by_the_same_user_is_not_logged_as_a_new_event(box, monkeypatch):
+def test_a_new_process_of_the_same_user_is_not_logged_as_a_new_event(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     for number in range(20):
@@ -174,7 +174,7 @@ def test_a_new_process_by_the_same_user_is_not_logged_as_a_new_event(box, monkey
     ]  # fmt: skip
 
 
-def test_other_users_short_processes_do_not_flood_the_events_of_a_queued_job(box, monkeypatch):
+def test_other_users_short_processes_do_not_flood_a_queued_jobs_events(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]
@@ -195,7 +195,7 @@ def test_a_job_that_is_no_longer_queued_does_not_start_and_holds_no_lock(box):
     assert GpuLocks(box.data.locks, ["GPU-0"]).take()
 
 
-def test_a_locked_store_delays_a_job_that_keeps_its_place_in_the_queue(box, locked_store):
+def test_a_job_delayed_by_a_locked_store_keeps_its_place_in_the_queue(box, locked_store):
     job_id = queued(box)
     entry = line(box, job_id)
     with locked_store(box.data.control_db), pytest.raises(StoreError, match="has been locked"):

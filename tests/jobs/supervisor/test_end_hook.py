@@ -1,4 +1,4 @@
-"""Tests for the user's command run when a job ends."""
+"""Tests for the user's command that runs when a job ends."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def meter_of(box, job_id: int, now: list[float]) -> EnergyMeter:
     return EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0], lambda: now[0])
 
 
-def test_the_job_has_the_energy_used_by_all_its_gpus_while_it_runs(box, job_id):
+def test_a_jobs_energy_is_what_all_its_gpus_use_while_it_runs(box, job_id):
     now = [NOW]
     meter = meter_of(box, job_id, now)
     store(box, range(-60, 31), 360.0)
@@ -53,7 +53,7 @@ def test_no_energy_is_written_before_the_first_interval_has_passed(box, job_id):
     assert box.job(job_id).energy_s is None
 
 
-def test_the_energy_of_several_attempts_adds_up_without_the_pauses_between_attempts(box, job_id):
+def test_energy_is_summed_over_attempts_without_the_pauses_between_them(box, job_id):
     store(box, range(301), 360.0, counter=400.0)
     for begin in (0, 200):
         now = [NOW + begin]
@@ -83,7 +83,7 @@ def test_setting_the_clock_back_loses_no_measured_energy(box, job_id):
     assert (job.energy_s, job.energy_known_s) == pytest.approx((300, 300))
 
 
-def test_moving_the_clock_a_day_ahead_and_back_adds_no_time_without_a_measurement(box, job_id):
+def test_moving_the_clock_a_day_ahead_and_back_adds_no_unmeasured_time(box, job_id):
     day = 86_400
     store(box, [*range(101), *range(day + 100, day + 201), *range(201, 301)], 360.0)
     now, steady = [NOW], [50.0]
@@ -106,7 +106,7 @@ def test_an_unreadable_history_does_not_affect_the_job(box, job_id):
     assert box.job(job_id).energy_wh is None
 
 
-def test_a_job_without_gpus_has_no_energy(box):
+def test_a_job_without_gpus_has_no_energy_figures(box):
     job_id = box.record(state=JobState.RUNNING)
     meter_of(box, job_id, [NOW]).end()
     assert box.job(job_id).energy_s is None

@@ -1,4 +1,4 @@
-"""Tests that a supervisor records the GPU history while no app runs."""
+"""Tests that a supervisor records the GPU history while no app is running."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_waiting_job_names_the_holder_and_starts_when_the_gpu_is_free(box):
     assert box.job(second).started >= box.job(first).ended
 
 
-def test_a_gpu_is_locked_as_long_as_a_rank_lives(box):
+def test_a_gpu_stays_locked_as_long_as_a_rank_is_alive(box):
     job_id = box.launch("deaf", gpus=(0,))
     box.wait_steps(job_id)
     box.job(job_id).supervisor.send(signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_a_second_request_kills_a_job_that_does_not_stop(box):
     assert box.living(job_id) == []
 
 
-def test_a_job_killed_while_its_report_card_is_being_made_is_finished(box):
+def test_a_job_killed_while_its_report_card_is_being_made_counts_as_finished(box):
     job_id = box.launch("judge steps=5")
     run = LiveRun(box.data.run(job_id))
     box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the report card to be written")
@@ -228,7 +228,7 @@ def test_ranks_that_do_not_end_are_killed_when_another_rank_fails(box):
     assert box.control.ranks(job_id)[0].exit_signal == signal.SIGKILL
 
 
-def test_processes_left_by_the_ranks_are_ended_with_the_job(box):
+def test_processes_left_behind_by_ranks_are_ended_with_the_job(box):
     job_id = box.launch("orphan steps=3")
     box.wait_ended(job_id)
     assert pid_is_gone(int((box.data.run(job_id).root / "orphan.pid").read_text()))

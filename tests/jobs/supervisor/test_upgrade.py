@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a copy of the packages to be used by all programs started afterwards."""
+    """Install a copy of the packages, which all programs started afterwards use."""
     folder = tmp_path / "installed"
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("data"))
@@ -59,7 +59,7 @@ def test_a_job_waits_while_the_package_is_only_partly_installed(box, installed):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_sigterm_stops_a_waiting_job_after_its_package_was_removed(box, installed):
+def test_sigterm_stops_a_waiting_job_even_after_the_package_was_removed(box, installed):
     job_id = box.launch("steps=1", place={"hold": True})
     shutil.rmtree(installed / "sae_tui" / "jobs")
     supervisor = box.job(job_id).supervisor
@@ -79,7 +79,7 @@ def test_a_requested_stop_does_not_wait_forever_for_a_removed_package(monkeypatc
     assert not program.restart_if_replaced()
 
 
-def test_unchanged_files_are_not_taken_for_an_upgrade():
+def test_unchanged_files_are_not_mistaken_for_an_upgrade():
     state = "from sae_tui.jobs.supervisor.upgrade import Installed; print(Installed().restart_if_replaced())"
     done = subprocess.run([sys.executable, "-c", state], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

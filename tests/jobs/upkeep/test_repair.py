@@ -117,7 +117,7 @@ def test_a_folder_that_is_not_a_run_is_skipped(box, two_jobs):
     assert {job.id for job in box.control.jobs()} == set(two_jobs)
 
 
-def test_a_manually_copied_run_is_a_separate_job(box, two_jobs):
+def test_a_manually_copied_run_becomes_a_separate_job(box, two_jobs):
     record = read_record(box.data.run(two_jobs[0]))
     paths = box.data.run(30)
     paths.create()
@@ -137,7 +137,7 @@ def test_a_running_job_is_restored_as_running_and_continues(box):
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 
-def test_corrupt_metrics_are_renamed(box, two_jobs):
+def test_corrupt_metrics_are_kept_under_another_name(box, two_jobs):
     metrics = box.data.run(two_jobs[0]).metrics_db
     metrics.write_bytes(b"no database" * 1000)
     (message,) = repair(box.data)

@@ -1,4 +1,4 @@
-"""Tests for deleting and restoring jobs, including with the process killed during a deletion."""
+"""Tests for deleting and restoring jobs, even if the process is killed during a deletion."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_files_that_cannot_be_moved_leave_the_job_unchanged(box):
 
 
 def put_in_the_way(box) -> Path:
-    """Move the folder of all runs, put a file in its place, and return the folder's new path."""
+    """Move the folder that contains all runs, put a file in its place, and return the folder's new path."""
     runs = box.data.root / "runs"
     moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
@@ -140,7 +140,7 @@ def test_files_that_cannot_be_moved_back_are_named_and_restored_later(box):
 
 def test_a_failed_deletion_that_cannot_be_undone_is_reported_with_both_failures(box, monkeypatch):
     other, job_id = ended(box), ended(box)
-    # Put a folder in place of the file marking a complete deletion, so that the file cannot be written.
+    # Put a folder in place of the file that marks a complete deletion, so that the file cannot be written.
     (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
     original = trash.write_whole
 
@@ -169,7 +169,7 @@ def test_a_job_that_cannot_be_restored_does_not_prevent_others_from_being_restor
     assert (is_listed(box, movable), files(box, movable)) == (True, [True, True])
 
 
-def test_a_repair_continues_if_files_cannot_be_moved_back(box):
+def test_repair_continues_if_files_cannot_be_moved_back(box):
     blocked = ended(box)
     subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
     box.data.run(blocked).root.write_text("in the way")
@@ -270,7 +270,7 @@ def test_folders_in_the_trash_that_are_not_jobs_are_left_alone(box):
     assert {folder.name for folder in box.data.trash.iterdir()} == {"notes", "copy", str(job_id)}
 
 
-def test_the_lock_files_of_ended_processes_are_removed_with_the_trash(box):
+def test_emptying_the_trash_removes_the_lock_files_of_ended_processes(box):
     box.data.create()
     hers, ours = (box.data.locks / f"trash-{pid}.lock" for pid in (1, 2))
     hers.touch()

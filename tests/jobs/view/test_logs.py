@@ -1,4 +1,4 @@
-"""Tests for the thread following a job's logs."""
+"""Tests for the thread that follows a job's logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests for the report about a failed job, based on the files written by its ranks."""
+"""Tests for the report about a failed job, which is based on the files that its ranks wrote."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
-    """Write the exit file for a rank ended by this error."""
+    """Write the exit file of a rank that ended with this error, and return its path."""
     try:
         raise error
     except Exception:
@@ -35,11 +35,13 @@ def left_by(error: Exception, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", [UserError, StoreError])
-def test_an_exception_with_a_complete_message_shows_no_traceback(kind: type[Exception], tmp_path: Path) -> None:
+def test_an_exception_with_a_complete_message_is_shown_without_a_traceback(
+    kind: type[Exception], tmp_path: Path
+) -> None:
     assert _traceback(left_by(kind("give a folder of shards"), tmp_path), "") == ()
 
 
-def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
+def test_any_other_exception_is_shown_with_its_last_frames(tmp_path: Path) -> None:
     shown = _traceback(left_by(ValueError("shapes differ"), tmp_path), "")
     assert shown[-1] == "ValueError: shapes differ"
     assert any("left_by" in line for line in shown)
@@ -63,7 +65,7 @@ def test_a_killed_extraction_resumes_after_its_stored_rows_and_not_its_reported_
         assert told
         return told.resumes, prepare(data, one, pytest.fail).sentence
 
-    # Rows read but not stored are read again.
+    # Rows that were read but not stored are read again.
     none = "starts it again: no shard was complete", "starts from the first row: no shard was complete"
     assert promised(76_644) == none
     # Progress is reported every few seconds, so complete shards may be stored before the first report.

@@ -57,7 +57,7 @@ OF_COMMAND = Holders(jobs={"GPU-4": COMMAND, "GPU-5": COMMAND}, pids={"GPU-4": 3
 LAUNCHER, SUPERVISOR = Ancestor(30, "ada", "torchrun finetune.py"), Ancestor(29, "ada", "supervisor")
 WORKERS = (
     ProcessDetails(31, "ada", "python finetune.py", (4,), 3 * GIB, ancestors=(LAUNCHER, SUPERVISOR)),
-    # This process left its parent, so the supervisor adopted it.
+    # This process outlived its parent, so the supervisor adopted it.
     ProcessDetails(32, "ada", "python left.py", (5,), GIB, ancestors=(SUPERVISOR,)),
 )
 
@@ -71,7 +71,7 @@ def test_all_processes_below_a_commands_program_are_folded_under_its_job() -> No
     assert keys(arrange(WORKERS, OF_COMMAND, words="job:8 left")) == ["pid:32"]
 
 
-def test_in_a_tree_the_processes_of_a_command_belong_to_its_job() -> None:
+def test_in_a_tree_a_commands_processes_belong_to_its_job() -> None:
     entries = arrange((*WORKERS, BOB), OF_COMMAND, as_tree=True)
     assert {entry.process.pid: entry.job and entry.job.id for entry in entries if not entry.is_parent} == {
         31: 8, 32: 8, 20: None
@@ -124,7 +124,7 @@ def test_a_filter_finds_processes_by_type(words, found) -> None:
     assert keys(arrange(processes, Holders(), words=words)) == found
 
 
-def test_a_job_row_has_mean_shares_of_the_gpus_and_the_sum_of_the_host_memory() -> None:
+def test_a_job_row_shows_mean_gpu_shares_and_the_sum_of_host_memory() -> None:
     shares = dict(kind="C", bandwidth_percent=10, encoder_percent=None, decoder_percent=4, host_memory_percent=1.5)
     (head,) = arrange([replace(one, **shares) for one in RANKS], HELD)
     whole = head.process

@@ -1,4 +1,4 @@
-"""Tests for the job data read by screens and commands, including when files are missing or invalid."""
+"""Tests for the job data that screens and commands read, including when files are missing or invalid."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_runs_values_are_shown_before_its_supervisor_copies_them(box, running)
 
 
 @pytest.mark.parametrize("state", [JobState.STALLED, JobState.STOPPING, JobState.FAILED])
-def test_only_a_job_making_steps_has_a_remaining_time(box, running, state):
+def test_only_a_job_that_is_taking_steps_has_a_remaining_time(box, running, state):
     job_id, writer = running
     write(writer, 1, 1000)
     reader = JobsReader(box.data)
@@ -102,7 +102,7 @@ def test_only_a_job_making_steps_has_a_remaining_time(box, running, state):
 
 
 def sweep(box, **fields):
-    """Record a sweep with three SAEs. The last SAE is the best, but the job's row has the values of the first SAE."""
+    """Record a sweep with three SAEs. The last SAE is the best, but the job's row contains the first SAE's values."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
@@ -132,7 +132,7 @@ def test_the_best_sae_represents_a_sweep_even_if_the_row_stores_another_saes_val
     assert (again.jobs[0].fvu, again.jobs[0].best_sae) == (0.2184, "")
 
 
-def test_jobs_are_sorted_by_the_best_sae_in_a_sweep(box):
+def test_a_sweep_is_sorted_among_jobs_by_its_best_sae(box):
     swept = sweep(box, fvu=0.2184)
     other = box.record(fvu=0.01, heldout_fvu=0.2)
     reader = JobsReader(box.data)
@@ -239,7 +239,7 @@ def test_curves_are_extended_with_new_points_up_to_a_limited_length(box, running
     assert [point.step for point in reader.series["loss", 0]][-10:] == list(range(9001, 9011))
 
 
-def test_curves_go_back_with_a_run_that_is_resumed_from_a_checkpoint(box, running):
+def test_curves_are_rewound_when_a_run_resumes_from_a_checkpoint(box, running):
     job_id, writer = running
     reader = JobReader(box.data, job_id)
     write(writer, 1, 100)
@@ -359,7 +359,7 @@ def test_a_log_follower_knows_the_line_that_is_being_written(tmp_path):
 
 
 @given(st.lists(st.sampled_from(["a", "bc", " ", "\r", "\r", "\x1b[K", "\x1b[2K\r", "█"]), max_size=30).map("".join))
-def test_a_redrawn_line_is_shown_as_on_a_terminal(text):
+def test_a_redrawn_line_is_shown_as_a_terminal_would_show_it(text):
     screen = pyte.Screen(100, 1)
     pyte.Stream(screen).feed(text)
     shown = log_tail.readable(text.encode())

@@ -48,7 +48,7 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
-def test_rows_from_a_saelens_cache_equal_the_rows_read_by_saelens(
+def test_rows_read_from_a_saelens_cache_equal_those_that_saelens_reads(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
@@ -74,7 +74,7 @@ def test_rows_from_a_saelens_cache_equal_the_rows_read_by_saelens(
     ],
     ids=str,
 )
-def test_lists_of_every_number_type_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
+def test_variable_fixed_size_large_and_nested_lists_are_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
     inner, shape = kind, [8]
     while pa.types.is_nested(inner.value_type):
         inner, shape = inner.value_type, [3, *shape]
@@ -94,14 +94,14 @@ def test_lists_of_every_number_type_are_read(kind: pa.DataType, form: Any, tmp_p
     assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
 
 
-def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
     x, other = rows(20, 4), rows(20, 6)
     table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     write(tmp_path / "a.arrow", table)
     assert np.array_equal(Shards(path=str(tmp_path)).rows(np.arange(20)).numpy(), x)
 
 
-def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
+def test_folders_saved_by_the_datasets_library_are_read(tmp_path: Path) -> None:
     features = Features({"acts": Array3D((2, 5, 4), "float32"), "label": Value("int64"), "x": List(Value("int32"))})
     x = rows(30, 2, 5, 4)
     columns = {"acts": list(x), "label": range(30), "x": [[1, 2]] * 30}
@@ -123,7 +123,9 @@ def test_folders_saved_by_datasets_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_rows_with_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_a_table_without_exactly_one_valid_column_of_equal_length_lists_is_refused(
+    table: pa.Table, reason: str, tmp_path: Path
+) -> None:
     file = write(tmp_path / "a.arrow", table)
     assert problem(tmp_path).startswith(f"{file} {reason}")
 
@@ -157,7 +159,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_damage_to_a_file_never_leads_to_negative_sizes(
+def test_a_damaged_file_never_yields_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.arrow"

@@ -34,7 +34,7 @@ def rows_of(tensor: Tensor) -> set[tuple[float, ...]]:
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0)])
-def test_two_ranks_split_the_batch_that_a_single_rank_would_get(shares: tuple[float, ...], activations: Path) -> None:
+def test_two_ranks_split_the_batch_a_single_rank_would_get(shares: tuple[float, ...], activations: Path) -> None:
     source = Shards(path=str(activations))
     with (
         open_batches(source, Cut(128)) as whole,
@@ -56,7 +56,7 @@ def test_reading_resumes_exactly_where_it_stopped(activations: Path) -> None:
             assert torch.equal(batches.next().hooks[0][0], expected.hooks[0][0])
 
 
-def test_the_next_batch_is_read_while_the_current_batch_is_in_use(activations: Path, eventually) -> None:
+def test_the_next_batch_is_read_while_the_current_one_is_in_use(activations: Path, eventually) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
         batches.next()
         eventually(batches._ready.full)
@@ -104,7 +104,7 @@ def test_ranks_reading_together_stop_at_the_same_batch_and_resume_from_it(activa
             assert torch.equal(one, batches.next().hooks[0][0])
 
 
-def test_a_reader_waiting_for_another_rank_is_abandoned_after_a_failure(activations: Path) -> None:
+def test_after_a_failure_a_reader_waiting_for_another_rank_can_be_abandoned(activations: Path) -> None:
     class Waiting(IndexedData):
         reads_together = True
 
@@ -130,7 +130,7 @@ def test_the_target_of_an_sae_is_its_input(activations: Path) -> None:
     assert (x.dtype, x.shape) == (torch.float32, (64, 16))
 
 
-def test_a_transcoder_gets_the_target_for_every_row(activations: Path, tmp_path: Path) -> None:
+def test_a_transcoder_gets_each_row_with_its_target(activations: Path, tmp_path: Path) -> None:
     path = str(activations)
     targets = 2 * Shards(path=path).rows(np.arange(3000)).float()[:, :5]
     (tmp_path / "targets").mkdir()

@@ -111,7 +111,7 @@ def test_training_works_on_data_larger_than_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npy", "pt", "arrow", "parquet"])
-def test_float64_contexts_with_another_tensor_name_are_read_from_any_format(form: str, tmp_path: Path) -> None:
+def test_float64_contexts_under_a_different_tensor_name_are_read_from_any_format(form: str, tmp_path: Path) -> None:
     x = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     file = tmp_path / f"a.{form}"
     if form == "safetensors":

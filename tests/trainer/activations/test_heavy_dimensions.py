@@ -15,7 +15,7 @@ def variance(d_in: int, **heavy: float) -> torch.Tensor:
     return values
 
 
-def test_the_fewest_dimensions_accounting_for_over_half_of_the_variance_are_named() -> None:
+def test_the_smallest_set_of_dimensions_with_over_half_of_the_variance_is_named() -> None:
     found = heavy_dimensions(variance(600, at_7=500.0, at_3=900.0, at_5=20.0))
     assert found is not None
     assert found.numbers == [3, 7]
@@ -29,18 +29,18 @@ def test_no_dimension_is_heavy_if_over_one_percent_of_all_dimensions_are_needed(
     assert heavy_dimensions(torch.zeros(200)) is None
 
 
-def test_with_few_dimensions_a_single_dimension_may_hold_half_of_the_variance() -> None:
+def test_with_few_dimensions_a_single_one_may_account_for_half_of_the_variance() -> None:
     assert heavy_dimensions(variance(4, at_1=9.0)) is None
     assert heavy_dimensions(variance(16, at_1=99.0)) is not None
 
 
-def test_many_heavy_dimensions_are_counted_but_only_some_are_named() -> None:
+def test_all_heavy_dimensions_are_counted_but_only_the_first_few_are_named() -> None:
     found = heavy_dimensions(variance(1000, **{f"at_{number}": 300.0 - number for number in range(8)}))
     assert found is not None
     assert found.sentence().startswith("6 dimensions of 1000 (numbers 0, 1, 2, 3 and 2 more) account for 53.1 %")
 
 
-def test_moments_match_a_computation_over_all_rows_at_once() -> None:
+def test_moments_match_those_computed_over_all_rows_at_once() -> None:
     rows = torch.randn(9000, 5, generator=torch.Generator().manual_seed(0)) + 100
     mean, spread = moments(rows)
     assert torch.allclose(mean, rows.double().mean(0))

@@ -11,7 +11,7 @@ from trainer.activations.micro_batches import Cut
     n_parts=st.integers(1, 7),
     shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
 )
-def test_each_token_in_a_step_goes_to_one_rank_and_every_rank_gets_tokens(
+def test_each_token_in_a_step_goes_to_exactly_one_rank_and_every_rank_gets_tokens(
     n_tokens: int, n_parts: int, shares: list[float]
 ) -> None:
     n_tokens += n_parts * len(shares)

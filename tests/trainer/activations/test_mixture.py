@@ -48,7 +48,7 @@ def test_without_weights_each_training_row_occurs_once_per_epoch(
 
 
 @given(mixtures(), st.integers(1, 5))
-def test_each_source_has_its_share_of_an_epoch_and_all_its_rows_are_used_in_turn(
+def test_each_source_gets_its_share_of_an_epoch_and_all_its_rows_are_used_in_turn(
     split: MixedSplit, epochs: int
 ) -> None:
     order, n = MixedOrder(split, 0), split.n_train
@@ -113,7 +113,7 @@ def test_rows_are_apportioned_by_weight_up_to_the_number_available_in_each_sourc
 
 @pytest.fixture(name="folders")
 def _folders(activations: Path, tmp_path: Path) -> list[str]:
-    """Move each of the two shards into a separate folder, and return the folders."""
+    """Move each of the two shards into its own folder, and return the folders."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (activations / f"{name}.safetensors").rename(tmp_path / name / "x.safetensors")

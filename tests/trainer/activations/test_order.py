@@ -48,7 +48,7 @@ def test_a_global_batch_does_not_depend_on_how_it_is_split_across_ranks(
     assert np.concatenate(parts).tolist() == order.token_slice(start, length).tolist()
 
 
-def test_each_seed_and_epoch_results_in_a_different_order() -> None:
+def test_each_seed_and_each_epoch_has_a_different_order() -> None:
     first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
     assert first.token_slice(0, 1000).tolist() != other_seed.token_slice(0, 1000).tolist()
     assert first.token_slice(0, 1000).tolist() != first.token_slice(1000, 1000).tolist()
@@ -58,7 +58,7 @@ def test_each_seed_and_epoch_results_in_a_different_order() -> None:
 @given(
     n_held_out=st.integers(0, 300), world_size=st.integers(1, 3), batch_size=st.integers(7, 300), seed=st.integers(0, 9)
 )
-def test_each_training_row_occurs_once_if_rows_are_shuffled_in_contiguous_runs(
+def test_each_training_row_occurs_once_per_epoch_if_contiguous_runs_are_shuffled(
     n_held_out: int, world_size: int, batch_size: int, seed: int
 ) -> None:
     split = Split(2400, n_held_out, seed)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.activations.outliers import LeftOut, Outliers
 
-# Maps the norm of a row to the reason for dropping the row, or to "" if the row is kept.
+# Maps a row's norm to the reason for dropping the row, or to "" if the row is kept.
 REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"): "not_finite", 0.0: "zero"}
 
 

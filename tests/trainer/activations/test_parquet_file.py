@@ -58,7 +58,7 @@ def test_rows_are_read_back_unchanged(kind: pa.DataType, options: dict[str, Any]
     assert source.name_of(6001) == "row 1 of b.parquet"
 
 
-def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path: Path) -> None:
+def test_of_several_columns_the_one_named_like_the_tensor_is_read(tmp_path: Path) -> None:
     x = rows(20, 4)
     table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -78,7 +78,9 @@ def test_of_several_columns_the_one_with_the_name_of_the_tensor_is_read(tmp_path
         ),
     ],
 )
-def test_rows_with_different_widths_are_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+def test_a_table_without_exactly_one_complete_column_of_lists_of_numbers_is_refused(
+    table: pa.Table, reason: str, tmp_path: Path
+) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.parquet'} {reason}")
 
@@ -127,7 +129,7 @@ def test_a_file_in_another_format_is_refused(content: bytes, tmp_path: Path) -> 
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_damage_to_a_file_never_leads_to_negative_sizes(
+def test_a_damaged_file_never_yields_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.parquet"

@@ -32,7 +32,7 @@ def test_the_given_positions_are_not_modified() -> None:
     assert np.array_equal(positions, np.arange(100))
 
 
-def test_each_seed_results_in_a_different_order() -> None:
+def test_each_seed_and_each_epoch_has_a_different_order() -> None:
     orders = {tuple(Permutation(50, seed, epoch)(np.arange(50)).tolist()) for seed in range(20) for epoch in range(20)}
     assert len(orders) == 400
 
@@ -57,7 +57,7 @@ def test_adjacent_rows_are_separated() -> None:
 
 
 @given(n=st.integers(1, 3000), run=st.integers(1, 70), seed=st.integers(0, 2**40))
-def test_runs_stay_together_and_every_position_has_a_different_row(n: int, run: int, seed: int) -> None:
+def test_runs_stay_together_and_each_position_has_a_different_row(n: int, run: int, seed: int) -> None:
     run = min(run, n)
     rows = RunPermutation(n, run, seed)(np.arange(n))
     assert sorted(rows.tolist()) == list(range(n))

@@ -128,7 +128,7 @@ def test_every_rank_gets_the_same_bits_as_a_single_reader(tmp_path: Path, plan: 
 
 
 class Counted(Shards):
-    """Shards that count the rows read."""
+    """Shards that count how many rows are read."""
 
     n_read = 0
 
@@ -188,7 +188,7 @@ def test_the_next_batch_is_exchanged_during_the_current_step(activations: Path) 
     assert on_all(3, train, timeout_s=60) == [begun] * 3
 
 
-def test_after_all_ranks_have_closed_reading_continues_at_the_next_batch(activations: Path) -> None:
+def test_reading_continues_at_the_next_batch_after_all_ranks_close_their_readers(activations: Path) -> None:
     source = Shards(path=str(activations))
     with contextlib.closing(open_batches(source, PLAN, Group())) as batches:
         expected = [batches.next().hooks[0][0] for _ in range(9)]
@@ -227,7 +227,7 @@ def test_a_rank_that_cannot_read_releases_the_ranks_waiting_for_its_rows(activat
     assert [type(errors[rank]) for rank in range(3)] == [PeerLost, OSError, PeerLost]
 
 
-def test_waiting_for_a_slow_reader_counts_as_waiting_for_ranks_and_not_for_data(
+def test_waiting_for_a_slow_reader_counts_as_waiting_for_ranks_rather_than_for_data(
     activations: Path, eventually: Callable[..., None]
 ) -> None:
     asked = threading.Event()
@@ -252,7 +252,7 @@ def test_waiting_for_a_slow_reader_counts_as_waiting_for_ranks_and_not_for_data(
     assert slow_data_s > fast_data_s
 
 
-# Maps the name of each grid to the number of ranks, the mode, and the number of ranks reading different tokens.
+# Maps each grid's name to the number of ranks, the mode, and the number of ranks that read different tokens.
 GRIDS = {
     "tensor-2": (2, "tensor", 1),
     "tensor-3": (3, "tensor", 1),
@@ -265,7 +265,7 @@ OF_TIME = "_s$|_ms$|memory|data_wait|core_share|foreign"
 
 
 def left_by(run_dir: Path) -> dict[str, Any]:
-    """Return the tensors of the exported SAEs and the latest checkpoint, and all metrics except timings."""
+    """Return the tensors in the exported SAEs and the latest checkpoint, and all metrics except timings."""
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         curves = {
             name: [(one.step, one.value) for one in reader.points(name, rank)]
@@ -318,7 +318,7 @@ SAE = {"architecture": "batch_topk", "d_sae": 48, "k": 4, "dead_after_tokens": 2
 
 
 @pytest.mark.parametrize("grid", slow_except(["tensor-3"], GRIDS))
-def test_ranks_learn_the_same_bits_from_a_shard_of_each_batch_as_from_the_full_batch(
+def test_sharded_and_full_batches_give_bit_identical_weights_and_metrics(
     grid: str, make_job: MakeJob, start_ranks: Callable, awkward_data: dict[str, Any], tmp_path: Path
 ) -> None:
     size, mode, n_data = GRIDS[grid]

@@ -104,7 +104,7 @@ def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
     return str(folder), y
 
 
-def test_if_there_are_no_targets_the_input_is_its_own_target(activations: Path) -> None:
+def test_without_targets_the_input_is_its_own_target(activations: Path) -> None:
     source = Shards(path=str(activations))
     x, y = source.pairs(np.array([5, 3]))
     assert source.d_out is None
@@ -140,7 +140,7 @@ def test_fewer_targets_than_rows_are_refused(activations: Path, tmp_path: Path) 
         Shards(path=str(activations), target_path=target_path)
 
 
-def test_shard_metadata_is_read_and_a_broken_metadata_file_is_ignored(activations: Path) -> None:
+def test_metadata_is_read_and_a_malformed_metadata_file_is_ignored(activations: Path) -> None:
     (activations / "meta.json").write_text(json.dumps({"hook_name": "blocks.3"}))
     assert Shards(path=str(activations)).meta == {"hook_name": "blocks.3"}
     (activations / "meta.json").write_text("{")

@@ -105,7 +105,7 @@ def test_a_refilled_buffer_continues_exactly_where_the_first_one_stopped(
     assert numbers_of([again.take(len(rows.x)) for rows in expected]) == numbers_of(expected)
 
 
-def test_a_batch_mixes_the_rows_of_a_full_block_and_only_of_adjacent_blocks() -> None:
+def test_a_batch_mixes_rows_from_an_entire_block_but_only_from_adjacent_blocks() -> None:
     buffer = buffer_of(10_000, 1000)
     first, second = (np.sort(buffer.take(500).numbers) for _ in range(2))
     assert sorted([*first, *second]) == list(range(1000))
@@ -115,7 +115,7 @@ def test_a_batch_mixes_the_rows_of_a_full_block_and_only_of_adjacent_blocks() ->
     assert np.abs(np.diff(following)).mean() > 200
 
 
-def test_a_stream_that_has_become_shorter_is_refused() -> None:
+def test_a_stream_that_has_shrunk_since_it_was_read_is_refused() -> None:
     buffer = buffer_of(100, 40)
     buffer.take(75)
     with pytest.raises(UserError, match=r"^data\.source: the stream has fewer rows than when"):

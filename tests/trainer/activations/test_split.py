@@ -49,7 +49,7 @@ def test_row_numbers_may_be_unordered_and_repeated() -> None:
     assert split.rows(numbers).tolist() == [trained[number] for number in numbers]
 
 
-def test_a_sample_contains_no_row_twice_and_at_most_all_training_rows() -> None:
+def test_a_sample_never_repeats_a_row_and_has_at_most_all_training_rows() -> None:
     split = Split(1000, 100, 0)
     assert len(set(split.sample(500, 1).tolist())) == 500
     assert len(set(split.sample(5000, 1).tolist())) == 900
@@ -57,7 +57,7 @@ def test_a_sample_contains_no_row_twice_and_at_most_all_training_rows() -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [10**9, 2**40])
-def test_the_row_order_for_a_huge_data_set_takes_no_memory(n_tokens: int) -> None:
+def test_ordering_the_rows_of_a_huge_data_set_takes_almost_no_memory(n_tokens: int) -> None:
     split = Split(n_tokens, 32_768, 0)
     rows = Order(split, 0).token_slice(5 * n_tokens, 4096)
     assert len(set(rows.tolist())) == 4096

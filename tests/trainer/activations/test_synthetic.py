@@ -56,7 +56,7 @@ def test_a_row_does_not_depend_on_the_other_rows_in_the_request(numbers: list[in
         assert torch.equal(row, again.rows(np.array([number]))[0])
 
 
-def test_a_different_seed_results_in_different_features_and_rows() -> None:
+def test_a_different_seed_gives_different_features_and_rows() -> None:
     first, other = synthetic(), synthetic(data_seed=1)
     assert not torch.equal(first.features, other.features)
     fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]
@@ -123,13 +123,13 @@ def test_extreme_settings_produce_finite_rows(settings: dict[str, Any]) -> None:
     assert source.rows(np.arange(500)).isfinite().all()
 
 
-def test_too_many_active_features_cause_a_one_sentence_error() -> None:
+def test_too_many_active_features_produce_a_one_sentence_error() -> None:
     most = r"^data\.active: must be at most 231\.1 with these features, trees and topics, not 232$"
     with pytest.raises(JobFileError, match=most):
         synthetic(active=232)
 
 
-# Trees and topics.
+# Tests for trees and topics.
 
 
 @pytest.mark.parametrize("children", [1, 2, 4])
@@ -150,13 +150,13 @@ def test_a_child_fires_only_with_its_parent_as_in_saelens(children: int, topics:
 
 
 @pytest.mark.parametrize("options", [{}, {"children": 4}, {"topics": 6}, {"children": 3, "topics": 6, "skew": 0.0}])
-def test_the_mean_number_of_active_features_is_as_set(options: dict[str, Any]) -> None:
+def test_the_mean_number_of_active_features_matches_the_setting(options: dict[str, Any]) -> None:
     source = synthetic(**{"skew": 0.6} | options)
     n = float((source.firings(np.arange(40_000)) > 0).float().sum(1).mean())
     assert n == pytest.approx(5.0, rel=0.05)
 
 
-def test_features_of_a_topic_fire_together() -> None:
+def test_features_with_the_same_topic_fire_together() -> None:
     source = synthetic(topics=8, n_features=64)
     fired = (source.firings(np.arange(30_000)) > 0).float()
     table, topic = torch.corrcoef(fired.T), torch.arange(64) % 8
@@ -167,7 +167,7 @@ def test_features_of_a_topic_fire_together() -> None:
 
 @given(st.integers(0, 3), st.integers(0, 5), st.integers(1, 40))
 @settings(max_examples=25)
-def test_rows_are_the_sums_of_the_features_that_fire(children: int, topics: int, n: int) -> None:
+def test_a_row_is_the_sum_of_the_features_that_fire(children: int, topics: int, n: int) -> None:
     source = synthetic(children=children, topics=topics, skew=0.4)
     torch.testing.assert_close(source.rows(np.arange(n)), source.firings(np.arange(n)) @ source.features)
 
@@ -179,7 +179,7 @@ def test_more_topics_than_features_without_a_parent_are_refused() -> None:
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0]))
 @settings(max_examples=40)
-def test_the_largest_accepted_number_of_active_features_is_reached(
+def test_the_largest_accepted_number_of_active_features_can_be_reached(
     n: int, children: int, topics: int, skew: float
 ) -> None:
     options: dict[str, Any] = {"n_features": n, "children": children, "skew": skew}

@@ -75,7 +75,7 @@ def test_held_out_rows_stay_held_out_after_rows_are_added(parts: list[np.ndarray
 
 
 @given(st.integers(2, 5000), st.data(), st.integers(0, 2**40))
-def test_blocks_hold_out_exactly_the_requested_number_of_rows_in_many_places(
+def test_holding_out_blocks_takes_exactly_the_requested_number_of_rows_from_many_places(
     n: int, data: st.DataObject, seed: int
 ) -> None:
     wanted = data.draw(st.integers(0, n - 1))
@@ -88,7 +88,7 @@ def test_blocks_hold_out_exactly_the_requested_number_of_rows_in_many_places(
         assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
 
 
-def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
+def test_the_number_of_held_out_rows_is_close_to_the_number_requested() -> None:
     lengths = np.random.default_rng(0).integers(20, 200, 500)
     of_rows = np.repeat(np.arange(500), lengths)
     splits = [Split(len(of_rows), 2000, seed, hold_out="texts", texts=Texts([of_rows])) for seed in range(20)]
@@ -97,7 +97,7 @@ def test_the_number_of_held_out_rows_is_close_to_the_request() -> None:
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
-def test_texts_longer_than_the_request_are_held_out_only_if_no_text_is_shorter() -> None:
+def test_texts_longer_than_requested_are_held_out_only_if_no_text_is_shorter() -> None:
     short = np.repeat(np.arange(100), 10)
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
@@ -117,7 +117,7 @@ def test_if_there_are_too_few_texts_blocks_are_held_out_unless_texts_are_request
 
 
 @given(st.lists(st.integers(0, 12), min_size=2, max_size=300))
-def test_no_text_is_in_both_halves_unless_it_contains_nearly_all_rows(labels: list[int]) -> None:
+def test_no_text_is_in_both_halves_unless_it_has_over_three_quarters_of_the_rows(labels: list[int]) -> None:
     halves, n = halves_of(np.array(labels)), len(labels)
     assert np.bincount(halves, minlength=2).min() >= n / 4
     if max(np.bincount(labels)) <= 3 * n / 4:
@@ -139,7 +139,7 @@ def test_equal_text_numbers_mean_the_same_text_unless_the_numbers_restart() -> N
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
-    # The rows are shuffled across all shards.
+    # Rows may be shuffled across all shards.
     assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
@@ -171,7 +171,7 @@ def split_by(job: JobConfig) -> Any:
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 
-def test_texts_are_held_out_if_all_shards_record_them_and_with_any_training_seed(
+def test_if_all_shards_record_texts_the_same_ones_are_held_out_with_any_training_seed(
     activations: Path, make_job: MakeJob
 ) -> None:
     assert make_job().hold_out == "blocks"
@@ -187,7 +187,9 @@ def test_texts_are_held_out_if_all_shards_record_them_and_with_any_training_seed
     assert make_job().hold_out == "rows"
 
 
-def test_holding_out_unrecorded_texts_causes_a_one_sentence_error(activations: Path, make_job: MakeJob) -> None:
+def test_holding_out_texts_that_are_not_recorded_produces_a_one_sentence_error(
+    activations: Path, make_job: MakeJob
+) -> None:
     why = "whole texts cannot be held out, since the texts of the rows are unknown"
     with pytest.raises(UserError, match=rf'^data\.hold_out: {why}; use "blocks"$'):
         split_by(make_job(data={"hold_out": "texts"}))
@@ -229,7 +231,7 @@ def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_lack_text_i
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
+def test_adding_shards_moves_no_held_out_row_to_another_half_or_cluster(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
     # The text numbers restart in each shard.
@@ -253,7 +255,7 @@ def test_added_shards_move_no_held_out_row_to_another_half_or_cluster(
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])
-def test_ranks_agree_on_halves_made_up_of_entire_texts_and_reread_no_shard(
+def test_ranks_agree_on_halves_that_consist_of_entire_texts_without_rereading_a_shard(
     n_ranks: int, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)

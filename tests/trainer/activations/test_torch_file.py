@@ -1,4 +1,4 @@
-"""Tests that files written by torch.save can be read as shards, unless they contain code or no rows."""
+"""Tests that files written by torch.save can be read as shards, unless they contain code or lack rows."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_damaged_zip_archive_is_refused(content: bytes, reason: str, tmp_path:
 
 
 @given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
-def test_damage_to_a_file_never_leads_to_negative_sizes(
+def test_a_damaged_file_never_yields_negative_sizes(
     tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
 ) -> None:
     content = bytearray(saved({"activations": rows(3, 4)}))

@@ -27,7 +27,7 @@ def small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OneOf(Group):
-    """One rank of a simulated process group whose ranks all have the same tensor."""
+    """One rank of a simulated process group in which all ranks hold the same tensor."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -76,7 +76,7 @@ def test_the_parts_of_a_stream_and_their_held_out_rows_are_disjoint() -> None:
     assert len(set(every)) == len(every) == 45 + 2 * 139
 
 
-def test_held_out_rows_and_the_sample_are_the_same_at_a_later_position() -> None:
+def test_held_out_rows_and_the_sample_stay_the_same_at_a_later_position() -> None:
     first = stream_data()
     go(first, 333)
     later = stream_data(places=first.stream_places())
@@ -90,7 +90,7 @@ BY_TEXTS = HowHeldOut("texts", 0)
 
 
 def numbers_of(rows: list[tuple[float, ...]]) -> list[int]:
-    """Return the row numbers for rows from the toy stream."""
+    """Look up the row numbers of rows from the toy stream."""
     every = {row: number for number, row in enumerate(rows_of(toy()._made.rows(np.arange(4000))))}
     return [every[row] for row in rows]
 
@@ -103,8 +103,8 @@ def test_a_stream_with_known_texts_holds_out_entire_texts_in_all_its_parts(size:
     trained = [numbers_of(go(part, 500)) for part in parts]
     of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
     assert of_texts.isdisjoint(trained_on)
-    # The held-out texts are not the first texts of the stream.
-    # During training, fewer than four texts are skipped for each held-out text.
+    # The held-out texts are not simply the first texts in the stream. During training, fewer than four texts are
+    # skipped for each held-out text.
     assert max(of_texts) > 25
     assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
@@ -158,7 +158,7 @@ def test_rows_read_ahead_are_read_again_after_a_rewind() -> None:
     assert go(data, 30) == ahead
 
 
-def test_the_error_for_a_stream_that_ended_or_has_other_parts_names_the_setting() -> None:
+def test_the_error_for_a_stream_that_ended_or_was_split_differently_names_the_setting() -> None:
     data = stream_data(ends_after=300)
     assert len(go(data, 255)) == 255
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Tests for transferring batches to a simulated GPU that performs each copy as late as possible."""
+"""Tests transferring batches to a simulated GPU that performs each copy as late as possible."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_rows_are_unchanged_even_if_copied_late(kind: type[Shards], activations:
         assert y is x
         assert torch.equal(x, expected)
     assert lane.n_begun >= 60
-    # There are only two buffers for the rows of a batch, and both are reused.
+    # There are only two buffers for a batch's rows, and both are reused.
     row_bytes = source.rows(np.arange(1)).nbytes
     assert lane.pinned_bytes == 2 * 64 * row_bytes
 

@@ -161,7 +161,7 @@ def test_an_invalid_manifest_counts_as_damage_and_raises_no_error(content: str, 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors", "state.json"])
 @pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
-def test_a_pipe_or_device_among_the_files_in_a_checkpoint_counts_as_damage(
+def test_a_pipe_or_device_among_a_checkpoints_files_counts_as_damage(
     name: str, put: Callable[[Path], object], saved: Path
 ) -> None:
     (saved / name).unlink()
@@ -202,7 +202,7 @@ def test_an_interrupted_save_leaves_no_trace_after_the_next_save(saved: Path, tm
     assert not leftover.exists()
 
 
-def test_the_newest_checkpoint_has_the_highest_step_but_not_always_the_last_name(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_chosen_by_step_rather_than_by_name_order(tmp_path: Path) -> None:
     for step in (99_999_998, 99_999_999, 100_000_000):
         save(tmp_path / "c", step)
     (tmp_path / "c" / "step-notes").mkdir()
@@ -250,14 +250,14 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_causes_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_a_full_disk_produces_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
         require_previous_checkpoint_only(
             in_loaded_process(save_until_full, disk, 0, 0), "it needs 4 MiB, but only 1 MiB are free"
         )
 
 
-def test_a_full_quota_causes_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_a_full_quota_produces_a_one_sentence_error_and_the_last_checkpoint_is_kept(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
         # Quotas do not apply to root, so the process runs as another user.
         lines = in_loaded_process(save_until_full, disk, 0, 65534)
@@ -341,7 +341,7 @@ def test_checkpoints_are_saved_at_intervals_of_steps_or_tokens(
     assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
 
 
-def test_a_checkpoint_is_due_some_minutes_after_the_last_one_of_any_kind(
+def test_a_checkpoint_is_due_a_set_number_of_minutes_after_the_last_one_of_any_kind(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def steps(folder: str, **train: Any) -> list[int]:
@@ -353,7 +353,7 @@ def test_a_checkpoint_is_due_some_minutes_after_the_last_one_of_any_kind(
     assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
 
 
-def test_a_checkpoint_in_a_sweep_contains_every_sae_under_its_label(
+def test_a_sweeps_checkpoint_contains_every_sae_under_its_label(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"k": [2, 4]}, train={"checkpoint_every": 10}))
@@ -367,7 +367,7 @@ def test_a_checkpoint_in_a_sweep_contains_every_sae_under_its_label(
     assert read_state(tmp_path / "checkpoints" / "step-00000010").heldout_fvu is not None
 
 
-def test_the_best_checkpoint_in_a_run_outlives_newer_ones(
+def test_a_runs_best_checkpoint_outlives_newer_ones(
     make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([0.4, 0.1, 0.3, 0.2, 0.25])

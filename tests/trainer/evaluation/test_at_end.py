@@ -71,7 +71,7 @@ def test_each_sae_in_a_sweep_gets_a_report_card(
     assert {json.loads(file.read_text())["label"] for file in tmp_path.glob("sae/*/card.json")} == {"k=2", "k=4"}
 
 
-def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
+def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(train={"seed": [0, 1]}, sae={"k": [2, 4]})
@@ -87,7 +87,7 @@ def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
         assert card["stability"]["others"] == [other]
         assert card["stability"]["share"] == pytest.approx(float((best > 0.7).double().mean()))
         assert card["stability"]["median"] == pytest.approx(float(best.quantile(0.5)), rel=1e-4)
-    # An earlier report card is not archived, because only the comparison was added.
+    # No earlier report card is archived, because only the comparison was added.
     assert not list(tmp_path.glob("sae/*/cards/*"))
     (tmp_path / "job.toml").write_text(dump_job(job))
     assert main(["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--json"]) == 0
@@ -96,7 +96,7 @@ def test_saes_that_differ_only_in_the_seed_are_compared_at_the_end_and_by_eval(
         assert by_eval[label]["stability"]["median"] == pytest.approx(card["stability"]["median"], rel=1e-3)
 
 
-def test_report_cards_have_the_figures_of_random_twins_at_the_end_and_by_eval(
+def test_report_cards_from_the_run_and_from_eval_include_the_random_twins_figures(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(train={"random_twin": True, "seed": [0, 1]})
@@ -121,7 +121,7 @@ def test_report_cards_have_the_figures_of_random_twins_at_the_end_and_by_eval(
     assert of_twin["fvu"] == pytest.approx(cards["freeze=decoder,seed=1"]["figures"]["fvu"], rel=1e-3)
 
 
-def test_a_seed_that_was_not_exported_and_wide_saes_are_not_compared(
+def test_seeds_that_were_not_exported_and_wide_saes_are_not_compared(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job(train={"seed": [0, 1, 2]})
@@ -169,7 +169,7 @@ def test_a_stop_or_an_error_skips_the_report_card_without_failing_the_run(
     assert not (tmp_path / "sae" / "card.json").exists()
 
 
-def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows(
+def test_only_a_small_sample_spread_over_all_held_out_rows_is_measured(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert most_rows(10**9, 1) == MOST_ROWS
@@ -182,7 +182,7 @@ def test_the_measured_rows_are_a_small_share_from_all_parts_of_the_held_out_rows
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # The run records the standard error from the report card. This error is valid for all held-out rows, because the
+    # The run records the standard error from the report card. This error applies to all held-out rows, because the
     # measured rows come from the same texts.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
@@ -199,7 +199,7 @@ def tell_tokens(activations: Path) -> None:
         save_file({"activations": rows, **origin}, file)
 
 
-def test_contexts_are_found_if_the_data_has_tokens(
+def test_contexts_are_found_if_the_data_records_its_tokens(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     tell_tokens(activations)

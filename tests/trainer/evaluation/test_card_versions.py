@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return the folder of a finished run on data with tokens, with two checkpoints and an evaluation on rows."""
+    """Return the folder of a finished run with two checkpoints, trained on data with tokens and evaluated on rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Update the report card like an evaluation that measures only the given parts."""
+    """Update the report card as an evaluation that measures only the given parts would."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -83,7 +83,7 @@ def test_an_evaluation_on_rows_keeps_model_figures_and_promoted_tokens(run: Path
     assert card_of(sae).spliced == before.spliced
 
 
-def test_figures_for_replaced_weights_are_archived_and_return_with_these_weights(run: Path) -> None:
+def test_figures_for_replaced_weights_are_archived_and_restored_with_those_weights(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
     add(sae, spliced=msgspec.convert(SPLICED, PatchedModel))
     fvu = card_of(sae).figures.fvu

@@ -1,4 +1,4 @@
-"""Tests for max-activating examples, compared with naive loops over the rows in text order."""
+"""Checks max-activating examples against naive loops over the rows in text order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def sparse(x: Tensor) -> Acts:
 
 
 def text(lengths: list[int], seed: int, first_document: int = 0) -> TokenRows:
-    """Return the rows of concatenated documents of the given lengths."""
+    """Return the rows for concatenated documents with the given lengths."""
     generator = torch.Generator().manual_seed(seed)
     n = sum(lengths)
     documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
@@ -144,7 +144,7 @@ def test_a_search_matches_a_loop_over_all_tokens_in_all_contexts(tmp_path: Path,
     found = read.search(words)
     assert found[: len(fire)] == fire
     assert sorted(found) == sorted(expected)
-    # The others are in the same order as all latents.
+    # The other latents keep their order in the list of all latents.
     assert found[len(fire) :] == [latent for latent in read.order() if latent in found[len(fire) :]]
 
 
@@ -168,7 +168,7 @@ def test_sparse_activations_produce_the_same_file_as_dense_activations(tmp_path:
     assert (tmp_path / "a" / FEATURES).read_bytes() == (tmp_path / "b" / FEATURES).read_bytes()
 
 
-def test_each_token_in_a_context_is_stored_with_the_activation_of_the_latent(tmp_path: Path) -> None:
+def test_each_token_in_a_context_is_stored_with_the_latents_activation(tmp_path: Path) -> None:
     found = [text([40], 3)]
     read, acts = features(found, tmp_path), dense(found[0].x).dense()
     for latent in read.order():
@@ -202,7 +202,7 @@ def test_the_nearest_latents_match_a_loop_in_float64() -> None:
         assert cosines[latent].tolist() == pytest.approx([cosine for cosine, _ in others[:5]], abs=1e-6)
 
 
-def test_the_rows_from_an_extraction_are_read_in_text_order(tmp_path: Path) -> None:
+def test_rows_from_an_extraction_are_read_in_text_order(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = make_model(tmp_path / "model", "llama")
     corpus = tmp_path / "corpus.jsonl"
@@ -235,7 +235,7 @@ def test_without_active_latents_there_are_no_contexts_but_all_latents_are_counte
     assert read.search("w") == []
 
 
-def test_tokens_of_an_unexpected_shape_produce_no_contexts(tmp_path: Path) -> None:
+def test_tokens_with_an_unexpected_shape_produce_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
     save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
@@ -258,7 +258,7 @@ def test_contexts_with_byte_level_tokens_match_the_original_text(tmp_path: Path)
     model = make_model(tmp_path / "model", "gpt2")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in SPREAD_TEXTS))
-    # No row is dropped as an outlier, because a dropped row could contain part of a character.
+    # Keep every row, even outliers: a dropped row could contain part of a character.
     every_row = {"skip_first": 0, "max_norm": 0.0}
     job = extraction_job(
         model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64, **every_row

@@ -37,7 +37,7 @@ def cards(capsys: Shown, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
-def test_an_sae_next_to_its_run_is_measured_on_the_held_out_rows_of_the_run(
+def test_an_sae_next_to_its_run_is_measured_on_the_runs_held_out_rows(
     is_launched: bool,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -94,7 +94,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
     assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
-    # Inputs and targets have the same width, but inputs are never used as targets.
+    # Although inputs and targets have the same width, inputs are never used as targets.
     (theirs / "card.json").unlink()
     for arguments, reason in (
         ([str(theirs), "--data", inputs], f"--targets: is required, since {theirs} is a transcoder; "),
@@ -113,7 +113,7 @@ def test_a_transcoder_without_a_run_is_measured_on_the_given_targets(
     ["saelens 5: rows scaled to a mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"],
 )
 @torch.no_grad()
-def test_an_sae_from_another_tool_is_measured_if_its_missing_settings_are_given(
+def test_an_sae_from_another_tool_can_be_measured_once_its_missing_settings_are_given(
     name: str, tmp_path: Path, capsys: Shown
 ) -> None:
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_an_sae_from_another_tool_is_measured_if_its_missing_settings_are_given(
     assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
 
 
-def test_rows_from_a_different_hook_cause_a_warning(
+def test_rows_from_a_different_hook_produce_a_warning(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     def is_of(hook: str) -> None:
@@ -233,7 +233,7 @@ def test_flags_that_do_not_apply_to_an_sae_without_a_run_are_refused(
     assert not (Path(alone) / "card.json").exists()
 
 
-def test_seeds_in_a_folder_without_a_run_are_compared(
+def test_saes_with_different_seeds_are_compared_even_without_a_run(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     job = make_job(train={"seed": [0, 1], "random_twin": True})
@@ -245,7 +245,7 @@ def test_seeds_in_a_folder_without_a_run_are_compared(
     assert read_card(alone / "freeze=off,seed=0").stability is not None
 
 
-def test_an_sae_for_several_k_has_the_fvu_of_each_k_as_if_exported_with_it(
+def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_that_k(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     run = tmp_path / "run"

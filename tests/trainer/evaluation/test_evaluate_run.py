@@ -31,13 +31,13 @@ MakeJob = Callable[..., JobConfig]
 
 
 def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
-    """Train in this process, and write the files of a run folder."""
+    """Train in this process, and write a run folder's files."""
     assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
     (folder / "job.toml").write_text(dump_job(job))
     return folder
 
 
-def test_a_report_card_matches_the_held_out_fvu_and_lies_next_to_the_weights(
+def test_a_report_card_matches_the_held_out_fvu_and_is_stored_next_to_the_weights(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
@@ -68,7 +68,7 @@ def card_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"][0]
 
 
-def test_a_report_card_measures_entire_texts_and_stores_their_sums_for_comparisons(
+def test_a_report_card_measures_entire_texts_and_stores_per_text_sums_for_comparisons(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -159,7 +159,7 @@ def test_a_sweep_gets_one_report_card_per_sae_and_keeps_a_user_written_readme(
     assert (run / "sae" / "k=4" / "card.json").exists()
 
 
-def test_the_report_card_for_a_transcoder_compares_its_output_with_the_targets(
+def test_a_transcoders_report_card_compares_its_output_with_the_targets(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     targets = tmp_path / "targets"
@@ -188,7 +188,7 @@ def test_non_finite_rows_and_outliers_are_dropped_and_counted(
 
 
 @pytest.mark.parametrize("of_targets", [False, True])
-def test_a_report_card_names_dimensions_accounting_for_most_of_the_variance(
+def test_a_report_card_names_dimensions_that_account_for_most_of_the_variance(
     of_targets: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     heavy = tmp_path / "heavy"
@@ -224,8 +224,8 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # Compute the expected FVU in float64 from the exported tensors, selecting the top k latents of each raw row.
-    # Errors are weighted by the dimension scales used in training.
+    # Compute the expected FVU in float64 from the exported tensors, selecting the top k latents of each raw row. Weight
+    # the errors by the dimension scales used in training.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
@@ -247,7 +247,7 @@ def test_dropped_and_scaled_dimensions_are_folded_into_the_export(
     assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 
-def test_a_report_card_is_kept_only_next_to_the_weights_that_it_was_measured_on(
+def test_a_report_card_is_kept_only_next_to_the_weights_it_was_measured_on(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
@@ -265,7 +265,7 @@ def test_a_report_card_is_kept_only_next_to_the_weights_that_it_was_measured_on(
     assert (sae / "card.json").exists()
 
 
-def test_the_report_card_for_a_launched_job_is_written_next_to_its_sae(
+def test_a_launched_jobs_report_card_is_written_next_to_its_sae(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     job, run, output = make_job(), tmp_path / "runs" / "1", tmp_path / "saes" / "1"
@@ -278,7 +278,9 @@ def test_the_report_card_for_a_launched_job_is_written_next_to_its_sae(
     assert not (run / "sae").exists()
 
 
-def test_a_folder_without_a_run_causes_a_one_sentence_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_produces_a_one_sentence_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["eval", str(tmp_path)]) == 2
     assert "neither a run folder nor a checkpoint" in capsys.readouterr().err
 

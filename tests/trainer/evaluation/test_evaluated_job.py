@@ -64,7 +64,7 @@ def test_no_command_runs_remote_code_without_consent(file: Path, command: str, c
     assert sorted(file.parent.iterdir()) == [file]
 
 
-def test_a_run_by_another_user_is_measured_in_fp32_if_it_needs_no_remote_code(file: Path) -> None:
+def test_another_users_run_is_measured_in_fp32_if_it_needs_no_remote_code(file: Path) -> None:
     job = evaluated_job(write(file, "", 0o666))
     assert job.train.precision == "fp32"
     assert not job.data.settings.remote_code

@@ -22,7 +22,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_sae_loaded_from_files_reconstructs_like_the_trained_sae(
+def test_an_sae_loaded_from_files_reconstructs_just_like_the_trained_one(
     architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": architecture}))
@@ -40,7 +40,7 @@ def test_an_sae_loaded_from_files_reconstructs_like_the_trained_sae(
     assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
 
 
-def test_a_transcoder_loaded_from_files_has_the_same_output_as_the_trained_one(
+def test_a_transcoder_loaded_from_files_gives_the_same_output_as_the_trained_one(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     targets = tmp_path / "targets"
@@ -71,7 +71,7 @@ def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Pa
         ({"architecture": "gated"}, "has no tensor b_gate; its settings describe a different type of SAE"),
     ],
 )
-def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported: Path) -> None:
+def test_an_unsupported_or_inconsistent_sae_is_refused(change: dict, words: str, exported: Path) -> None:
     config = json.loads((exported / "cfg.json").read_text())
     (exported / "cfg.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=words):
@@ -79,9 +79,7 @@ def test_an_sae_of_an_unknown_kind_is_refused(change: dict, words: str, exported
 
 
 @pytest.mark.parametrize("form", ["sparsify", "dictionary_learning"])
-def test_an_sae_in_the_format_of_another_tool_has_the_same_reconstruction(
-    form: str, exported: Path, tmp_path: Path
-) -> None:
+def test_an_sae_in_another_tools_format_has_the_same_reconstruction(form: str, exported: Path, tmp_path: Path) -> None:
     shared = FORMATS["saelens"].load()().read(exported)
     FORMATS[form].load()().write(shared, tmp_path / form)
     x = torch.randn(50, shared.d_in)

@@ -1,4 +1,4 @@
-"""Tests for the metrics of an SAE, compared with naive loops in float64 and with SAELens's evaluation."""
+"""Checks an SAE's metrics against naive float64 loops and against SAELens's evaluation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Te
 
 
 @torch.no_grad()
-def test_figures_also_computed_by_saelens_have_the_same_values(tmp_path: Path) -> None:
+def test_figures_that_saelens_also_computes_match_its_values(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     from sae_lens.evals import get_sparsity_and_variance_metrics
     from sae_lens.load_model import load_model
@@ -131,7 +131,7 @@ def test_figures_also_computed_by_saelens_have_the_same_values(tmp_path: Path) -
     assert told.density_histogram == histogram(density)
 
 
-def test_the_clustered_standard_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
+def test_the_fvus_clustered_standard_error_matches_a_jackknife_over_texts() -> None:
     generator = np.random.default_rng(5)
     text = generator.integers(0, 60, 3000)
     hardness = generator.uniform(0.5, 2, 60)[text]
@@ -145,7 +145,7 @@ def test_the_clustered_standard_error_of_the_fvu_equals_a_jackknife_over_texts()
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
-def test_the_standard_error_of_the_fvu_matches_a_bootstrap_over_rows() -> None:
+def test_the_fvus_standard_error_matches_a_bootstrap_over_rows() -> None:
     generator = np.random.default_rng(0)
     spread = generator.gamma(2.0, size=4000)
     error = 0.3 * spread * generator.uniform(0.2, 1.8, size=4000)
@@ -175,7 +175,7 @@ def test_the_share_of_rare_latents_is_measured_only_if_there_are_enough_rows() -
     assert rare(len(fires) - 1000) is None
 
 
-def test_densities_of_firing_latents_are_counted_by_half_decades() -> None:
+def test_densities_of_firing_latents_are_binned_by_half_decade() -> None:
     n_bins = -LOWEST_DECADE * BINS_PER_DECADE
     counts = histogram(torch.tensor([0.0, 1.0, 0.5, 0.2, 0.011, 1e-9]))
     assert len(counts) == n_bins
@@ -194,6 +194,6 @@ def test_nearest_directions_match_a_comparison_of_all_pairs(w_dec: Tensor) -> No
     assert recovered(known, w_dec) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_an_evaluation_on_no_rows_is_refused(w_dec: Tensor) -> None:
+def test_evaluating_without_rows_is_refused(w_dec: Tensor) -> None:
     with pytest.raises(ValueError, match="no row"):
         measure(lambda x, _: (DenseActs(x), x), list, w_dec)

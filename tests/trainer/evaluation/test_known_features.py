@@ -1,4 +1,4 @@
-"""Tests for the detection of known features, against SAELens."""
+"""Checks the detection of known features against SAELens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoder(w_dec: Tensor, threshold: float = 0.6):
 
 
 def directions(of: Synthetic, n: int = 60) -> Tensor:
-    """Return noisy copies of the features, some of them twice, and a latent of zeros."""
+    """Return noisy copies of the features, some of them duplicated, and one all-zero latent."""
     noise = torch.randn(n, of.d_in, generator=torch.Generator().manual_seed(1))
     near = of.features[torch.arange(n) % 50] + 0.1 * noise
     near[-1] = 0
@@ -34,7 +34,7 @@ def directions(of: Synthetic, n: int = 60) -> Tensor:
 
 
 @pytest.mark.parametrize("settings", [{}, {"children": 3, "active": 8.0}, {"topics": 4}, {"noise": 0.1}])
-def test_the_figures_are_those_of_saelens(settings: dict[str, Any]) -> None:
+def test_the_figures_match_those_of_saelens(settings: dict[str, Any]) -> None:
     evals = pytest.importorskip("sae_lens.synthetic.evals")
     of = source(**settings)
     w_dec = directions(of)
@@ -52,7 +52,7 @@ def test_the_figures_are_those_of_saelens(settings: dict[str, Any]) -> None:
     assert (found.n_features, found.n_rows) == (80, N_ROWS)
 
 
-def test_an_sae_with_the_features_themselves_is_nearly_perfect_and_a_random_one_is_not() -> None:
+def test_an_sae_made_of_the_true_features_is_nearly_perfect_and_a_random_one_is_not() -> None:
     of = source(d_in=256, n_features=64, active=3.0)
     best = known_features(of, of.features, encoder(of.features, 0.4))
     random = torch.nn.functional.normalize(torch.randn(64, 256, generator=torch.Generator().manual_seed(2)), dim=1)
@@ -65,7 +65,7 @@ def test_an_sae_with_the_features_themselves_is_nearly_perfect_and_a_random_one_
     assert best.f1_error < worst.f1 + 0.05
 
 
-def test_wide_saes_are_not_matched_but_judged_in_the_same_way(monkeypatch) -> None:
+def test_wide_saes_get_no_mcc_but_the_same_other_figures(monkeypatch) -> None:
     of = source()
     w_dec = directions(of)
     whole = known_features(of, w_dec, encoder(w_dec))
@@ -78,7 +78,7 @@ def test_wide_saes_are_not_matched_but_judged_in_the_same_way(monkeypatch) -> No
     assert (parts.f1, parts.uniqueness) == (pytest.approx(whole.f1), whole.uniqueness)
 
 
-def test_a_diverged_sae_has_no_matching_but_its_other_figures(monkeypatch) -> None:
+def test_a_diverged_sae_gets_no_mcc_but_still_gets_its_other_figures(monkeypatch) -> None:
     of = source()
     w_dec = directions(of)
     w_dec[3] = torch.nan
@@ -88,7 +88,7 @@ def test_a_diverged_sae_has_no_matching_but_its_other_figures(monkeypatch) -> No
     assert found.f1 > 0.3
 
 
-def test_other_settings_of_the_data_have_another_digest() -> None:
+def test_different_data_settings_have_different_digests() -> None:
     w_dec = directions(source())
     found = [known_features(source(**one), w_dec, encoder(w_dec)) for one in ({}, {}, {"topics": 2}, {"data_seed": 1})]
     digests = [one.data for one in found if one]

@@ -23,13 +23,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_default_sets_come_first_and_then_the_other_sets_by_number(packages: Path) -> None:
+def test_the_default_sets_come_first_followed_by_the_others_in_numerical_order(packages: Path) -> None:
     for name in ("30_later", "4_early", DEFAULTS[1], DEFAULTS[0]):
         write_set(packages, name, two_classes(70))
     assert [one.name for one in read_sets(4)] == [*DEFAULTS[:2], "4_early", "30_later"]
 
 
-def test_the_first_texts_in_each_class_are_used_and_both_classes_have_equally_many(packages: Path) -> None:
+def test_an_equal_number_of_texts_is_taken_from_the_start_of_each_class(packages: Path) -> None:
     rows = two_classes(PER_CLASS + 10) + [("the cat sat on", "0")] * 40 + [("", "1"), ("no label", "")]
     write_set(packages, "1_texts", rows)
     (one,) = read_sets(1)
@@ -48,7 +48,7 @@ def test_sets_with_more_than_two_classes_or_few_texts_are_skipped(packages: Path
 
 
 @pytest.mark.parametrize("content", [b"", b"not packed", b"\x28\xb5\x2f\xfd" + b"\x00" * 20])
-def test_a_damaged_data_set_causes_a_one_sentence_error(packages: Path, content: bytes) -> None:
+def test_a_damaged_data_set_produces_a_one_sentence_error(packages: Path, content: bytes) -> None:
     file = write_set(packages, "1_texts", two_classes(70))
     file.write_bytes(content)
     with pytest.raises(UserError) as refused:
@@ -57,7 +57,7 @@ def test_a_damaged_data_set_causes_a_one_sentence_error(packages: Path, content:
     assert "\n" not in str(refused.value)
 
 
-def test_a_table_with_other_columns_causes_a_one_sentence_error(packages: Path) -> None:
+def test_a_table_with_unexpected_columns_produces_a_one_sentence_error(packages: Path) -> None:
     import zstandard
 
     write_set(packages, "1_texts", []).write_bytes(zstandard.compress(b"words,class\na,0\n"))

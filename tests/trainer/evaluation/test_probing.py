@@ -1,4 +1,4 @@
-"""Tests for k-sparse probing, with latents known to separate two classes and a comparison with scikit-learn."""
+"""Tests k-sparse probing with latents known to separate two classes, and against scikit-learn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_latent_that_separates_the_classes_is_as_good_as_all_activations() -
 
 
 @pytest.mark.slow
-def test_noise_is_probed_at_chance_level_and_spread_information_needs_many_latents() -> None:
+def test_noise_scores_at_chance_level_and_spread_out_information_needs_many_latents() -> None:
     nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
     assert abs(nothing.k["1"].auc - 0.5) < 0.12
     spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
@@ -75,7 +75,7 @@ def test_latents_are_ranked_as_in_a_naive_loop() -> None:
     assert order[-1] == 7
 
 
-def test_a_probe_equals_scikit_learn_with_the_penalty_that_is_best_on_the_last_fifth() -> None:
+def test_a_probe_matches_scikit_learn_with_the_penalty_that_is_best_on_the_last_fifth() -> None:
     one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
     order = generator.permutation(N)
     x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
@@ -100,7 +100,7 @@ def test_standard_errors_are_computed_over_seeds_and_over_data_sets() -> None:
 
 
 @pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), pytest.param("bert", False, marks=pytest.mark.slow)])
-def test_the_report_card_for_a_run_contains_the_probing_results(
+def test_a_runs_report_card_contains_the_probing_results(
     family: str,
     has_loss: bool,
     make_job: Callable[..., JobConfig],
@@ -148,7 +148,7 @@ def load(folder: Path, *, whole: bool = False) -> LanguageModel:
 
 
 def alone(folder: Path, text: str) -> torch.Tensor:
-    """Return the second block's output [d] for the last token of a text in an unbatched forward pass."""
+    """Run a text through the model unbatched, and return the second block's output [d] for its last token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     ids = tokenizer(text)["input_ids"]

@@ -1,4 +1,4 @@
-"""Tests for a language model's loss with an SAE patched in, compared with a loop over documents and with SAELens."""
+"""Checks a language model's loss with an SAE patched in against a loop over documents and against SAELens."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ from trainer.training.loop import Trainer
 HOOK = "resid_post.1"
 D_SAE = 7
 W_DEC = torch.randn(D_SAE, D_IN, generator=torch.Generator().manual_seed(1))
-# Maps each family to the path of its final norm, whether this norm subtracts the mean, and the number added to its
-# weight.
+# Maps each family to its final norm's path, whether the norm subtracts the mean, and the number added to its weight.
 NORMS = {
     "gpt2": ("transformer.ln_f", True, 0.0),
     "llama": ("model.norm", False, 0.0),
@@ -95,7 +94,7 @@ def keep_first(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return lambda rows: torch.cat([rows[:, :1], change(rows[:, 1:])], 1)
 
 
-def test_losses_match_a_loop_over_single_documents(gpt2: Path, job: ExtractJob) -> None:
+def test_losses_match_a_loop_over_individual_documents(gpt2: Path, job: ExtractJob) -> None:
     spied, mean = Spied(gpt2), torch.linspace(-1, 1, D_IN)
     changes = {"sae": half, "zeros": torch.zeros_like, "mean": lambda rows: mean.expand_as(rows)}
     ce: dict[str, list[float]] = {"clean": [], **{name: [] for name in changes}}
@@ -133,7 +132,7 @@ def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, 
     lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
     by_text = {name: np.zeros((len(lengths), 2)) for name in changes}
     text = n_read = 0
-    # A text that does not fit into one context continues in the next.
+    # A text that does not fit in one context continues in the next.
     for ids in (torch.tensor([piece]) for pieces in contexts_of(spied, length=64) for piece in pieces):
         logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
         for name, own in logits.items():
@@ -159,7 +158,7 @@ def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, 
     assert spliced.ce_score_error == pytest.approx(error, rel=1e-3)
 
 
-def test_the_output_of_a_transcoder_replaces_the_output_of_a_different_hook(gpt2: Path, job: ExtractJob) -> None:
+def test_a_transcoders_output_replaces_the_output_of_a_different_hook(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     mlp = spied.model.transformer.h[1].mlp
     read: list[Tensor] = []
@@ -270,7 +269,7 @@ def test_an_identity_reconstruction_has_perfect_scores(job: ExtractJob) -> None:
     assert not spliced.is_unseen
 
 
-def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
+def test_a_hooks_ablations_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
     mean = torch.linspace(-1, 1, D_IN)
     shared, passes = SplicedModel(job, HOOK, CPU), []
     read = shared._model.logits
@@ -282,7 +281,7 @@ def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: Extract
     assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
 
 
-def test_text_after_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
+def test_text_beyond_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
@@ -367,7 +366,7 @@ def test_a_transcoder_with_a_skip_connection_replaces_its_mlp(
     assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
-def test_the_report_card_for_a_run_on_extracted_rows_contains_the_model_loss(
+def test_the_report_card_of_a_run_on_extracted_rows_contains_the_model_loss(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)
@@ -444,7 +443,7 @@ def test_hooks_outside_the_residual_stream_have_no_promoted_tokens(tmp_path: Pat
     assert SplicedModel(job_of(tmp_path, hook), hook, CPU).moved_tokens(W_DEC) == {}
 
 
-def test_a_model_with_more_than_a_norm_before_unembedding_has_no_promoted_tokens(tmp_path: Path) -> None:
+def test_a_model_with_more_than_a_norm_before_its_unembedding_has_no_promoted_tokens(tmp_path: Path) -> None:
     tokenizer = make_tokenizer("bert")
     config = make_config("bert", len(tokenizer))
     config.is_decoder = True
@@ -453,7 +452,7 @@ def test_a_model_with_more_than_a_norm_before_unembedding_has_no_promoted_tokens
     assert SplicedModel(job_of(tmp_path), "resid_post.1", CPU).moved_tokens(W_DEC) == {}
 
 
-def test_directions_are_processed_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directions_processed_in_batches_promote_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     w_u = torch.randn(D_IN, 50, generator=torch.Generator().manual_seed(2))
     whole = moved_tokens(W_DEC, w_u)
     monkeypatch.setattr("trainer.evaluation.spliced._LOGITS_AT_ONCE", 100)

@@ -1,4 +1,4 @@
-"""Tests for the comparison of SAEs trained with several seeds, against brute force in numpy."""
+"""Checks the comparison of SAEs trained with different seeds against brute force in NumPy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_largest_cosines_of_both_saes_are_found_in_one_pass(size, n_others) 
     assert of_other.numpy() == pytest.approx(table.max(axis=0), abs=1e-5)
 
 
-def test_the_latents_are_compared_in_parts_with_the_same_result(monkeypatch) -> None:
+def test_comparing_latents_in_parts_gives_the_same_result(monkeypatch) -> None:
     own, other = directions(50, 8, 0), directions(60, 8, 1)
     whole = nearest(own, other)
     monkeypatch.setattr(stability, "_AT_ONCE", 7)
@@ -55,21 +55,21 @@ def test_pw_mcc_is_the_mean_cosine_of_the_best_one_to_one_matching(size) -> None
     assert matched_cosine(own, other) == pytest.approx(best, abs=1e-5)
 
 
-def test_the_same_latents_in_another_order_and_scale_are_completely_stable() -> None:
+def test_latents_that_differ_only_in_order_and_scale_are_completely_stable() -> None:
     own = directions(40, 16, 0)
     other = own[torch.randperm(40, generator=torch.Generator().manual_seed(1))] * torch.rand(40, 1).add(0.1)
     assert nearest(own, other)[0].tolist() == pytest.approx([1.0] * 40, abs=1e-5)
     assert matched_cosine(own, other) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_latent_found_twice_counts_twice_for_the_stability_but_once_for_the_matching() -> None:
+def test_a_duplicated_latent_counts_twice_for_stability_but_once_for_matching() -> None:
     other = normalize(directions(2, 16, 0), dim=1)
     own = other[[0, 0]]
     assert nearest(own, other)[0].tolist() == pytest.approx([1.0, 1.0], abs=1e-5)
     assert matched_cosine(own, other) < 0.9
 
 
-def test_directions_of_zeros_have_the_cosine_zero() -> None:
+def test_all_zero_directions_have_a_cosine_of_zero() -> None:
     assert nearest(torch.zeros(3, 4), directions(3, 4, 0))[0].tolist() == [0.0] * 3
 
 

@@ -29,14 +29,14 @@ def refusal(tokenizer: Any, template: str | None) -> str:
     return str(refused.value)
 
 
-def test_a_missing_or_failing_chat_template_causes_a_one_sentence_error(tokenizer) -> None:
+def test_a_missing_or_failing_chat_template_produces_a_one_sentence_error(tokenizer) -> None:
     expected = "text.column: contains chats, but the model's tokenizer has no chat template"
     assert refusal(tokenizer, None) == expected
     expected = "text.column: the model's chat template rejects a chat: roles must alternate; remove this chat"
     assert refusal(tokenizer, "{{ raise_exception('roles must alternate') }}") == expected
 
 
-def test_an_endless_template_causes_a_one_sentence_error_in_any_thread(tokenizer, monkeypatch) -> None:
+def test_an_endless_template_produces_a_one_sentence_error_in_any_thread(tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(chat_template, "_LIMIT_S", 0.2)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
     sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; use another template"

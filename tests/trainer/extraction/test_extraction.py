@@ -1,4 +1,4 @@
-"""Tests that an interrupted extraction writes the same bytes, and that each row is stored or counted as dropped."""
+"""Tests that an interrupted extraction still writes the same bytes, and each row is stored or counted as dropped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_sta
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
-# The id of a token occurring in most documents.
+# The id of a token that occurs in most documents.
 COMMON = 261
 
 
@@ -42,7 +42,7 @@ def digests(job: ExtractJob) -> dict[str, str]:
 
 
 def tensors(job: ExtractJob, hook: str) -> dict[str, Tensor]:
-    """Return the tensors of a hook, each concatenated over all shards."""
+    """Return a hook's tensors, each concatenated over all shards."""
     shards = [load_file(file) for file in sorted(job.folder(hook).glob("*.safetensors"))]
     return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
@@ -85,7 +85,7 @@ def test_rows_from_all_hooks_belong_to_the_same_tokens(example) -> None:
         assert all(torch.equal(first[name], other[name]) for name in ("token_ids", "positions", "document"))
 
 
-def test_a_row_is_the_model_activation_at_its_token(example, tiny) -> None:
+def test_a_row_is_the_models_activation_at_its_token(example, tiny) -> None:
     job, _ = example
     tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))
@@ -126,7 +126,7 @@ def test_metadata_describes_the_rows_and_their_mean_and_spread(example, tiny) ->
         assert len(shards) == 3
 
 
-def test_metadata_records_the_text_and_tokenizer_and_weights_and_limits(make: Make, tiny) -> None:
+def test_metadata_records_the_text_tokenizer_weights_and_limits(make: Make, tiny) -> None:
     job = make(name="limited", skip_first=2, keep_special=True, max_norm=3.0, column="text", hooks=["resid_post.1"])
     run(job)
     facts, folder = meta(job, "resid_post.1"), tiny("gpt2")
@@ -158,9 +158,7 @@ def test_the_same_job_writes_the_same_bytes_in_any_folder(make: Make) -> None:
 # With these sizes, either a shard contains several batches or a batch fills several shards.
 @pytest.mark.parametrize("shard_rows", [100, 128, 17, 300])
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_an_extraction_stopped_after_every_batch_writes_the_same_files(
-    make: Make, family: str, shard_rows: int
-) -> None:
+def test_an_extraction_stopped_several_times_writes_the_same_files(make: Make, family: str, shard_rows: int) -> None:
     settings = {"shard_rows": shard_rows}
     whole, job = make(family, "whole", **settings), make(family, "stopped", **settings)
     at_once = run(whole)
@@ -173,7 +171,9 @@ def test_an_extraction_stopped_after_every_batch_writes_the_same_files(
 
 
 @pytest.mark.parametrize("n_tokens", [300, 10**6])
-def test_an_extraction_killed_just_before_its_end_writes_the_same_files(make: Make, n_tokens: int, monkeypatch) -> None:
+def test_an_extraction_killed_just_before_its_end_still_writes_the_same_files(
+    make: Make, n_tokens: int, monkeypatch
+) -> None:
     whole, job = make(name="whole", n_tokens=n_tokens, shard_rows=100), make(n_tokens=n_tokens, shard_rows=100)
     run(whole)
 
@@ -190,7 +190,7 @@ def test_an_extraction_killed_just_before_its_end_writes_the_same_files(make: Ma
 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
-    """Return the total number of tokens in the contexts for a text, and the number of document pieces."""
+    """Return the total numbers of tokens and of document pieces in the contexts of a job's text."""
     contexts = list(
         pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
     )
@@ -295,7 +295,7 @@ def test_if_a_text_ends_early_all_its_rows_are_stored(make: Make) -> None:
     assert [file.name for file in job.folder("mlp_out.0").glob("*.safetensors")] == ["shard-00000.safetensors"]
 
 
-def test_a_text_without_rows_is_refused_and_may_then_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
+def test_a_text_without_rows_is_refused_and_can_then_be_replaced(make: Make, tmp_path: Path, corpus: Path) -> None:
     (empty := tmp_path / "empty.txt").write_text("")
     with pytest.raises(UserError, match=r"^text.path: the text yields no rows; provide more text$"):
         run(make(text=empty))
@@ -367,7 +367,7 @@ def test_an_output_inside_the_text_folder_is_refused(make: Make, tmp_path: Path)
     assert refusal(make(text=tmp_path)) == f"extract.output: {tmp_path}/activations {reason}"
 
 
-def test_two_simultaneous_extractions_into_one_folder_are_refused(make: Make) -> None:
+def test_an_extraction_into_the_folder_of_a_running_extraction_is_refused(make: Make) -> None:
     job = make()
     Path(job.extract.output).mkdir()
     with RunLock(Path(job.extract.output)), pytest.raises(UserError, match="is still running; stop it, wait until"):
@@ -376,7 +376,7 @@ def test_two_simultaneous_extractions_into_one_folder_are_refused(make: Make) ->
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.1])
 def test_reading_ahead_produces_the_same_bytes(make: Make, max_norm: float) -> None:
-    """Simulate a GPU, on which the extraction waits for the rows of a batch only after reading the next batch."""
+    """Simulate a GPU, where the extraction waits for a batch's rows only after reading the next batch."""
     whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
     run(whole)
     stop, advance = stop_after(4)
@@ -396,10 +396,10 @@ def fill_disk() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
+def test_after_a_full_disk_finished_shards_are_kept_and_the_extraction_can_continue(make: Make, fill_disk) -> None:
     whole, job = make(name="whole", n_tokens=900), make(n_tokens=900)
     run(whole)
-    # The file that cannot be written may be a shard or the state of the extraction.
+    # The file that cannot be written may be a shard or the extraction's state file.
     with pytest.raises(UserError, match=r"^[^\n]* could not be written: [^\n]* and try again$"):
         run(job, advance=lambda _: fill_disk(stored_state(job).n_stored))
     fill_disk(0)
@@ -409,7 +409,7 @@ def test_a_full_disk_keeps_finished_shards_and_the_extraction_can_continue(make:
     assert digests(job) == digests(whole)
 
 
-def test_an_extraction_that_exceeds_the_free_disk_space_is_refused_at_the_start(make: Make) -> None:
+def test_an_extraction_that_would_exceed_the_free_disk_space_is_refused_at_the_start(make: Make) -> None:
     job = make(n_tokens=10**13)
     with pytest.raises(
         UserError, match=r"could not be written: it needs [0-9.,]+ \w+, but only [0-9.]+ \w+ are free; free some"

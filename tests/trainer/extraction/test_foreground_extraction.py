@@ -29,7 +29,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    """Restore the signal handlers replaced by a command."""
+    """Restore the signal handlers that a command replaces."""
     numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
@@ -93,7 +93,7 @@ def test_each_hook_is_listed_with_its_transformer_lens_and_module_names(job_file
 
 
 class Gate(BaseHTTPRequestHandler):
-    """A fake Hugging Face hub on which every model is gated."""
+    """A fake Hugging Face hub where every model is gated."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)
@@ -137,7 +137,7 @@ def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, 
     assert "unpaired surrogates in 30 documents were replaced with U+FFFD\n" in capsys.readouterr().err
 
 
-def test_a_missing_tokenizer_or_a_git_lfs_pointer_causes_a_one_sentence_error(
+def test_a_missing_tokenizer_or_a_git_lfs_pointer_produces_a_one_sentence_error(
     job_file: Path, tmp_path: Path, tiny, capsys
 ) -> None:
     bare, pointers = tmp_path / "bare", tmp_path / "pointers"
@@ -176,7 +176,7 @@ def test_if_packing_is_impossible_the_use_of_one_document_per_context_is_reporte
         ("extract.output=job.toml", EXIT_USAGE, "extract.output: "),
     ],
 )
-def test_bad_input_causes_a_one_sentence_error(
+def test_bad_input_produces_a_one_sentence_error(
     job_file: Path, override: str, code: int, sentence: str, capsys, no_gpus
 ) -> None:
     assert main(["extract", str(job_file), "--set", override]) == code
@@ -185,7 +185,7 @@ def test_bad_input_causes_a_one_sentence_error(
     assert lines[0].startswith(sentence)
 
 
-def test_running_out_of_memory_causes_a_one_sentence_error(
+def test_running_out_of_memory_produces_a_one_sentence_error(
     job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
@@ -208,7 +208,7 @@ def test_run_refuses_extraction_jobs_and_extract_refuses_training_jobs(job_file:
 
 
 @pytest.mark.slow
-def test_a_training_job_can_read_the_folder_for_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_a_training_job_can_read_an_extracted_hooks_folder(job_file: Path, tmp_path: Path, capsys) -> None:
     assert main(["extract", str(job_file)]) == EXIT_FINISHED
     (training := tmp_path / "training.toml").write_text(
         '[data]\npath = "activations/mlp_out.0"\n[sae]\nd_sae = 64\nk = 4\n'
@@ -229,7 +229,7 @@ def digests(output: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_an_extraction_killed_at_any_moment_writes_the_same_files_in_the_end(job_file: Path, tmp_path: Path) -> None:
+def test_an_extraction_killed_at_any_moment_still_ends_up_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
     (root := tmp_path / "killed").mkdir()
     command = [sys.executable, ROOT / "tests/support/killed_extractions.py", job_file, root, "0", "6"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}

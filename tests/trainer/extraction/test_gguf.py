@@ -48,7 +48,7 @@ def write_model(file: Path) -> None:
     writer.close()
 
 
-def test_a_gguf_file_is_parsed_once_and_its_weights_are_those_that_transformers_reads(tmp_path, monkeypatch) -> None:
+def test_a_gguf_file_is_parsed_once_and_yields_the_same_weights_as_transformers(tmp_path, monkeypatch) -> None:
     file = tmp_path / "tiny.gguf"
     write_model(file)
     expected = transformers.AutoModel.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)

@@ -32,9 +32,8 @@ IDS = np.arange(2 * 20).reshape(2, 20) * 7 % 290 + 3
 POSITIONS = np.tile(np.arange(20), (2, 1))
 BATCH = ContextBatch(IDS, POSITIONS, np.repeat([[0], [1]], 20, axis=1))
 PLACES = torch.arange(IDS.size)
-# Maps each model family to the module paths of its sites.
-# `mlp_in` is the input of its module, and all other sites are outputs.
-# For Gemma, `mlp_out` and `attn_out` are the outputs of the norms following the MLP and the attention.
+# Maps each model family to the module paths of its sites. `mlp_in` is the input of its module, and all other sites are
+# outputs. For Gemma, `mlp_out` and `attn_out` are the outputs of the norms that follow the MLP and the attention.
 MODULES = {
     "gpt2": {"mlp_in": "h.{}.mlp", "mlp_out": "h.{}.mlp", "attn_out": "h.{}.attn", "block": "h.{}"},
     "bert": {
@@ -73,7 +72,7 @@ def reference(folder: Path, family: str) -> dict[str, Tensor]:
             module.register_forward_hook(hook)
     with torch.inference_mode():
         states = model(input_ids=torch.from_numpy(IDS), output_hidden_states=True).hidden_states
-    # The last hidden state follows the model's final norm, so it is not the output of a block.
+    # The last hidden state is taken after the model's final norm, so it is not a block's output.
     before = {f"resid_pre.{layer}": states[layer].flatten(0, 1) for layer in range(N_BLOCKS)}
     after = {f"resid_post.{layer}": states[layer + 1].flatten(0, 1) for layer in range(N_BLOCKS - 1)}
     assert all(torch.equal(rows[name], of_hook) for name, of_hook in after.items())
@@ -111,7 +110,7 @@ def test_branch_outputs_add_up_to_the_change_in_the_residual_stream(both, family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_above_the_last_hook_are_dropped_and_rows_do_not_change(tiny, both, family: str) -> None:
+def test_blocks_above_the_last_hook_are_dropped_without_changing_rows(tiny, both, family: str) -> None:
     job = extraction_job(tiny(family), Path("text"), Path("output"), hooks=["resid_post.0"])
     model = LanguageModel(job, CPU)
     assert len(model._model.get_submodule(MODULES[family]["block"].removesuffix(".{}"))) == 1
@@ -177,7 +176,7 @@ def test_a_hook_that_does_not_exist_in_the_model_is_refused(hook: Hook, sentence
     assert str(error.value) == sentence
 
 
-def test_with_a_hook_outside_the_blocks_no_blocks_are_dropped() -> None:
+def test_no_blocks_are_dropped_if_a_hook_is_outside_the_blocks() -> None:
     model = Mixed()
     assert (
         drop_blocks_above(model, BlockList("layers", 2), [HookPoint("layers.0", False), HookPoint("norms", False)]) == 2
@@ -194,7 +193,7 @@ def test_hooks_are_removed_from_the_model_after_each_use() -> None:
     assert seen == [0, 1]
 
 
-def test_heads_of_a_token_form_one_row_and_other_shapes_are_refused() -> None:
+def test_a_tokens_heads_form_one_row_and_other_shapes_are_refused() -> None:
     heads = torch.arange(2 * 3 * 2 * 4).reshape(2, 3, 2, 4)
     assert torch.equal(rows_of(heads, torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))
     assert torch.equal(rows_of(heads.reshape(6, 8), torch.tensor([4]), (2, 3)), heads[1, 1].reshape(1, 8))

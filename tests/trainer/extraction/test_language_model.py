@@ -39,7 +39,7 @@ def rows_of(model: LanguageModel, batch: ContextBatch) -> Tensor:
 
 
 def alone(folder: Path, ids: np.ndarray) -> Tensor:
-    """Return the output of the unmodified model's last block for a document in its own forward pass."""
+    """Run a document on its own through the unmodified model, and return the last block's output."""
     model = transformers.AutoModel.from_pretrained(folder).eval()
     blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     outputs: list[Tensor] = []
@@ -85,7 +85,7 @@ def test_an_encoder_gets_one_document_per_row_and_padding_changes_nothing(tiny, 
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
-def test_documents_are_not_packed_for_an_encoder_with_weak_attention(copy, weight: float) -> None:
+def test_documents_are_not_packed_for_an_encoder_even_if_its_attention_is_weak(copy, weight: float) -> None:
     file = (folder := copy("bert")) / "model.safetensors"
     weights = load_file(file)
     scaled = {name: one * weight if "attention.output.dense.weight" in name else one for name, one in weights.items()}
@@ -168,7 +168,7 @@ def test_remote_code_is_not_run_by_default(copy) -> None:
         ({"use_kernels": True}, "requires code from the hub (use_kernels = true)"),
     ],
 )
-def test_an_excessive_configuration_is_refused_before_building_the_model(copy, settings, sentence) -> None:
+def test_an_excessive_or_unsafe_configuration_is_refused_before_building_the_model(copy, settings, sentence) -> None:
     folder = copy("gpt2")
     edit(folder / "config.json", **settings)
     with pytest.raises(UserError, match=re.escape(sentence)) as refused:
@@ -184,7 +184,7 @@ def test_an_excessive_configuration_is_refused_before_building_the_model(copy, s
         ("tokenizer.json", {"added_tokens": None}, r"one of its files is damaged \(TypeError: .*\); download it again"),
     ],
 )
-def test_a_damaged_model_causes_a_one_sentence_error(copy, file, settings, sentence) -> None:
+def test_a_damaged_model_produces_a_one_sentence_error(copy, file, settings, sentence) -> None:
     folder = copy("gpt2")
     edit(folder / file, **settings)
     with pytest.raises(UserError, match=f" cannot be loaded: {sentence}"):
@@ -206,7 +206,7 @@ def test_configurations_of_large_models_are_accepted(settings: dict[str, Any], t
     refuse_odd_config(settings, tmp_path, allows_code=False)
 
 
-def test_a_model_with_many_added_tokens_and_an_sae_in_its_folder_is_loaded(copy) -> None:
+def test_a_model_with_many_added_tokens_and_an_sae_in_its_folder_can_be_loaded(copy) -> None:
     folder = copy("gpt2")
     file = folder / "model.safetensors"
     torch.save(load_file(file), folder / "pytorch_model.bin")
@@ -217,7 +217,7 @@ def test_a_model_with_many_added_tokens_and_an_sae_in_its_folder_is_loaded(copy)
     assert load(folder)
 
 
-def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
+def test_the_weights_of_a_model_split_across_files_are_counted(copy) -> None:
     folder = copy("gpt2")
     file = (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     names = load_file(file).keys()
@@ -250,7 +250,7 @@ def test_a_folder_without_a_tokenizer_is_refused(copy) -> None:
     require_refused(f"model.path: {folder} has no tokenizer; copy the model's tokenizer.json and ", folder)
 
 
-def test_a_model_that_needs_other_inputs_than_token_ids_is_refused(tiny, tmp_path: Path) -> None:
+def test_a_model_that_needs_inputs_other_than_token_ids_is_refused(tiny, tmp_path: Path) -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
     transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
     for file in tiny("gpt2").glob("tokenizer*"):
@@ -265,7 +265,7 @@ def test_a_context_longer_than_the_model_allows_is_refused(tiny) -> None:
     require_refused("text.context: must be above 2", tiny("bert"), context=2, skip_first=0)
 
 
-def test_a_context_above_the_original_window_of_a_longrope_model_is_recorded(copy) -> None:
+def test_a_context_longer_than_a_longrope_models_original_window_is_recorded(copy) -> None:
     folder = copy("llama")
     config = transformers.AutoConfig.from_pretrained(folder)
     factors = [1.0] * (config.head_dim // 2)
@@ -296,7 +296,9 @@ def test_modules_that_do_not_run_or_do_not_output_a_row_per_token_are_refused(ti
 
 
 @pytest.mark.parametrize(("setting", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
-def test_weights_have_the_requested_dtype_or_by_default_fp32_on_a_cpu(copy, setting: str, dtype: torch.dtype) -> None:
+def test_weights_have_the_requested_dtype_which_defaults_to_fp32_on_a_cpu(
+    copy, setting: str, dtype: torch.dtype
+) -> None:
     folder = copy("llama")
     edit(folder / "config.json", dtype="bfloat16")
     job = extraction_job(folder, Path("text"), Path("output"))
@@ -337,7 +339,7 @@ def test_each_block_is_placed_on_a_single_gpu_and_blocks_keep_their_order(load_w
         assert len({gpu for name, gpu in gpus.items() if name.startswith(f"{blocks}.{number}.")}) == 1
 
 
-def test_a_model_too_large_for_all_gpus_together_causes_a_one_sentence_error(load_whole: Load) -> None:
+def test_a_model_too_large_for_all_gpus_together_produces_a_one_sentence_error(load_whole: Load) -> None:
     with pytest.raises(UserError, match=r"^model.spread: the model does not fit on 2 GPUs; add more to launch.gpus$"):
         indices(load_whole("llama")._model, {0: 5_000, 1: 5_000, "cpu": 10**12})
 

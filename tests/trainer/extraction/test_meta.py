@@ -51,7 +51,7 @@ def test_large_weights_are_hashed_by_sampling_and_labelled_accordingly(
     assert weights_facts(str(file)) != first
 
 
-def test_the_hash_of_a_tokenizer_depends_on_its_rules_and_not_on_its_folder(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_tokenizers_hash_depends_on_its_rules_and_not_on_its_folder(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "elsewhere")
     own = tokenizer_hash(tokenizer(tiny("llama")))
     assert tokenizer_hash(tokenizer(folder)) == own

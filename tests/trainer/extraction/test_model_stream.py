@@ -125,7 +125,7 @@ def test_a_stream_yields_the_rows_stored_by_an_extraction(make: Make, family: st
     assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
-def test_the_parts_read_by_the_ranks_make_up_the_stream_without_overlap(make: Make) -> None:
+def test_the_ranks_parts_together_make_up_the_stream_without_overlap(make: Make) -> None:
     whole, first, second = (stream_of(make()) for _ in range(3))
     whole.begin(0, 1, CPU)
     first.begin(0, 2, CPU)
@@ -210,7 +210,7 @@ def test_models_on_separate_devices_produce_the_same_rows_in_order(make: Make, h
     assert_same(pairs_of(several), whole[3:])
 
 
-def test_ranks_sharing_the_reading_also_split_their_part_across_their_devices(make: Make) -> None:
+def test_ranks_that_share_the_reading_also_split_their_parts_across_their_devices(make: Make) -> None:
     alone, *streams = (stream_of(make()) for _ in range(3))
     for stream in streams:
         stream.own_devices = [CPU] * 2
@@ -254,7 +254,7 @@ def test_models_on_separate_devices_read_ahead_only_up_to_a_limit(make: Make, mo
     assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
 
 
-def test_an_error_in_one_model_is_raised_once_and_after_the_rows_before_it(
+def test_an_error_in_one_model_is_raised_only_once_and_after_all_earlier_rows(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone, several = (stream_of(make()) for _ in range(2))
@@ -295,7 +295,7 @@ def test_running_out_of_memory_on_a_model_only_device_does_not_blame_the_sae(
         stream.next_rows()
 
 
-def test_an_error_in_the_text_is_raised_only_after_the_rows_before_it(make: Make) -> None:
+def test_an_error_in_the_text_is_raised_only_after_all_earlier_rows(make: Make) -> None:
     def cut_off() -> Iterator[int]:
         yield from range(5)
         raise UserError("text.path: cannot be read")
@@ -417,7 +417,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The sample covers the entire text, so the text is not reread for the sample.
+    # The sample covers the entire text, so taking the sample rereads no text.
     assert n_read == n_all > 200 * 64
 
 
@@ -457,7 +457,7 @@ def test_bad_settings_are_reported_before_a_run(make: Make, changes: dict[str, A
     assert str(error.value).startswith(problem)
 
 
-def test_a_d_in_that_differs_from_the_hook_width_is_refused(make: Make) -> None:
+def test_a_d_in_that_differs_from_the_hooks_width_is_refused(make: Make) -> None:
     stream = stream_of(make(), hook="h.0.mlp", d_in=7)
     stream.begin(0, 1, CPU)
     with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 values, not 7$"):
@@ -501,7 +501,7 @@ def test_ranks_on_one_machine_split_the_text_and_the_plan_says_so(
     assert job, problems
     work = Workload(job.replace("launch", nodes=nodes), 4, job.data_shape(), CPU_PROCESS)
     speeds = assumed_speeds(CPU_PROCESS, "fp32")
-    # Each of the four ranks reads either a quarter of the tokens for a step or all of them.
+    # Each of the four ranks reads either a quarter of a step's tokens or all of them.
     flops = job.data.settings.flops_per_token() * work.tokens_per_step / n_parts
     assert text_parts(work) == n_parts
     assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)

@@ -64,7 +64,7 @@ def test_each_piece_restarts_at_position_0_and_has_the_surrounding_special_token
 
 
 @given(texts())
-def test_packed_contexts_keep_the_order_and_all_contexts_but_the_last_are_full(text) -> None:
+def test_packed_contexts_keep_document_order_and_all_but_the_last_are_full(text) -> None:
     documents, length = text
     contexts = list(pack(documents, length))
     assert all(context.ids.shape == (1, length) for context in contexts[:-1])
@@ -118,7 +118,7 @@ def test_the_special_tokens_around_a_text_are_detected_for_each_model_family(loa
     assert load("gpt2").special == [0, 1, 2]
 
 
-def test_texts_and_chats_and_token_ids_may_be_mixed(load) -> None:
+def test_texts_chats_and_token_ids_can_be_mixed(load) -> None:
     tokenizer = load("qwen3")
     chat = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
     text, of_chat, ids, again = tokenizer.tokens(["the cat", chat, [5, 6, 7], "the cat"])
@@ -151,7 +151,7 @@ def test_a_context_without_space_for_text_is_refused(load) -> None:
         load("bert").require_context(2)
 
 
-def test_a_text_longer_than_the_model_window_is_split_without_a_warning(load, capfd) -> None:
+def test_a_text_longer_than_the_models_window_is_split_without_a_warning(load, capfd) -> None:
     (tokens,) = load("bert").tokens(["cat " * 5000])
     assert len(tokens.ids) >= 5000
     assert capfd.readouterr().err == ""

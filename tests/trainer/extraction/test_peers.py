@@ -38,7 +38,7 @@ def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
 
 
 def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
-    """Return a dict that maps each (document, position, token) to its rows. Pieces of one document may share a key."""
+    """Map each (document, position, token) to its rows. Pieces of the same document may share a key."""
     rows: dict[tuple[int, ...], list[Tensor]] = {}
     for file in sorted(job.folder(hook).glob("*.safetensors")):
         shard = load_file(file)
@@ -56,7 +56,7 @@ def digests(output: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """Return the number of rows stored by an extraction of the entire text."""
+    """Return the number of rows that an extraction of the entire text stores."""
     from support.extractions import extraction_job
 
     return run(extraction_job(tiny("gpt2"), corpus, tmp_path_factory.mktemp("all") / "rows", n_tokens=ALL)).n_tokens

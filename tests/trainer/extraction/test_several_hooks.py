@@ -72,7 +72,7 @@ def table_of(data: dict[str, Any], n_steps: int = 40, **train: Any) -> dict[str,
 
 
 def streamed(job: ExtractJob, text: Path, hook: Any) -> dict[str, Any]:
-    """Return data settings for streaming rows from the model of an extraction job."""
+    """Return data settings for streaming rows from an extraction job's model."""
     sizes = {"context": 32, "batch_tokens": 256, "shuffle_tokens": 500}
     return {"source": "model", "model": job.model.path, "hook": hook, "text": str(text)} | sizes
 
@@ -95,7 +95,7 @@ def hook_name(folder: Path) -> str:
 
 @pytest.fixture
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the contexts read by models. Return a function that returns the count and resets it."""
+    """Count the contexts that models read. Return a function that returns the count and resets it."""
     n_read = [0]
     read = LanguageModel.rows
 
@@ -280,7 +280,7 @@ def write_hooks(folder: Path, **rows: torch.Tensor) -> Path:
     return folder
 
 
-def test_a_row_that_is_an_outlier_at_one_hook_is_kept_at_the_other_hook(
+def test_a_row_that_is_an_outlier_at_one_hook_is_kept_at_the_other(
     make_trainer: Callable[..., Any], tmp_path: Path, kept: Any
 ) -> None:
     first, second = torch.randn(2, 2000, 16).unbind()
@@ -346,7 +346,7 @@ def test_a_non_finite_row_at_one_hook_is_reported(make_trainer: Callable[..., An
         ),
     ],
 )
-def test_incompatible_hooks_cause_a_one_sentence_error(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_incompatible_hooks_produce_a_one_sentence_error(data: dict[str, Any], problem: str, tmp_path: Path) -> None:
     x = torch.randn(2000, 16)
     path = write_hooks(
         tmp_path / "acts",
@@ -381,7 +381,7 @@ def test_estimates_count_the_rows_from_all_hooks_but_only_one_forward_pass(make:
 
     one, two, three = (work(hook) for hook in ("resid_post.2", ["resid_post.0", "resid_post.2"], "resid_post.0-2"))
     more, most = (estimate(work).activations for work in (two, three))
-    # The memory grows by the size of the shuffle buffer, twice the rows from a forward pass, and one batch.
+    # Memory grows by the size of a shuffle buffer, twice the rows from a forward pass, and one batch.
     assert most - more >= 4 * D_IN * (500 + 2 * 256 + 64)
     assert estimate(two).weights - estimate(one).weights == estimate(three).weights - estimate(two).weights
     speeds = assumed_speeds(CPU_PROCESS, "fp32")

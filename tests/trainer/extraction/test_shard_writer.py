@@ -18,7 +18,7 @@ from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffe
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
-    """Return rows from two hooks, with 3 and 2 dimensions. Each row contains its row number."""
+    """Return rows from two hooks, with 3 and 2 dimensions. Each value is the row number, or minus that for hook two."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
     return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)
@@ -58,7 +58,7 @@ def test_the_seed_determines_the_order_and_the_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: ShardBuffer, tmp_path: Path) -> None:
+def test_writing_a_shard_records_its_hash_and_leaves_no_other_file(blocks: ShardBuffer, tmp_path: Path) -> None:
     blocks.add(*rows(0, 8))
     for (shard, _), hook in zip(blocks.write(0), "ab", strict=True):
         file = tmp_path / hook / shard.name
@@ -68,7 +68,7 @@ def test_a_shard_is_recorded_with_its_hash_and_leaves_no_other_file(blocks: Shar
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_shard_has_the_same_bytes_as_a_shard_written_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_shard_has_the_same_bytes_as_one_written_by_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
     blocks, n = ShardBuffer([tmp_path], shard_rows=12_000, seed=0), 12_000
     x = torch.randn(n, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
     numbers = torch.arange(n, dtype=torch.int32)
@@ -94,7 +94,7 @@ def test_only_selected_rows_are_stored(blocks: ShardBuffer, tmp_path: Path) -> N
     assert blocks.n_waiting == 2
 
 
-def test_statistics_equal_a_float64_computation_over_all_shards(tmp_path: Path) -> None:
+def test_statistics_equal_those_computed_in_float64_over_all_shards(tmp_path: Path) -> None:
     x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
     blocks = ShardBuffer([tmp_path], shard_rows=5000, seed=0)
     blocks.add([x.to(torch.bfloat16)], RowOrigin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
@@ -127,7 +127,7 @@ def small_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_causes_a_one_sentence_error_and_leaves_no_shard(tmp_path: Path, small_files) -> None:
+def test_a_full_disk_produces_a_one_sentence_error_and_leaves_no_shard(tmp_path: Path, small_files) -> None:
     blocks = ShardBuffer([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
     blocks.add(*rows(0, small_files))
     with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):

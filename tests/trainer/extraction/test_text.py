@@ -40,7 +40,7 @@ def test_a_short_text_file_is_one_document(tmp_path: Path) -> None:
     assert read(write(tmp_path / "empty.txt", "")) == []
 
 
-def test_a_long_text_file_is_cut_at_line_ends_without_losing_text(tmp_path: Path) -> None:
+def test_a_long_text_file_is_split_at_line_ends_without_losing_text(tmp_path: Path) -> None:
     content = "".join(f"{number} a cat sät\n" for number in range(200_000))
     pieces = read(write(tmp_path / "a.txt", content))
     assert "".join(pieces) == content
@@ -142,7 +142,7 @@ def test_parquet_is_read_from_the_default_or_any_given_column(tmp_path: Path) ->
         read(tmp_path / "a.parquet", column="prose")
 
 
-def test_a_folder_is_read_by_file_name_and_other_files_are_ignored(tmp_path: Path) -> None:
+def test_a_folder_is_read_in_file_name_order_and_other_files_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "b" / "x.txt", "second")
     write(tmp_path / "a.md", "first")
     lines_of(tmp_path / "c.jsonl", {"text": "third"})
@@ -166,7 +166,7 @@ def test_data_saved_by_the_datasets_library_is_read(tmp_path: Path) -> None:
         read(tmp_path / "one")
 
 
-def test_an_unreadable_hub_data_set_causes_a_one_sentence_error() -> None:
+def test_an_unreadable_hub_data_set_produces_a_one_sentence_error() -> None:
     # The name is invalid, so no request is sent to the hub.
     with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
         list(documents(TextSettings(dataset="no//name")))
@@ -188,7 +188,7 @@ def test_an_unreadable_hub_data_set_causes_a_one_sentence_error() -> None:
         ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
     ],
 )  # fmt: skip
-def test_unreadable_input_causes_a_one_sentence_error(
+def test_unreadable_input_produces_a_one_sentence_error(
     tmp_path: Path, name: str, content: str | bytes, sentence: str
 ) -> None:
     file = write(tmp_path / name, content)
@@ -198,12 +198,12 @@ def test_unreadable_input_causes_a_one_sentence_error(
     assert str(error.value).startswith(sentence.format(file))
 
 
-def test_deeply_nested_json_causes_a_one_sentence_error(tmp_path: Path) -> None:
+def test_deeply_nested_json_produces_a_one_sentence_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_parquet_file_that_would_exceed_memory_causes_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
+def test_a_parquet_file_that_would_exceed_memory_produces_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -223,7 +223,7 @@ def test_a_parquet_file_that_would_exceed_memory_causes_a_one_sentence_error(tmp
 
 
 @pytest.mark.slow
-def test_constant_or_huge_columns_next_to_token_ids_do_not_matter(tmp_path: Path, monkeypatch) -> None:
+def test_token_ids_are_read_even_next_to_constant_or_huge_columns(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(text, "_LARGEST_GROUP", 2**10)
     ids = [[7 * at % 5003 for at in range(4000)]] * 64
     ones, zeros = [[1] * 4000] * 64, [[0] * 4000] * 64

@@ -23,7 +23,7 @@ ANY = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 def with_byte_fallback() -> Any:
-    """Return a tokenizer like SentencePiece's, with a few words and byte tokens for all other text."""
+    """Return a tokenizer like SentencePiece's, with a few character tokens, and byte tokens for all other text."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thecasomégà天"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
@@ -80,7 +80,7 @@ def test_wordpiece_words_include_the_space_before_them() -> None:
 @pytest.mark.parametrize(
     "decoder", [None, tokenizers.decoders.BPEDecoder(), tokenizers.decoders.Replace(tokenizers.Regex("h+"), "h")]
 )
-def test_tokens_of_a_tokenizer_with_another_decoder_are_decoded_individually(decoder: Any) -> None:
+def test_tokens_are_decoded_individually_if_the_tokenizer_has_a_different_decoder(decoder: Any) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "▁cat": 1}, unk_token="the"))
     if decoder:
         tokenizer.decoder = decoder

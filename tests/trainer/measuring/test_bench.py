@@ -73,13 +73,13 @@ MARKS = [
 ]
 
 
-def test_on_a_cpu_phases_have_host_time_that_counts_the_encoder_only_once() -> None:
+def test_on_a_cpu_phases_are_measured_in_host_time_and_the_encoder_is_counted_once() -> None:
     found = phases_ms([*MARKS, event("aten::mm", 1100, 1200)])
     assert list(found) == list(PHASES)
     assert list(found.values()) == pytest.approx([0.2, 0.8, 0.5, 0.1, 0.001, 0.399])
 
 
-def test_on_a_gpu_each_phase_has_the_kernels_that_any_thread_launched_in_it() -> None:
+def test_on_a_gpu_each_phase_includes_the_kernels_launched_in_it_by_any_thread() -> None:
     kernels = [
         *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
         *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
@@ -101,7 +101,7 @@ def test_the_encoder_phase_is_measured_for_each_architecture(
     assert figures["phases_ms"]["forward_encode"] > 0
 
 
-def test_the_floor_is_the_larger_of_the_matmul_time_and_memory_traffic_of_all_saes(
+def test_the_floor_is_the_larger_of_the_matmul_and_memory_traffic_times_of_all_saes(
     make_job: MakeJob, single: Parallel
 ) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
@@ -154,7 +154,7 @@ def test_the_table_is_aligned_and_compares_the_step_with_the_floor(make_job: Mak
         (["sae.k=1000"], "sae.k: must be at most the number of latents, 64"),
     ],
 )
-def test_an_invalid_job_is_refused_before_the_measurement(
+def test_an_invalid_job_is_refused_before_any_measurement(
     settings: list[str], start: str, job_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [part for setting in settings for part in ("--set", setting)]
@@ -176,7 +176,7 @@ def test_ranks_on_gpus_agree_on_kernels_before_the_measurement(
 
     kernels, gpu = triton_kernels.SPARSE_PRODUCTS, torch.device("cuda", 0)
     spec = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=1, device="cuda")
-    # The test replaces all functions requiring a GPU.
+    # The test replaces all functions that require a GPU.
     monkeypatch.setattr(bench_rank, "rank_device", lambda *_: gpu)
     monkeypatch.setattr(bench_rank, "end_with_parent", lambda: None)
     monkeypatch.setattr(bench_rank, "arrange", lambda *_: (make_job(), None, Times()))

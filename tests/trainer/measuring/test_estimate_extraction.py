@@ -23,7 +23,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_memory_parts_add_up_and_disk_space_and_time_and_rate_are_reported(
+def test_memory_parts_add_up_and_disk_space_time_and_rate_are_reported(
     job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", str(job_file), "--json"]) == 0
@@ -47,7 +47,7 @@ def test_memory_parts_add_up_and_disk_space_and_time_and_rate_are_reported(
     assert capsys.readouterr().out.splitlines()[-1].endswith(" by speeds measured here")
 
 
-def test_missing_gpus_are_assumed_to_be_typical_gpus(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpus_are_assumed_to_be_typical_ones(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", str(job_file), "--set", "launch.gpus=auto:2"]
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith("per GPU, on 2:\n")

@@ -1,4 +1,4 @@
-"""Tests for `inspect` on stored activations: a comparison with NumPy in float64, and data sets with one fault each."""
+"""Tests `inspect` on stored activations: against NumPy in float64, and on data sets with one fault each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_outliers_affect_neither_the_mean_nor_the_spread(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_few_non_finite_rows_cause_a_warning_and_over_1_percent_cause_an_error(value: float, tmp_path: Path) -> None:
+def test_a_few_non_finite_rows_are_a_warning_and_over_1_percent_are_an_error(value: float, tmp_path: Path) -> None:
     rows = ordinary()
     for n_bad, severity in ((2, "warning"), (50, "error")):
         rows[:n_bad, 5] = value
@@ -84,7 +84,7 @@ def test_zero_rows_are_reported_as_padding_and_not_as_duplicates(tmp_path: Path)
     assert found.remedy == "set data.drop_zero_rows = true to leave them out"
 
 
-def test_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -> None:
+def test_a_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -> None:
     rows = ordinary()
     assert inspect_data(store(tmp_path / "a", rows)).heavy_dimensions == []
     rows[:, 17] *= 1000
@@ -99,7 +99,7 @@ def test_few_dimensions_with_most_of_the_variance_are_reported(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1e15, "large"), (1e-19, "small")])
-def test_rows_too_large_or_too_small_for_fp32_cause_an_error(factor: float, word: str, tmp_path: Path) -> None:
+def test_rows_too_large_or_too_small_for_fp32_are_an_error(factor: float, word: str, tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", ordinary() * factor))
     (found,) = facts.findings
     assert found.severity == "error"
@@ -123,7 +123,7 @@ def test_fp16_values_too_small_for_full_precision_are_reported(tmp_path: Path) -
     assert inspect_data(store(tmp_path / "b", (ordinary() * 1e-3).half())).findings == []
 
 
-def test_constant_dimensions_and_repeated_rows_and_a_far_mean_are_reported(tmp_path: Path) -> None:
+def test_constant_dimensions_repeated_rows_and_a_mean_far_from_zero_are_reported(tmp_path: Path) -> None:
     rows = ordinary() + 20
     rows[:, [1, 4]] = 7.0
     rows[100:200] = rows[:100]
@@ -153,7 +153,7 @@ def test_headers_are_reported_without_reading_any_row(tmp_path: Path, capsys: py
     assert [(shard["file"], shard["n_tokens"]) for shard in answer["shards"]] == [(str(tmp_path / "a" / "a.pt"), 9)]
 
 
-def test_the_headers_of_a_file_with_a_name_that_is_not_utf_8_cause_a_json_error(
+def test_a_file_name_that_is_not_utf_8_produces_a_json_error_when_reading_headers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save(torch.ones(9, 4), tmp_path / os.fsdecode(b"\xff.pt"))
@@ -161,7 +161,7 @@ def test_the_headers_of_a_file_with_a_name_that_is_not_utf_8_cause_a_json_error(
     assert json.loads(capsys.readouterr().out)["error"]["fix"] == "rename the file"
 
 
-def test_random_rows_from_large_data_are_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_random_sample_of_large_data_is_inspected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "SAMPLE_ROWS", 500)
     facts = inspect_data(store(tmp_path / "a", ordinary()))
     assert (facts.n_tokens, facts.n_looked_at) == (2000, 500)

@@ -1,4 +1,4 @@
-"""Compares the kernel that sums metrics with equivalent torch operations.
+"""Checks the kernel that sums metrics against equivalent torch operations.
 
 `test_triton_interval.py` runs this file in a separate process. With TRITON_INTERPRET=1, the kernel runs on a CPU;
 otherwise it needs a GPU.

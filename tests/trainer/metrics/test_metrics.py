@@ -26,7 +26,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Return sparse activations with an entry for every value, including inactive values."""
+    """Return sparse activations with an entry for every value, including inactive ones."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     indices = SparseIndices(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -58,7 +58,7 @@ def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
 
 
 def sums_of(metric: type[Metric], *seen: Observation) -> Tensor:
-    """Return the sums for a metric on one rank after the given batches."""
+    """Return a metric's sums on one rank after the given batches."""
     return interval_with(metric, *seen).sums(Latents(D_SAE))["it"]
 
 
@@ -113,7 +113,7 @@ def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
     assert measured(ExplainedVariance, observed) == pytest.approx(1, abs=1e-5)
 
 
-def test_constant_data_results_in_finite_numbers() -> None:
+def test_constant_data_yields_finite_metrics() -> None:
     observed = observation(torch.full((20, 5), 2.0))
     assert measured(Fvu, observed) == 0
     assert measured(ExplainedVariance, observed) == 1
@@ -242,7 +242,7 @@ def test_an_interval_with_only_nan_batches_has_nan_values() -> None:
         assert math.isnan(values[name]), name
 
 
-# Tests for the speed of a run.
+# Tests for a run's speed.
 
 
 class Waiting(Parallel):
@@ -287,7 +287,7 @@ def test_the_total_speed_is_the_tokens_on_all_ranks_divided_by_their_mean_second
     assert values["memory_bytes"] > 2**20
 
 
-def test_the_speed_of_a_rank_excludes_waits_for_other_ranks(parallel, clock) -> None:
+def test_a_ranks_speed_excludes_waits_for_other_ranks(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0
@@ -310,7 +310,7 @@ def test_waits_before_an_interval_do_not_count(parallel, clock) -> None:
     assert after(pace, clock, 2.0)["rank_tokens_per_s"].tolist() == pytest.approx([2000])
 
 
-def test_the_busy_share_of_a_rank_has_a_minimum(parallel, clock) -> None:
+def test_a_ranks_busy_share_has_a_minimum(parallel, clock) -> None:
     pace = Pace(parallel)
     pace.begin(0.0)
     clock[0] += 2.0
@@ -326,7 +326,7 @@ def test_memory_already_in_use_at_the_start_does_not_count_as_foreign(parallel, 
     assert found == [0, 0, 3 * gb, 0]
 
 
-def test_a_short_interval_barely_moves_the_rate_and_a_lasting_change_does() -> None:
+def test_a_short_interval_barely_moves_the_rate_but_a_lasting_change_does() -> None:
     rate = Rate()
     assert rate.add(50_000, 10) == 5000
     assert rate.add(2500, 0.01) == pytest.approx(5000, rel=0.5)

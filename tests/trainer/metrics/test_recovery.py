@@ -16,7 +16,7 @@ def test_each_feature_is_scored_by_its_most_similar_latent() -> None:
     assert mmcs(latents, features) == pytest.approx(sum(best) / 20, abs=1e-6)
 
 
-def test_neither_order_nor_norm_of_latents_nor_surplus_latents_change_the_score() -> None:
+def test_the_order_and_norms_of_latents_and_surplus_latents_do_not_change_the_score() -> None:
     features = random_rows(20, 6, 1)
     decoder = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
     assert mmcs(decoder, features) == pytest.approx(1, abs=1e-6)
@@ -31,7 +31,7 @@ def test_an_all_zero_latent_scores_0() -> None:
     assert mmcs(torch.zeros(4, 3), torch.eye(3)) == 0
 
 
-def test_many_features_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_features_in_chunks_does_not_change_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
     latents, features = random_rows(30, 6, 0), random_rows(20, 6, 1)
     whole = mmcs(latents, features)
     monkeypatch.setattr(recovery, "_AT_A_TIME", 70)

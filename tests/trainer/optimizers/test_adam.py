@@ -20,7 +20,7 @@ def made(state: str, **settings: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Return gradients for rare and frequent latents. At each step, a fifth of the latents have a zero gradient."""
+    """Return gradients for rare and frequent latents. At each step, about a fifth of them have a zero gradient."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
@@ -91,7 +91,7 @@ def test_the_tile_size_does_not_change_the_result(state: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.02), ("int8", 0.06)])
-def test_compact_moments_result_in_nearly_the_same_weights(state: str, tolerance: float) -> None:
+def test_compact_moments_lead_to_nearly_the_same_weights(state: str, tolerance: float) -> None:
     start = made("fp32")[1]
     for parameter, exact, begin in zip(trained(state, 100)[1], trained("fp32", 100)[1], start, strict=True):
         assert (parameter - exact).norm() < tolerance * (exact - begin).norm()
@@ -122,7 +122,7 @@ def test_the_second_moment_of_a_silent_latent_decays_correctly(state: str) -> No
 
 
 def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
-    """Return the second moment of a parameter, decoded to fp32."""
+    """Return a parameter's second moment, decoded to fp32."""
     state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
     for name, value in state.items():
         if name.endswith("scale") and len(value) < len(parameter):

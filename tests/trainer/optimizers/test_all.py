@@ -1,4 +1,4 @@
-"""Tests for the requirements that every registered optimizer must meet."""
+"""Tests the requirements that every registered optimizer must meet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(ch
 
 
 def batch(seed: int) -> Tensor:
-    """Return 128 tokens. Each token is a sum of a few of 40 directions."""
+    """Return 128 tokens, each a weighted sum of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, 16, generator=generator)
     generator.manual_seed(seed)

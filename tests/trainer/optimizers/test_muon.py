@@ -26,7 +26,7 @@ def test_singular_values_become_about_1_and_singular_vectors_do_not_change(shape
     torch.testing.assert_close(product - values.diag(), torch.zeros_like(product), rtol=0, atol=1e-4)
 
 
-def test_the_orthogonal_matrix_of_zeros_is_zero() -> None:
+def test_orthogonalising_an_all_zero_matrix_gives_zeros() -> None:
     assert not orthogonal(torch.zeros(4, 9)).any()
 
 

@@ -40,7 +40,7 @@ def test_a_new_optimizer_can_be_chosen_and_its_settings_are_checked() -> None:
     assert [problem.path for problem in problems] == ["train.heaviness"]
 
 
-def test_the_state_memory_for_a_new_optimizer_is_estimated(job: JobConfig) -> None:
+def test_a_new_optimizers_state_memory_is_estimated(job: JobConfig) -> None:
     adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}, "train": {"state": "fp32"}})
     assert memory.estimate(workload(job, 16)).optimizer * 2 == memory.estimate(workload(adam, 16)).optimizer
 

@@ -14,7 +14,7 @@ def target(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(weight: Tensor, step: int) -> Tensor:
-    """Return a gradient that is 0 for some latents."""
+    """Return a gradient that is 0 for one latent, a different one at each step."""
     difference = weight - target(step, tuple(weight.shape)).to(weight)
     difference[..., step % weight.shape[-1]] = 0
     return difference

@@ -1,4 +1,4 @@
-"""Compares the kernels for an optimizer update with a float64 reference, and with the tensor passes they replace.
+"""Checks the optimizer-update kernels against a float64 reference and against the tensor passes they replace.
 
 `test_triton_update.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -182,7 +182,7 @@ def test_steps_on_replicas_with_sharded_latents_match_passes_over_entire_matrice
 
 
 @pytest.mark.parametrize(("moments", "bad"), [("fp32", torch.nan), ("bf16", torch.nan), ("int8", torch.inf)])
-def test_a_skipped_step_changes_no_bit(moments: str, bad: float) -> None:
+def test_a_skipped_step_leaves_every_bit_unchanged(moments: str, bad: float) -> None:
     one, _ = learners({"architecture": "topk"}, state=moments)
     step(one, 0, bad)  # before the optimizer has any state
     step(one, 1)
@@ -317,7 +317,7 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_is_the_same_with_16_bit_copies_kept_from_the_last_step_or_recreated() -> None:
+def test_a_step_is_the_same_whether_16_bit_copies_are_kept_or_recreated() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
     for number in range(3):
         for copy in copies(other).values():
@@ -328,7 +328,7 @@ def test_a_step_is_the_same_with_16_bit_copies_kept_from_the_last_step_or_recrea
     assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
 
 
-def test_a_step_is_the_same_if_replicas_exchange_copies_or_fp32_weights(
+def test_a_step_is_the_same_whether_replicas_exchange_16_bit_copies_or_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Pretend that the sparse-product kernels work.
@@ -385,7 +385,7 @@ def test_a_run_updated_by_kernels_can_continue_with_passes_over_entire_matrices(
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_the_step_for_a_latent_does_not_depend_on_the_other_latents_on_its_rank(moments: str) -> None:
+def test_a_latents_step_does_not_depend_on_the_other_latents_on_its_rank(moments: str) -> None:
     # A latent's step has the same bits whichever other latents are updated with it, and therefore depends neither on
     # the sharding nor on the order of programs.
     def stepped(some: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Tests that ranks choose a mode that fits into the memory they are allowed to use."""
+"""Tests that ranks choose a mode that fits in the memory they are allowed to use."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_memory_already_held_by_nccl_is_not_reserved_again(
     assert on_all(2, fits) == [False, False]
 
 
-def test_a_hybrid_reserves_memory_for_groups_that_are_not_connected_yet(make_job, monkeypatch) -> None:
+def test_hybrid_mode_reserves_memory_for_groups_that_are_not_yet_connected(make_job, monkeypatch) -> None:
     job = make_job(parallel={"mode": "hybrid", "latent_ranks": 2})
     work = workload(job, 384, 4).on_device("NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(arrange, "_free_bytes", lambda _device: 10**9)

@@ -1,4 +1,4 @@
-"""Tests of speed measurement on ranks with very little memory. The ranks are real processes with a memory limit."""
+"""Tests speed measurement on ranks with very little memory. The ranks are real processes with a memory limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.parallel.threads import on_all
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that trains on `world_size` ranks. The last rank has only `mib` MiB of free memory.
+    """Return a function that trains on `world_size` ranks, where the last rank has only `mib` MiB of free memory.
 
     The function returns the stored measurements and the plan.
     """
@@ -43,10 +43,10 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
     return run
 
 
-# The memory limits leave space for all of the test data, for a quarter of the data, or for none.
+# The memory limits leave space for all of the test data, a quarter of it, or none.
 @pytest.mark.parametrize(("mib", "is_kept"), [(1000, True), (60, False), (24, False)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_with_little_memory_trains_and_is_measured_with_less_or_not_at_all(
+def test_a_rank_with_little_memory_trains_and_is_measured_with_less_data_or_not_at_all(
     world_size: int, mib: int, is_kept: bool, run: Callable[..., Any]
 ) -> None:
     box, plan = run(world_size, mib)
@@ -102,7 +102,7 @@ def test_other_failures_are_not_mistaken_for_a_lack_of_memory() -> None:
         within_memory(lambda parts: torch.ones(2, 3) @ torch.ones(2, 3), torch.device("cpu"))
 
 
-def test_if_memory_is_too_small_for_a_sum_all_ranks_skip_measuring_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_skip_measuring_a_sum_if_memory_is_too_small_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert None not in on_all(2, lambda group: bus_of(group, cpu), timeout_s=60)
     monkeypatch.setitem(calibrate._SUMMED, "cpu", 2**60)

@@ -19,7 +19,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.saes.kernels import dead_latents
 
-# No latent is dead at the first step, but some latents are dead at the second step.
+# No latent is dead at the first step, but some are at the second.
 N_STEPS = 2
 N_TOKENS = 26
 CHOOSING = ("topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk")

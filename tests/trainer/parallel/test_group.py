@@ -56,7 +56,7 @@ def test_a_failed_exchange_names_its_cause_and_blames_a_rank_only_if_it_is_lost(
         raise dist.DistBackendError(error)
 
 
-def test_any_number_of_rows_is_gathered_from_each_rank_that_has_rows() -> None:
+def test_any_number_of_rows_is_gathered_from_each_rank_that_takes_part() -> None:
     own = [torch.randn(5, 3), torch.empty(0, 3), torch.randn(2, 3), torch.empty(0, 3)]
 
     def gather(group: Threads) -> list[torch.Tensor]:

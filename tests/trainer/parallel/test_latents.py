@@ -77,7 +77,7 @@ def test_after_loading_all_ranks_know_that_one_of_them_has_a_dead_latent(make_jo
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # A rank with dead latents exchanges AuxK candidates, and would wait forever for a rank skipping this exchange.
+    # A rank with dead latents exchanges AuxK candidates, and would wait forever for a rank that skips this exchange.
     assert on_all(2, may_have_dead) == [True, True]
 
 

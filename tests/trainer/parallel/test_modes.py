@@ -58,7 +58,7 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights exported by a run. TopK transcoders are exported in sparsify's format."""
+    """Return the weights that a run exported. TopK transcoders are exported in sparsify's format."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
@@ -127,7 +127,8 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
     make_trainer(make_job(data=data, sae=sae, train=train)).run()
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    # Each run resumes in the next mode: one process, four ranks in hybrid mode, three ranks, and two replicas.
+    # Each checkpoint is resumed in the next mode: one process, four ranks in hybrid mode, three ranks, and two
+    # replicas.
     start = tmp_path / "checkpoints" / "step-00000010"
     for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
         own = train | {"batch_size": batch_size}
@@ -149,7 +150,7 @@ def test_a_checkpoint_with_a_skip_connection_resumes_in_another_mode(
     ],
     ids=["resampled-signum", "resampled-gated-accumulated", "int8-clipped"],
 )
-def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_latents(
+def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_ones(
     sae: dict,
     train: dict,
     make_job: MakeJob,
@@ -166,7 +167,7 @@ def test_sharded_latents_are_resampled_clipped_and_quantised_like_unsharded_late
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
-def test_gradients_sent_in_16_bits_result_in_nearly_the_same_losses(
+def test_gradients_sent_in_16_bits_lead_to_nearly_the_same_losses(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     make_trainer(make_job(sae=SAE, train={"batch_size": BATCH}), kept).run()
@@ -282,7 +283,7 @@ def test_all_ranks_fail_with_the_reason_if_every_sae_in_a_sweep_diverges(
     assert "choose a lower rate" in (ranks.processes[0].stderr.read() if ranks.processes[0].stderr else "")
 
 
-def test_replicas_sharing_the_optimizer_reset_the_state_for_resampled_latents(
+def test_replicas_sharing_the_optimizer_reset_the_state_of_resampled_latents(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae, train = SAE | {"resample_every_tokens": 960}, {"state": "int8", "grad_clip": 0.01}
@@ -294,7 +295,7 @@ def test_replicas_sharing_the_optimizer_reset_the_state_for_resampled_latents(
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
-def test_a_deterministic_job_on_several_ranks_is_reproducible_bit_by_bit(
+def test_a_deterministic_job_on_several_ranks_is_reproducible_bit_for_bit(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = make_job(sae=SAE, train={"batch_size": BATCH // 2, "deterministic": True})

@@ -1,4 +1,4 @@
-"""Tests for how ranks connect: the rendezvous, the network interface, the backend and the timeouts."""
+"""Tests how ranks connect: the rendezvous, the network interface, the backend and the timeouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_only_ranks_on_the_same_host_are_bound_to_its_loopback_interface(
     ("device", "joined"),
     [(torch.device("cuda", 1), ("nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
 )
-def test_ranks_on_gpus_connect_through_the_gpu_of_each_rank(
+def test_each_rank_on_a_gpu_connects_through_its_own_gpu(
     device: torch.device, joined: tuple[str, torch.device | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by: list[tuple[str, torch.device | None]] = []
@@ -97,7 +97,7 @@ def test_the_error_for_a_file_system_without_locks_suggests_a_fix(
         process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous")
 
 
-def test_ranks_restarted_by_slurm_use_another_rendezvous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_restarted_by_slurm_use_a_new_rendezvous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = RankSpec(tmp_path, tmp_path / "sae", attempt=1, world_size=2, device="cpu", by_files=True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)

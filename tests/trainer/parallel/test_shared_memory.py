@@ -24,7 +24,7 @@ from trainer.parallel import rendezvous
 
 
 def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """Run `size` ranks, and return the tensors saved by each rank (none if the rank was killed)."""
+    """Run `size` ranks, and return the tensors that each rank saved (none if the rank was killed)."""
     place, context = folder / "rendezvous", loaded_context()
     arguments = [(rank, size, place, what, apart) for rank in range(size)]
     ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
@@ -95,7 +95,7 @@ def check_owned(ranks: list[dict[str, Tensor]]) -> None:
     assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
 
 
-def test_the_other_ranks_notice_at_once_that_a_rank_was_killed(tmp_path: Path) -> None:
+def test_the_other_ranks_immediately_notice_that_a_rank_was_killed(tmp_path: Path) -> None:
     *others, killed = run_ranks(3, "lose", tmp_path)
     assert not killed
     assert all(float(rank["seconds"]) < 30 for rank in others)

@@ -1,4 +1,4 @@
-"""Tests for how ranks agree to stop or save. The GPUs are simulated, and run queued work only on demand."""
+"""Tests how ranks agree to stop or save. The GPUs are simulated, and run queued work only on demand."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ NOTHING, STOP, SAVE = (False, False), (True, False), (False, True)
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_a_request_on_any_rank_reaches_all_ranks_a_step_later_without_any_wait(rank: int, gpu: Gpu) -> None:
+def test_a_request_on_any_rank_reaches_all_ranks_one_step_later_without_a_wait(rank: int, gpu: Gpu) -> None:
     requests = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
 
     def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:

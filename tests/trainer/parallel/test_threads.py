@@ -13,7 +13,7 @@ from trainer.parallel.threads import Threads, on_all
 from trainer.runtime.device_queue import CompletedWork
 
 
-def test_tensors_with_many_shapes_are_summed_over_all_ranks_in_place() -> None:
+def test_tensors_with_different_shapes_are_summed_over_all_ranks_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
         # This tensor is non-contiguous, like a weight matrix in which each latent is contiguous.

@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "recorded", 0)
 
 
-def test_waits_that_are_taken_exclude_later_waits_even_if_they_are_read_later() -> None:
+def test_taken_waits_exclude_later_waits_even_if_they_are_read_afterwards() -> None:
     waiting = CudaWaiting()
     for _ in range(3):
         with waiting.measure():

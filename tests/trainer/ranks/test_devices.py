@@ -1,4 +1,4 @@
-"""Tests that the trainer finds GPUs through PyTorch and numbers them like nvidia-smi."""
+"""Tests that the trainer finds GPUs through PyTorch and numbers them as nvidia-smi does."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
 
 
 def test_the_serial_number_in_a_rocm_uuid_is_decoded(tmp_path: Path):
-    """Check that a serial number is decoded: ROCm stores the digits as ASCII bytes, and PyTorch prints them in hex."""
+    """Check the decoding: ROCm stores the digits as ASCII bytes, which PyTorch prints in hex."""
     shown = "39663361-3563-3030-6431-653266306130"
     assert uuid_of(shown, "GPU-") == "GPU-9f3a5c00d1e2f0a0"
     nvidia = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"

@@ -57,13 +57,13 @@ def test_only_the_owner_of_a_run_can_read_its_recorded_environment(tmp_path: Pat
     assert hardware["memory_bytes"] > 2**28
     assert hardware.keys() == {"host", "cpu", "cores", "memory_bytes", "gpus", "driver"}
     assert len(hardware["gpus"]) == torch.cuda.device_count()
-    # The recorded command is the command of this process's parent.
+    # The recorded command is that of this process's parent.
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[0]
     assert environment["command"][0] == parent
     assert environment["started"][:2] == "20"
 
 
-def test_the_commit_and_uncommitted_changes_of_a_checkout_are_recorded(checkout: Path) -> None:
+def test_a_checkouts_commit_and_whether_it_has_uncommitted_changes_are_recorded(checkout: Path) -> None:
     commit = git(checkout, "rev-parse", "HEAD")
     assert git_state(checkout) == {"commit": commit, "dirty": False}
     (checkout / "a.py").write_text("2\n")

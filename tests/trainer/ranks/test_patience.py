@@ -1,4 +1,4 @@
-"""Tests for how long ranks wait while another rank is saving a checkpoint."""
+"""Tests how long ranks wait while another rank saves a checkpoint."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_sigterm_to_one_of_two_ranks_stops_both_between_log_rows(
     assert not (run_dir / "metrics.db-wal").exists()
 
 
-def test_the_rates_of_two_ranks_add_up_to_about_the_job_rate(
+def test_the_rates_of_two_ranks_add_up_to_roughly_the_jobs_rate(
     make_job: Callable[..., JobConfig], start_ranks: Callable
 ) -> None:
     train = {"batch_size": 1024, "n_steps": 31, "log_every": 10}
@@ -174,7 +174,7 @@ def test_the_rates_of_two_ranks_add_up_to_about_the_job_rate(
     assert max(first + second) < 5 * min(first + second)
 
 
-def test_garbage_collection_is_enabled_again_after_loading() -> None:
+def test_garbage_collection_is_re_enabled_after_loading() -> None:
     load_trainer()
     assert gc.isenabled()
     assert gc.get_freeze_count()
@@ -251,7 +251,7 @@ signal.pause()
 """
 
 
-def test_a_waiting_rank_exits_with_its_supervisor_not_the_thread_that_started_it(
+def test_a_waiting_rank_exits_with_its_supervisor_not_with_the_thread_that_started_it(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
 ) -> None:
     meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
@@ -263,7 +263,7 @@ def test_a_waiting_rank_exits_with_its_supervisor_not_the_thread_that_started_it
     eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
     rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
     try:
-        # Wait until the rank has received the signal sent by the kernel when the thread that started the rank exited.
+        # Wait until the rank has received the signal that the kernel sends when the thread that started the rank exits.
         eventually(lambda: not _has_pending_sigterm(rank.pid))
         assert rank.is_alive()
         supervisors.processes[1].kill()
@@ -296,8 +296,8 @@ def test_a_rank_in_a_hanging_exchange_exits_once_its_supervisor_and_rank_0_are_g
     first, other = (ProcessRef.of(int((tmp_path / f"pid{rank}").read_text()[:-1])) for rank in range(2))
     try:
         supervisors.processes[1].kill()
-        # Wait until the rank has received the signal sent by the kernel when its supervisor died.
-        # The rank is still waiting for rank 0.
+        # Wait until the rank has received the signal that the kernel sends when its supervisor dies. The rank is still
+        # waiting for rank 0.
         eventually(lambda: not _has_pending_sigterm(other.pid))
         assert other.is_alive()
         supervisors.processes[0].kill()

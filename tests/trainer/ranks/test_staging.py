@@ -48,7 +48,7 @@ def test_if_transfers_hang_ranks_restart_in_place_and_use_host_memory(tmp_path: 
     assert read_box(tmp_path / "box.json").peers_fail
 
 
-def test_ranks_hanging_even_with_host_memory_fail_with_a_one_sentence_error(tmp_path: Path) -> None:
+def test_ranks_that_hang_even_with_host_memory_fail_with_a_one_sentence_error(tmp_path: Path) -> None:
     _, reported = ranks_of(tmp_path, "always", NCCL_P2P_DISABLE="1")
     assert {one["error"] for one in reported} == {HOPELESS}
     assert not read_box(tmp_path / "box.json").peers_fail
@@ -105,7 +105,7 @@ class Broken(Threads):
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
-def test_a_rank_losing_a_peer_restarts_only_if_the_peer_noticed_a_hang(is_noticed: bool) -> None:
+def test_a_rank_that_loses_a_peer_restarts_only_if_the_peer_noticed_a_hang(is_noticed: bool) -> None:
     store, found = dist.HashStore(), []
 
     def open_on(group: Threads) -> None:

@@ -33,8 +33,8 @@ def on_two_hosts(
 ) -> list[str]:
     """Run both torchrun agents until they exit, and return their outputs.
 
-    With `shares_store`, the first agent hosts the store used by the ranks to find each other. Without
-    `shares_store`, rank 0 hosts the store.
+    With `shares_store`, the first agent hosts the store that the ranks use to find each other; otherwise, rank 0 hosts
+    it.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ def test_join_without_torchrun_says_how_to_start_it(
     assert not (tmp_path / "run").exists()
 
 
-def test_join_refuses_the_folder_for_a_run_with_a_different_sae(
+def test_join_refuses_the_folder_of_a_run_with_a_different_sae(
     make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     run_dir = tmp_path / "run"

@@ -64,7 +64,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type[Toy]:
 
 @contextlib.contextmanager
 def reporting(job: JobConfig, folder: Path) -> Iterator[Any]:
-    """Yield a progress object reporting to the store and mirrors configured in a job."""
+    """Yield a progress object that reports to the store and to the mirrors configured in a job."""
     stored = StoredProgress(folder / "metrics.db", 100, threading.Event(), None)
     progress = with_mirrors(stored, job, folder, 0)
     yield progress
@@ -121,7 +121,7 @@ def test_a_run_without_measurements_is_not_mirrored(make_job: MakeJob, tmp_path:
     assert not Toy.opened
 
 
-def test_a_folder_without_an_id_disables_only_the_mirrors(make_job: MakeJob, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_store_the_id_disables_only_the_mirrors(make_job: MakeJob, tmp_path: Path) -> None:
     (tmp_path / "mirror.id").mkdir()
     with reporting(make_job(train={"mirror": "toy"}), tmp_path) as progress:
         progress.rows([MetricRow("loss", 1, 0.5)])
@@ -136,7 +136,7 @@ def test_without_a_mirror_a_run_reports_directly_to_its_store(make_job: MakeJob,
     assert not (tmp_path / "mirror.id").exists()
 
 
-def test_saes_in_a_sweep_get_their_own_values_and_the_values_for_the_run() -> None:
+def test_saes_in_a_sweep_get_their_own_values_and_those_for_the_entire_run() -> None:
     rows = [
         MetricRow("tokens_per_s", 1, 9.0),
         MetricRow("step_ms", 1, 3.0, rank=0),
@@ -151,7 +151,9 @@ def test_saes_in_a_sweep_get_their_own_values_and_the_values_for_the_run() -> No
 
 
 @pytest.mark.parametrize("mirror", ["tensorbord", ["toy", "x"], ["toy", "toy"], 5])
-def test_the_error_for_an_unknown_mirror_names_the_mirror(mirror: Any, make_job: MakeJob, tmp_path: Path) -> None:
+def test_the_error_for_an_invalid_mirror_names_the_setting_and_the_known_mirrors(
+    mirror: Any, make_job: MakeJob, tmp_path: Path
+) -> None:
     with pytest.raises((AssertionError, JobFileError), match=r"train\.mirror.*must be \"tensorboard\""):
         make_job(train={"mirror": mirror})
 

@@ -43,7 +43,7 @@ def test_reported_data_is_in_the_store_after_closing(tmp_path: Path) -> None:
         assert (heartbeat.phase, heartbeat.step, heartbeat.total_steps, heartbeat.tokens) == ("training", 10, 100, 400)
 
 
-def test_a_heartbeat_has_the_time_of_the_last_step_and_not_of_the_disk_write(
+def test_a_heartbeat_carries_the_time_of_the_last_step_rather_than_of_the_disk_write(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "metrics.db"
@@ -103,7 +103,7 @@ def test_data_reported_while_the_store_is_locked_is_written_later(
     )
 
 
-def test_each_step_touches_a_file_while_rows_cannot_be_stored(
+def test_each_step_touches_a_file_even_while_rows_cannot_be_stored(
     tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path, sign = tmp_path / "metrics.db", tmp_path / "ranks.json"
@@ -145,7 +145,7 @@ def test_the_oldest_rows_beyond_the_capacity_are_dropped_and_counted(
     assert "150 rows were lost" in events(path)[0]
 
 
-def test_rows_are_kept_until_their_missing_folder_exists(
+def test_rows_are_kept_until_the_missing_folder_is_created(
     tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "run" / "metrics.db"
@@ -170,7 +170,7 @@ def replace(path: Path) -> None:
 
 
 def checkpoint(path: Path) -> None:
-    """Move the content of a store from its write-ahead log into its file.
+    """Move a store's content from its write-ahead log into its file.
 
     Otherwise, a small store would exist only in the log, which this test does not damage.
     """
@@ -248,7 +248,7 @@ def test_a_stop_request_sets_the_flag_but_a_request_for_another_job_does_not(
         assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
-        # Each request sets the flag once.
+        # Each request sets the flag only once.
         stop.clear()
         progress.settle()
         assert not stop.is_set()

@@ -1,4 +1,4 @@
-"""Tests for progress reports while Triton compiles kernels for a GPU that does not exist on this machine."""
+"""Tests progress reports while Triton compiles kernels for a GPU that does not exist on this machine."""
 
 from __future__ import annotations
 

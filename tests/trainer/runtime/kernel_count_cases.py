@@ -1,4 +1,4 @@
-"""Counts the kernels that all trials would compile on a GPU by running them in Triton's interpreter."""
+"""Counts the kernels that all trials would compile on a GPU, by running the trials in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests adding a kernel to the registry, using Triton's interpreter on a CPU pretending to be a GPU."""
+"""Tests adding a kernel to the registry, using Triton's interpreter on a CPU that pretends to be a GPU."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def doubled(kernels: Kernels, x: Tensor) -> Tensor:
 
 
 def reported() -> list[str]:
-    """Return the messages reported by ranks when they agree on kernels before a job starts."""
+    """Return the messages that ranks report when they agree on kernels before a job starts."""
     sentences: list[str] = []
     agree(Group(), CPU, job_of({}, {}), compiles=True, report=sentences.append)
     return sentences
 
 
-def test_a_new_kernel_takes_only_one_file_and_one_line() -> None:
+def test_adding_a_kernel_takes_only_one_file_and_one_line() -> None:
     toy = Kernels("support.toy_kernels", "doubled numbers", 1)
     assert n_kernels() == 1
     with mock.patch.object(toy_kernels, "try_out", wraps=toy_kernels.try_out) as trial:

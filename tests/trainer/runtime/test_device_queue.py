@@ -65,7 +65,7 @@ def queue_of(device: torch.device | None = None) -> str:
     return f"queue of {device or 'cuda:0'}"
 
 
-def test_copies_and_stopwatches_use_the_queue_on_the_gpu_of_their_tensors(
+def test_copies_and_stopwatches_use_the_queue_of_the_gpu_that_holds_their_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     empty = torch.empty
@@ -100,7 +100,7 @@ def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])
-def test_host_values_are_summed_on_the_device_used_by_ranks_for_exchanges(size: int, where: torch.device) -> None:
+def test_host_values_are_summed_on_the_device_that_ranks_use_for_exchanges(size: int, where: torch.device) -> None:
     summed: list[torch.device] = []
 
     class Noting(Group):

@@ -10,7 +10,7 @@ from support.forked import in_loaded_process
 from trainer.runtime.out_of_memory import is_shortage
 
 
-def test_every_error_from_a_matmul_running_out_of_memory_is_recognised() -> None:
+def test_every_error_from_a_matmul_that_runs_out_of_memory_is_recognised() -> None:
     unknown = [words for words, is_known in in_loaded_process(little_memory.errors) if not is_known]
     assert unknown == []
 

@@ -58,7 +58,7 @@ def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])
-def test_a_named_precision_is_used_unchanged(chosen: str) -> None:
+def test_an_explicit_precision_is_used_as_is(chosen: str) -> None:
     assert resolve_precision(chosen, CPU) == chosen == resolve_precision(chosen, CUDA)
 
 
@@ -66,7 +66,7 @@ GPUS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), 
 
 
 @pytest.mark.parametrize(("capability", "expected"), GPUS)
-def test_auto_selects_the_low_precision_that_is_fast_on_a_gpu(
+def test_auto_selects_the_low_precision_that_is_fast_on_the_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compute capability is simulated, because no machine has GPUs of all these generations.
@@ -88,7 +88,7 @@ def test_auto_selects_the_low_precision_that_is_fast_on_a_gpu(
         ("gfx1030", "AMD Radeon RX 6900 XT", "fp16"),
     ],
 )
-def test_auto_uses_the_architecture_of_an_amd_gpu_and_a_plan_uses_its_name(
+def test_auto_looks_at_an_amd_gpus_architecture_and_a_plan_looks_at_its_name(
     monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, expected: str
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
@@ -113,7 +113,7 @@ def test_only_matmuls_use_the_chosen_dtype(chosen: str, expected: torch.dtype) -
 def test_tf32_is_used_unless_fp32_is_chosen(chosen: str, expected: str) -> None:
     set_matmul_precision(chosen)
     products = torch.backends.cuda.matmul
-    # Later versions of torch return a pair of booleans here.
+    # Newer versions of torch return a pair of booleans here.
     for allowed in (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction):
         assert allowed in (False, (False, False))
     assert torch.get_float32_matmul_precision() == expected
@@ -150,7 +150,7 @@ def test_deterministic_training_on_a_cpu_is_reproducible(architecture: str, make
     assert all(torch.equal(first[name], third[name]) for name in first)
 
 
-def test_the_next_job_switches_determinism_off_again() -> None:
+def test_the_next_job_turns_determinism_off_again() -> None:
     set_deterministic(True)
     assert torch.backends.cudnn.deterministic
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -32,7 +32,7 @@ def test_if_triton_fails_a_warning_is_issued_and_no_kernel_is_used(
         assert kernels.on(torch.zeros(1), torch.float16) is None
 
 
-def test_no_kernel_is_tried_on_a_cpu_or_in_float64_if_it_depends_on_the_dtype(
+def test_no_kernel_is_tried_on_a_cpu_and_no_dtype_dependent_kernel_in_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     triton_kernels.forget()
@@ -86,7 +86,7 @@ def test_a_trial_is_repeated_once_if_another_process_changes_the_cache(kernels: 
         assert twice.working(CPU) is None
 
 
-def test_all_kernels_are_tried_but_failed_or_withheld_kernels_are_not_used(kernels: Trials) -> None:
+def test_all_kernels_are_tried_but_failed_or_withheld_ones_are_not_used(kernels: Trials) -> None:
     several = [kernels("fine"), kernels("broken", RuntimeError("no compiler\nin /usr/bin")), kernels("others_lack")]
     with pytest.warns(UserWarning, match="steps of broken"):
         failures = triton_kernels.try_all(CPU, torch.bfloat16, several)
@@ -103,7 +103,7 @@ def test_the_reported_number_of_kernels_equals_the_number_launched_by_the_trials
     run_cases(Path(__file__).with_name("kernel_count_cases.py"), on_cpu=True)
 
 
-def test_a_new_kernel_is_counted_and_tried_and_not_used_if_it_is_wrong() -> None:
+def test_a_new_kernel_is_counted_and_tried_but_not_used_if_it_is_wrong() -> None:
     run_cases(Path(__file__).with_name("new_kernel_cases.py"), on_cpu=True)
 
 

@@ -64,7 +64,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     assert first.step_sums.abs().sum() == 0
 
 
-def test_the_sums_for_a_step_are_firing_counts_and_tokens_and_the_squared_error() -> None:
+def test_a_steps_sums_are_firing_counts_the_token_count_and_the_squared_error() -> None:
     sae, x = random_topk(), batch(50)
     output = sae(x, x)
     torch.testing.assert_close(sae.step_sums[:40], (output.acts.dense() > 0).sum(dim=0).double())

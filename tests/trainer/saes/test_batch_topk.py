@@ -103,7 +103,7 @@ def test_fewer_than_k_latents_are_active_if_fewer_pre_activations_are_positive()
     assert_same(gradients(sae, output.losses["mse"]), gradients(sae, naive_losses(sae, x, x)[0]["mse"]))
 
 
-def test_a_batch_without_any_positive_pre_activation_works() -> None:
+def test_a_batch_without_positive_pre_activations_has_no_active_latents() -> None:
     sae, x = random_batch_topk(), batch()
     sae.b_enc.data[:] = -1e6
     output = sae(x, x)
@@ -187,7 +187,7 @@ def test_the_threshold_is_compared_in_fp32_under_bf16_autocast() -> None:
         assert int((sae(x, x).acts.values > 0).sum()) == 1
 
 
-def test_in_evaluation_after_training_about_k_latents_are_active() -> None:
+def test_about_k_latents_per_token_are_active_in_evaluation_after_training() -> None:
     sae = random_batch_topk(24, 400, k=8).float()
     for seed in range(30):
         learn(sae, batch(1024, 24, seed=seed).float())

@@ -20,7 +20,7 @@ def random_hierarchical(*shape: int, **settings: Any) -> HierarchicalTopK:
 
 
 def naive_losses(sae: HierarchicalTopK, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return the squared errors of the paper's loss: one reconstruction from the largest activations for each k."""
+    """Return the squared errors in the paper's loss, which reconstructs from the k largest activations for each k."""
     pre_acts = (x if sae.is_transcoder else x - sae.b_dec) @ sae.W_enc + sae.b_enc
     errors = []
     for k in sae.settings.ks:

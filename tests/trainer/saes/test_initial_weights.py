@@ -39,7 +39,7 @@ def test_the_geometric_median_of_equal_points_is_that_point() -> None:
     assert geometric_median(torch.full((9, 3), 2.5)).tolist() == [2.5] * 3
 
 
-def test_the_unit_scale_makes_the_mean_distance_to_the_mean_equal_to_sqrt_of_d_in() -> None:
+def test_the_unit_scale_makes_the_mean_distance_to_the_mean_equal_sqrt_d_in() -> None:
     x = sample()
     scaled = x * unit_scale(x)
     assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
@@ -70,9 +70,7 @@ def test_two_ranks_drawing_rows_in_blocks_get_the_same_rows_as_one_rank(
 
 @pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
 @pytest.mark.parametrize("normalize", ["mean_norm", "none"])
-def test_b_dec_and_mean_and_variance_are_computed_from_normalised_data(
-    how: str, normalize: str, make_job: MakeJob
-) -> None:
+def test_b_dec_mean_and_variance_are_computed_from_normalised_data(how: str, normalize: str, make_job: MakeJob) -> None:
     x, sae = sample(), new_topk()
     initialise(sae, x, x, make_job(sae={"b_dec_init": how, "normalize": normalize}).sae, seed=3)
     scale = unit_scale(x) if normalize == "mean_norm" else torch.ones(())

@@ -59,9 +59,9 @@ def test_every_loss_term_and_gradient_matches_a_dense_loop(shape: tuple[int, ...
 
 
 def test_the_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    # Our class and SAELens's class agree under three conditions.
-    # SAELens gets our widths as its matryoshka_widths, its per-level AuxK is disabled, and decoder rows have norm 1.
-    # SAELens sums the errors of the levels, whereas our loss averages them.
+    # Our class and SAELens's class agree under three conditions: SAELens gets our widths as its matryoshka_widths, its
+    # per-level AuxK is disabled, and decoder rows have norm 1. SAELens sums the errors of the levels, whereas our loss
+    # averages them.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,
@@ -84,7 +84,7 @@ def test_the_saelens_training_class_has_the_same_losses_and_gradients() -> None:
     ("d_sae", "n_levels", "expected"),
     [(3072, 5, [192, 384, 768, 1536, 3072]), (40, 1, [40]), (41, 3, [11, 21, 41]), (3, 5, [1, 2, 3]), (1, 5, [1])],
 )
-def test_every_level_is_twice_as_wide_as_the_previous_level(d_sae: int, n_levels: int, expected: list[int]) -> None:
+def test_every_level_is_about_twice_as_wide_as_the_previous_one(d_sae: int, n_levels: int, expected: list[int]) -> None:
     sae = random_matryoshka(12, d_sae, k=1, n_levels=n_levels)
     assert sae.widths == expected
     x = batch(4)
@@ -118,7 +118,7 @@ def test_evaluation_measures_inner_levels_for_dense_and_sparse_activations() -> 
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """Return the FVU with the first `width` latents after a short training run on sparse sums of 30 directions."""
+    """Train briefly on sparse sums of 30 directions, and return the FVU with only the first `width` latents."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions
@@ -139,7 +139,7 @@ def test_the_first_latents_reconstruct_more_with_five_levels_than_with_one_level
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
 
 
-def test_the_error_at_the_inner_levels_is_exact_for_a_large_batch() -> None:
+def test_the_inner_levels_error_is_exact_for_a_large_batch() -> None:
     parts, y = torch.randn(4096, 3, 256), torch.randn(4096, 256)
     _, inner_mse = _PrefixErrors.apply(parts, torch.zeros(256), y)
     errors = parts.double().cumsum(dim=1)[:, :-1] - y.double()[:, None]

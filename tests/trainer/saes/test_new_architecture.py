@@ -59,7 +59,7 @@ def test_a_new_architecture_can_be_chosen_and_has_its_own_settings() -> None:
     assert {"n_loudest", "price"} <= {setting.name for setting in section_settings("sae", "loudest")}
 
 
-def test_the_settings_for_a_new_architecture_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
+def test_a_new_architectures_settings_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
     _, problems = parse_job({"data": {"path": "x"}, "sae": {"architecture": "loudest", "n_loudest": 0}})
     assert [problem.path for problem in problems] == ["sae.n_loudest"]
     assert job_of(to_table(make_loudest())) == make_loudest()
@@ -68,7 +68,7 @@ def test_the_settings_for_a_new_architecture_are_checked(make_loudest: MakeJob, 
     assert not [one for one in check(make_loudest(), here) if one.severity == "error"]
 
 
-def test_the_memory_for_a_new_architecture_is_estimated_from_its_registry_entry(
+def test_a_new_architectures_memory_is_estimated_from_its_registry_entry(
     make_job: MakeJob, make_loudest: MakeJob
 ) -> None:
     same = make_job(sae={"architecture": "topk", "d_sae": 64, "k": 4, "auxk_alpha": 0.0})
@@ -78,7 +78,7 @@ def test_the_memory_for_a_new_architecture_is_estimated_from_its_registry_entry(
     assert Estimate.of(make_loudest()).as_json()["seconds"] > 0
 
 
-def test_a_new_architecture_can_be_trained_and_resumed_and_exported(
+def test_a_new_architecture_can_be_trained_resumed_and_exported(
     make_loudest: MakeJob, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
 ) -> None:
     assert make_trainer(make_loudest(), kept).run()
@@ -96,7 +96,7 @@ def test_a_new_architecture_can_be_trained_and_resumed_and_exported(
 @pytest.mark.parametrize(
     ("name", "file"), [("loud", "sae_weights.safetensors"), ("topk_transcoder", "sae.safetensors")]
 )
-def test_an_export_keeps_all_weights_even_if_no_format_has_the_architecture(
+def test_an_export_keeps_all_weights_even_if_no_format_supports_the_architecture(
     name: str, file: str, make_loudest: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sae = build_sae(Layout(make_loudest(), 1), 16).eval()
@@ -107,7 +107,7 @@ def test_an_export_keeps_all_weights_even_if_no_format_has_the_architecture(
     assert refusal.startswith("SAELens has no architecture loud; " if name == "loud" else "SAELens has no TopK")
 
 
-def test_an_architecture_author_must_know_at_most_8_names() -> None:
+def test_an_architectures_author_needs_to_know_at_most_8_names() -> None:
     families = {one for entry in ARCHITECTURES.values() for one in entry.load().__mro__ if issubclass(one, Sae)}
     defined = {name for one in families - {Sae} for name in vars(one)}
     assert {name for name in defined & vars(Sae).keys() if not name.startswith("_")} == OVERRIDABLE

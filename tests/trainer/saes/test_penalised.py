@@ -54,7 +54,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **settings: Any) -> An
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Compute the losses, activations and x_hat token by token and latent by latent, with plain autograd.
 
-    Where the activation jumps, its gradient is the gradient of a function that is linear in a window around the jump.
+    Where the activation jumps, use the gradient of a function that is linear in a window around the jump.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -78,7 +78,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    """Return the activation and the sparsity loss for a latent."""
+    """Return a latent's activation and sparsity loss."""
     norm = sae.W_dec[latent].norm()
     if isinstance(sae, Standard):
         return z.relu(), z.relu() * norm
@@ -188,7 +188,7 @@ def test_the_gradient_of_l0_raises_thresholds_close_to_pre_activations() -> None
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
-def test_a_small_threshold_moves_as_far_as_a_large_threshold(size: float) -> None:
+def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
     # If Adam updated the threshold's logarithm, a threshold of 1e-3 would barely move.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
@@ -379,11 +379,11 @@ def test_a_nan_is_not_mistaken_for_a_buffer_overflow(
     assert skips(one) == (1, 1, 0)
 
 
-# Tests for the weight of the penalty.
+# Tests for the penalty's weight.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_the_start_k_latents_per_token_are_active(kind: str) -> None:
+def test_k_latents_per_token_are_active_at_the_start(kind: str) -> None:
     torch.manual_seed(3)
     kind_class, own = KINDS[kind]
     sae: Penalised = new_sae(kind_class, 12, 400, **(PENALISED | own))
@@ -405,7 +405,7 @@ def steer(penalty: Penalty, l0: float) -> float:
     return float(penalty.weight)
 
 
-def test_the_penalty_weight_reacts_at_once_and_more_the_longer_l0_is_off_target() -> None:
+def test_the_penalty_weight_reacts_immediately_and_more_the_longer_l0_is_off_target() -> None:
     e = float(torch.e)
     steered = penalty()
     assert float(steered.weight) == 2

@@ -1,4 +1,4 @@
-"""Tests for resampling dead latents: the choice of tokens, and the new weights."""
+"""Tests how dead latents are resampled: which tokens are chosen, and the new weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tokens_are_drawn_in_proportion_to_their_squared_loss() -> None:
     x[0, 0], x[1, 1], x[2, 2] = 1.0, 2.0, 3.0
     for seed in range(400):
         sae = with_dead()
-        # No latent is active, so the loss of each token is its squared norm: 1, 4 or 9.
+        # No latent is active, so each token's loss is its squared norm: 1, 4 or 9.
         sae.b_enc.data[:] = -1e6
         sae.b_dec.data[:] = 0
         sae.n_tokens_since_fired[DEAD[1:]] = 0

@@ -1,4 +1,4 @@
-"""Tests for a transcoder's skip connection, with every architecture that supports transcoders."""
+"""Tests a transcoder's skip connection with every architecture that supports transcoders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
 
 
 def of_skip(sae: Sae, x: Tensor) -> Tensor:
-    """Return the output of the skip connection, computed entry by entry."""
+    """Return the skip connection's output, computed entry by entry."""
     assert sae.W_skip is not None
     part = torch.zeros(len(x), D_OUT, dtype=torch.float64)
     for i in range(12):
@@ -97,7 +97,7 @@ def test_a_resampled_latent_writes_what_the_skip_connection_leaves_unexplained()
 @pytest.mark.parametrize("kind", TRANSCODERS)
 def test_the_skip_connection_learns_the_linear_part_of_the_data(kind: str) -> None:
     torch.manual_seed(0)
-    # The data mean is far from 0, and the data scale is not 1.
+    # The data's mean is far from 0, and its scale is not 1.
     x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
     data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
     settings = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}

@@ -118,7 +118,7 @@ def test_auxk_produces_gradients_only_for_the_weights_of_dead_latents() -> None:
     assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
-def test_auxk_is_0_without_dead_latents_and_in_evaluation_and_if_disabled() -> None:
+def test_auxk_is_0_without_dead_latents_in_evaluation_or_if_disabled() -> None:
     alive, off, evaluated = random_topk(), random_topk(auxk_alpha=0.0), random_topk().eval()
     for sae in (off, evaluated):
         sae.n_tokens_since_fired[:] = 1000
@@ -201,7 +201,7 @@ def test_a_k_above_the_number_of_latents_is_refused() -> None:
         random_topk(k=41)
 
 
-def test_bf16_autocast_changes_results_little_and_keeps_gradients_in_fp32() -> None:
+def test_bf16_autocast_barely_changes_results_and_keeps_gradients_in_fp32() -> None:
     sae, x = random_topk().float(), batch().float()
     exact = sae.objective(run(sae, x).losses)
     with torch.autocast("cpu", torch.bfloat16):

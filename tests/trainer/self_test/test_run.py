@@ -24,7 +24,7 @@ def wrong(checks: Iterator[Check]) -> list[Check]:
 
 @pytest.fixture
 def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Omit matmuls with the widths of real models, which take ten seconds on a CPU."""
+    """Omit matmuls with real model widths, which take ten seconds on a CPU."""
     monkeypatch.setattr(products, "CASES", {name: case for name, case in products.CASES.items() if "d_in" not in name})
 
 
@@ -98,7 +98,7 @@ def test_the_command_reports_a_missing_gpu() -> None:
     assert done.stderr == "--gpus: this machine has no GPU; cpu checks its CPU\n"
 
 
-def test_the_result_counts_the_checks_and_names_the_failed_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_counts_the_checks_and_names_the_failed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = Check("products", "a", True, {}), Check("products", "b", False, {"off": 0.1})
     monkeypatch.setattr(run, "SHORT", (lambda device: iter(checks),))
     found = run.run({}, full=False, tell=lambda check: None)

@@ -77,7 +77,7 @@ def _run(folder: Path) -> SharedSae:
 
 
 def _import(folder: Path, world: Path) -> SharedSae:
-    """Import an SAE, and return the SAE exported by the new run."""
+    """Import an SAE, and return the SAE that the new run exports."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
     import_sae(folder, folder / "run", str(world / "acts"), sets)
     output = folder / "run" / "sae"
@@ -117,7 +117,7 @@ def write_weights(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("which", range(len(SAES)))
-def test_undamaged_files_are_read_and_run_and_imported(world: Path, tmp_path: Path, which: int) -> None:
+def test_undamaged_files_can_be_read_run_and_imported(world: Path, tmp_path: Path, which: int) -> None:
     folder = Path(shutil.copytree(world / str(which), tmp_path / "sae"))
     (folder / "kind").write_text("transcoder" if SAES[which][2] else "sae")
     _run(folder)
@@ -132,7 +132,9 @@ WHICH = st.integers(0, len(SAES) - 1)
 
 @ANY
 @given(which=WHICH, place=st.integers(0, 30), value=st.one_of(st.just(...), VALUES))
-def test_an_sae_with_any_setting_value_is_read_or_refused(damaged: Any, which: int, place: int, value: Any) -> None:
+def test_an_sae_with_any_value_for_a_setting_is_read_or_refused(
+    damaged: Any, which: int, place: int, value: Any
+) -> None:
     def damage(folder: Path) -> None:
         config = json.loads(config_of(folder).read_text())
         indices = [(table, key) for table in (config, *_tables(config)) for key in table]
@@ -244,7 +246,7 @@ def _changed(tensor: Tensor, name: str, change: Any) -> dict[str, Tensor]:
 
 @ANY
 @given(value=st.sampled_from([None, 1, "text", [1], {"a": 1}, {1: 2}, {"encoder.weight": None}]))
-def test_a_pickled_unexpected_object_is_read_or_refused(damaged: Any, value: Any) -> None:
+def test_an_unexpected_pickled_object_is_read_or_refused(damaged: Any, value: Any) -> None:
     content = io.BytesIO()
     torch.save(value, content)
     damaged(6, lambda folder: (folder / "ae.pt").write_bytes(content.getvalue()))

@@ -71,7 +71,7 @@ def test_every_file_contains_activations_even_if_most_latents_are_dead(tmp_path:
     assert {int(file.stem.split("_")[1]) for file in files} >= {D_SAE - 1}
 
 
-def test_a_second_cache_replaces_all_files_from_the_first_cache(tmp_path: Path) -> None:
+def test_a_second_cache_replaces_all_files_from_the_first(tmp_path: Path) -> None:
     write(firings(), tmp_path)
     write(firings(d_sae=10), tmp_path)
     assert {file.name for file in tmp_path.iterdir()} == {f"0_{D_SAE - 1}.safetensors", "config.json"}

@@ -77,7 +77,7 @@ LOADED_AS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_dictionary_learning_computes_the_same_as_the_trainer(
+def test_dictionary_learning_computes_the_same_results_as_the_trainer(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = peer(monkeypatch, "dictionary_learning.utils", "nnsight").load_dictionary
@@ -91,7 +91,7 @@ def test_dictionary_learning_computes_the_same_as_the_trainer(
 
 @pytest.mark.parametrize(("d_out", "skip"), [(None, False), (32, False), (32, True)], ids=["sae", "plain", "skip"])
 @torch.no_grad()
-def test_sparsify_computes_the_same_as_the_trainer(
+def test_sparsify_computes_the_same_results_as_the_trainer(
     d_out: int | None, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sparsify = peer(monkeypatch, "sparsify.sparse_coder")
@@ -108,7 +108,7 @@ def test_sparsify_computes_the_same_as_the_trainer(
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", [*TRANSCODERS, "topk"])
 @torch.no_grad()
-def test_circuit_tracer_computes_the_same_as_the_transcoder(
+def test_circuit_tracer_computes_the_same_results_as_the_transcoder(
     kind: str, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
@@ -143,7 +143,7 @@ def k_largest(pre_acts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])
-def test_a_circuit_tracer_topk_without_its_k_causes_a_one_sentence_error(k: str, tmp_path: Path) -> None:
+def test_a_circuit_tracer_topk_without_its_k_produces_a_one_sentence_error(k: str, tmp_path: Path) -> None:
     written("circuit-tracer", "topk", tmp_path, d_out=32)
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("k: 8\n", k))
@@ -254,7 +254,7 @@ def test_neuronpedia_shows_the_promoted_tokens_stored_by_eval(tmp_path: Path, mo
     assert [{name: one[name] for name in names} for one in theirs.to_dict()["features"]] == moved
 
 
-def test_neuronpedia_merges_characters_that_span_tokens(tmp_path: Path) -> None:
+def test_the_neuronpedia_export_merges_tokens_that_share_a_character(tmp_path: Path) -> None:
     shared = with_features(tmp_path)
     (tmp_path / "features.safetensors").write_bytes(features_file(SPREAD))
     form_of("neuronpedia").write(shared, tmp_path / "out")

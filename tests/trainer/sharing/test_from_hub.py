@@ -55,7 +55,7 @@ def test_a_hub_sae_is_downloaded_only_once_and_without_files_from_other_saes(
     assert hub.asked == []
 
 
-def test_the_error_for_a_repository_with_many_saes_names_the_first_few_saes(hub: Hub) -> None:
+def test_the_error_for_a_repository_with_several_saes_names_a_few_of_them(hub: Hub) -> None:
     listed = r"ada/saes contains 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"
     with pytest.raises(UserError, match=listed):
         find(Path("ada/saes"))
@@ -93,7 +93,7 @@ def test_paths_take_precedence_and_only_valid_names_are_requested_from_the_hub(h
     assert hub.asked == []
 
 
-def test_a_name_consists_of_a_repository_and_a_revision_and_a_folder() -> None:
+def test_a_hub_name_consists_of_a_repository_a_revision_and_a_folder() -> None:
     assert parse("hf:/a/b") == ("a/b", None, "")
     assert parse("a/b@v1.0/layers.3/mlp") == ("a/b", "v1.0", "layers.3/mlp")
     assert [parse(text) for text in ("a", "/a/b", "a/../b", "a/b c", "a//b", "a/b/-x", ".a/b")] == [None] * 7

@@ -64,7 +64,7 @@ def assert_computes(sae: SharedSae, reference: Reference, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_an_sae_read_from_a_layout_computes_the_same_as_in_its_own_tool(name: str, tmp_path: Path) -> None:
+def test_an_sae_read_from_a_layout_computes_the_same_results_as_in_its_own_tool(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -115,7 +115,7 @@ ORACLES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 @pytest.mark.parametrize("name", [name for name, one in LAYOUTS.items() if one.oracle and one.form in ORACLES])
 @torch.no_grad()
-def test_another_tool_computes_the_same_from_the_same_files(
+def test_another_tool_computes_the_same_results_from_the_same_files(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
 
 
 GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
-# The config.yaml of circuit-tracer can store only these metadata values.
+# circuit-tracer's config.yaml can store only these metadata values.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 
@@ -307,7 +307,7 @@ def test_reading_an_npz_file_runs_no_code_and_detects_headers_that_claim_too_muc
 
 
 def _promise(file: Path, arrays: dict[str, Any]) -> None:
-    """Write an array of 2 numbers with a header claiming 2^44 numbers."""
+    """Write an array of 2 numbers whose header claims 2^44 numbers."""
     import io
     import zipfile
 
@@ -320,7 +320,7 @@ def _promise(file: Path, arrays: dict[str, Any]) -> None:
         archive.writestr("threshold.npy", head.getvalue() + bytes(8))
 
 
-def test_the_error_for_a_folder_of_saes_counts_all_saes_and_names_the_first_few(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_of_saes_counts_them_and_names_the_first_few(tmp_path: Path) -> None:
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
     with pytest.raises(
@@ -329,7 +329,7 @@ def test_the_error_for_a_folder_of_saes_counts_all_saes_and_names_the_first_few(
         find(tmp_path)
 
 
-def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_an_sae_lists_expected_and_found_files(tmp_path: Path) -> None:
     put(tmp_path / "config.json", {"model_type": "gpt2"})
     (tmp_path / "model\x1b.bin").write_bytes(b"")
     with pytest.raises(UserError) as refused:
@@ -344,7 +344,7 @@ def test_the_error_for_a_folder_without_an_sae_lists_searched_and_found_files(tm
         find(tmp_path, "sparsify")
 
 
-def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
+def test_a_config_value_is_read_as_json_if_possible_and_otherwise_as_a_string() -> None:
     words = ["a=3", "b.c=true", "d=null", "e=AutoEncoder", "f=x=y"]
     assert parsed_config(words) == {"a": 3, "b.c": True, "d": None, "e": "AutoEncoder", "f": "x=y"}
     for bad in ("a", "=3", "a..b=3"):
@@ -352,7 +352,7 @@ def test_a_config_value_is_read_as_json_or_else_as_a_string() -> None:
             parsed_config([bad])
 
 
-def test_given_settings_override_settings_in_the_file(tmp_path: Path) -> None:
+def test_given_settings_override_those_in_the_file(tmp_path: Path) -> None:
     FOREIGN(tmp_path)
     config = json.loads((tmp_path / "cfg.json").read_text())
     given = Given({"activation_fn_str": "topk", "activation_fn_kwargs.k": 3})

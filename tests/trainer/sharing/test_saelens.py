@@ -42,7 +42,7 @@ def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
 @pytest.mark.parametrize("scale", [1.0, 0.2, 5.0])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float, tmp_path: Path) -> None:
+def test_saelens_reconstructs_raw_data_just_as_the_trainer_does(kind: str, scale: float, tmp_path: Path) -> None:
     sae = made(kind, x_scale=scale, y_scale=scale)
     # The raw values have a standard deviation of 3. The trainer's inputs are the raw values times `scale`.
     x = torch.randn(500, 32) * 3
@@ -59,7 +59,9 @@ def test_saelens_reconstructs_raw_data_like_the_trainer(kind: str, scale: float,
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
 @torch.no_grad()
-def test_saelens_maps_raw_inputs_to_raw_targets_like_a_transcoder(kind: str, skip: bool, tmp_path: Path) -> None:
+def test_saelens_maps_raw_inputs_to_raw_targets_just_as_the_transcoder_does(
+    kind: str, skip: bool, tmp_path: Path
+) -> None:
     sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5, skip=skip)
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * 0.4)
@@ -73,7 +75,7 @@ def test_saelens_maps_raw_inputs_to_raw_targets_like_a_transcoder(kind: str, ski
     assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
 
 
-def test_facts_about_the_training_are_in_the_saelens_metadata(tmp_path: Path) -> None:
+def test_facts_about_training_are_in_the_saelens_metadata(tmp_path: Path) -> None:
     metadata = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
     loaded = round_trip(made("batch_topk"), tmp_path / "sae", **metadata)
     assert {name: loaded.cfg.metadata[name] for name in metadata} == metadata
@@ -148,7 +150,7 @@ def test_killing_an_export_at_any_moment_leaves_a_complete_sae_and_user_files(tm
     assert token_counts == {1, 2}
 
 
-def test_the_origin_of_activations_is_stored_under_the_names_used_by_saelens() -> None:
+def test_the_origin_of_activations_is_stored_under_the_names_that_saelens_uses() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
@@ -167,7 +169,7 @@ def test_saelens_metadata_describes_how_to_load_a_model_with_its_hooks(tmp_path:
         assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
 
 
-def test_models_to_be_loaded_by_transformer_lens_are_in_its_list_of_models() -> None:
+def test_models_that_transformer_lens_should_load_are_in_its_list_of_models() -> None:
     loading = pytest.importorskip("transformer_lens.loading_from_pretrained")
     for name in TRANSFORMER_LENS_MODELS:
         assert loading.get_official_model_name(name).lower() == name.lower()
@@ -209,7 +211,7 @@ def test_saelens_computes_the_same_rows_that_an_sae_was_trained_on(family: str, 
             torch.testing.assert_close(cache[facts.hook_name_out].flatten(0, 1), ours[1], rtol=1e-4, atol=1e-4)
 
 
-def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_reread(tmp_path: Path) -> None:
+def test_the_original_hook_name_is_restored_when_an_sae_written_for_saelens_is_reread(tmp_path: Path) -> None:
     facts = {
         "model_name": "/models/tiny/tiny.gguf", "hook_name": "blocks.1.mlp.hook_in", "hook_layer": 1,
         "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",
@@ -222,7 +224,7 @@ def test_the_hook_name_for_saelens_is_restored_when_an_sae_is_reread(tmp_path: P
     assert SaeLens().read(tmp_path / "sae").metadata.items() >= facts.items()
 
 
-def test_rows_after_the_last_bert_norm_have_their_transformer_lens_name(tmp_path: Path) -> None:
+def test_rows_after_a_bert_blocks_last_norm_have_their_transformer_lens_name(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "bert")
     (tmp_path / "text.txt").write_text("a cat sat")
     meta = stream_at(model, tmp_path / "text.txt", "resid_post.1").meta

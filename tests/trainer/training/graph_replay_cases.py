@@ -1,4 +1,4 @@
-"""Tests that captured steps are bit-identical to eager steps, on a CPU pretending to be a GPU.
+"""Tests that captured steps are bit-identical to eager steps, on a CPU that pretends to be a GPU.
 
 `test_graph_replay.py` runs this file with TRITON_INTERPRET=1, because Triton kernels compute the update.
 """
@@ -86,7 +86,7 @@ class Run:
             self.number += 1
 
     def load_again(self) -> None:
-        """Save and reload the state of each learner."""
+        """Save and reload each learner's state."""
         for one in (self.plain, self.captured):
             one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
 
@@ -98,7 +98,7 @@ class Run:
         assert self.captured.sae._longest_since_fired == self.plain.sae._longest_since_fired
 
     def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return both learners' metrics for the log interval ending here."""
+        """Return both learners' metrics for the log interval that ends here."""
         of = []
         for one in (self.captured, self.plain):
             state = StepState.of(one.take_state())
@@ -267,7 +267,7 @@ def test_a_failed_capture_is_reported_and_retried_only_a_few_times(
     run.assert_alike()
 
 
-# Tests with a penalty, where the host sizes the buffer for active latents by the counts from earlier batches.
+# Tests with a penalty, where the host sizes the buffer for active latents based on the counts from earlier batches.
 
 
 PENALISED = [
@@ -284,7 +284,7 @@ class PlainSteps(GraphReplay):
 
 
 class LateCopy(HostCopy):
-    """A count that the GPU provides only at the end of the step; reading the count earlier would stall the host."""
+    """A count that the GPU provides only at the end of the step; reading it earlier would stall the host."""
 
     def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
         super().__init__(number)
@@ -301,7 +301,7 @@ class Penalty(Run):
     """Two learners whose buffers, from the fourth step on, have space for `capacity` latents per token."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
-        # `told` collects the counts from earlier batches that have been read by the host.
+        # `told` collects the counts from earlier batches that the host has read.
         self.capacity, self.told = 6, list[float]()
         monkeypatch.setattr(buffer_sizer, "MEMORY", 2)
         monkeypatch.setattr(latent_capacity, "per_token", self._per_token)

@@ -1,4 +1,4 @@
-"""Compares the kernel that prepares a step with the equivalent torch operations.
+"""Checks the kernel that prepares a step against equivalent torch operations.
 
 `test_triton_scale.py` runs this file in a separate process. With TRITON_INTERPRET=1, the kernel runs on a CPU;
 otherwise it needs a GPU.

@@ -101,7 +101,7 @@ def test_both_ranks_halve_their_micro_batches_if_one_rank_runs_out_of_memory(
     assert len(curve(tmp_path / "tight", "loss")) == 2
 
 
-def test_halving_is_reported_to_change_an_sae_that_selects_latents_per_micro_batch() -> None:
+def test_halving_is_reported_as_changing_an_sae_that_selects_latents_per_micro_batch() -> None:
     message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
     assert message.endswith(
         "; with batch_topk, latents are selected within each micro-batch, "

@@ -103,7 +103,7 @@ def held_out_fvu(trainer: Any) -> float:
 
 
 @pytest.mark.slow
-def test_a_cooled_down_run_is_better_than_a_run_stopped_after_as_many_steps(
+def test_a_cooled_down_run_is_better_than_one_stopped_after_the_same_number_of_steps(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     cooled, progress = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "a", output=tmp_path / "cooled")

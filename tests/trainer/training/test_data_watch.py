@@ -49,7 +49,7 @@ def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
 
 
 def grown_twice(folders: list[Path]) -> None:
-    """Add shards whose names sort before, between and after the existing shards of each folder."""
+    """Add shards whose names sort before and between each folder's existing shards."""
     for number, folder in enumerate(folders):
         write(folder / "a.safetensors", 150, 10 + number)
         write(folder / "c.safetensors", 90, 20 + number)
@@ -137,7 +137,7 @@ def test_resuming_on_different_rows_is_refused_before_any_step_is_taken(
         make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
 
 
-# Tests with data that changes while being read by a run.
+# Tests with data that changes while a run reads it.
 
 
 class AtStep:
@@ -205,7 +205,7 @@ def test_if_a_shard_is_truncated_the_error_names_it_and_the_last_step_is_saved(
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 
 
-def test_a_touched_shard_is_not_reported_and_a_replaced_shard_is_reported_once(
+def test_a_touched_shard_is_not_reported_and_a_replaced_one_is_reported_once(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     job = make_job(train={"n_steps": 12, "eval_every": 2})

@@ -81,7 +81,7 @@ def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tens
     return (values.unsqueeze(2) * weights["W_dec"][latents]).sum(dim=1) + weights["b_dec"]
 
 
-def test_an_export_from_the_newest_checkpoint_equals_the_sae_of_the_run(
+def test_an_export_from_the_newest_checkpoint_equals_the_runs_sae(
     make_run: MakeRun, run_dir: Path, tmp_path: Path
 ) -> None:
     make_run()
@@ -116,7 +116,7 @@ def test_an_export_for_sparsify_reconstructs_like_the_sae(make_run: MakeRun, run
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_an_export_of_a_sweep_writes_saes_that_fit_the_format_and_lists_the_others(
+def test_exporting_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_others(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(sae={"architecture": ["topk", "jumprelu", "gated"]})
@@ -150,9 +150,7 @@ def test_an_export_of_a_sweep_writes_saes_that_fit_the_format_and_lists_the_othe
     assert "learning rate" in card
 
 
-def test_the_recipe_for_a_run_states_the_settings_used_in_its_steps(
-    make_run: MakeRun, run_dir: Path, tmp_path: Path
-) -> None:
+def test_a_runs_recipe_states_the_settings_used_in_its_steps(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
     trainer = make_run(sae={"k": [2, 4]}, train={"global_batch_size": 192, "n_tokens": 3840, "warmup_fraction": 0.1})
     assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
     for label, learner in trainer.learners.items():
@@ -171,7 +169,7 @@ def test_the_recipe_for_a_run_states_the_settings_used_in_its_steps(
         assert recipe.optimizer_settings["beta2"] == pytest.approx(decoder["betas"][1])
 
 
-def test_the_best_checkpoint_is_the_intact_checkpoint_with_the_lowest_held_out_fvu(
+def test_the_best_checkpoint_is_the_intact_one_with_the_lowest_held_out_fvu(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"checkpoint_every": 5, "keep_checkpoints": 9})
@@ -263,7 +261,7 @@ def test_an_sae_for_several_k_is_exported_with_a_smaller_k(
     assert "--k: must be from 1 to the k, 8, not 9" in capsys.readouterr().err
 
 
-def test_an_sae_for_a_single_k_is_not_exported_with_another_one(
+def test_an_sae_for_a_single_k_is_not_exported_with_a_different_k(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run()
@@ -291,7 +289,7 @@ def test_the_lowest_of_several_seeds_is_exported_unless_another_one_is_named(
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [*done["saes"]] == ["k=4,seed=3"]
     assert not any("one seed" in note for note in done.get("notes", ()))
-    # An SAE whose training failed is not exported by the run.
+    # Pretend that an SAE's training failed, so that the run did not export it.
     shutil.rmtree(run_dir / "sae" / "k=2,seed=1")
     assert main(["export", str(run_dir), "--out", str(tmp_path / "left"), "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -390,7 +388,7 @@ TAMPERED = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_checkpoint_causes_a_one_sentence_error(
+def test_a_tampered_checkpoint_produces_a_one_sentence_error(
     kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(train={"n_steps": 2})

@@ -28,7 +28,7 @@ MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Create a folder that is treated as another disk, for SAEs waiting for space."""
+    """Create a folder that is treated as another disk, for SAEs that wait for space."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls a function while the run is waiting for space, to simulate an action by the user."""
+    """Calls a function while the run is waiting for space, to simulate a user's action."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.heartbeat

@@ -54,7 +54,7 @@ def test_tied_updates_move_the_encoder_with_the_decoder_and_by_part_of_its_own_s
     torch.testing.assert_close(after["W_enc"], before["W_enc"] + moved, rtol=1e-5, atol=1e-6)
 
 
-def test_a_skipped_step_changes_no_bit(make_job: MakeJob) -> None:
+def test_a_skipped_step_leaves_every_bit_unchanged(make_job: MakeJob) -> None:
     one = learner(make_job)
     take_alone(one, 0, rows())
     before = weights(one)

@@ -1,4 +1,4 @@
-"""Compares gradient processing before an update with torch's gradient clipping and loss scaling."""
+"""Checks our pre-update gradient processing against torch's gradient clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_step_without_tokens_is_skipped() -> None:
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
-    """Return all tensors changed by a step, as bytes, so that NaNs and the sign of 0 are compared too."""
+    """Return all tensors that a step changes, as bytes, so that NaNs and the sign of 0 are compared too."""
     tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 

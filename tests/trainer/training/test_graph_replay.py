@@ -104,7 +104,7 @@ def test_single_gpu_steps_are_captured_unless_they_are_very_long() -> None:
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
     assert pays({"architecture": "jumprelu"})
-    # With 512 active latents, sparse matmuls are never faster than dense matmuls.
+    # With 512 active latents, sparse matmuls are never faster than dense ones.
     assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 

@@ -83,7 +83,7 @@ def test_rows_exceeding_the_size_limit_are_not_cached(activations: Path, monkeyp
         assert kept.keeps == keeps
 
 
-def test_a_micro_batch_must_fit_into_memory_next_to_the_cached_rows(make_job: Callable[..., JobConfig]) -> None:
+def test_a_micro_batch_must_fit_in_memory_alongside_the_cached_rows(make_job: Callable[..., JobConfig]) -> None:
     parallel, x = Parallel(torch.device("cpu")), torch.randn(100, 16)
     learner = Learner(make_job(), 16, None, parallel)
     learner.initialise(x, x)

@@ -33,7 +33,7 @@ SCALE = 0.4
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Write 1,000 rows with 32 dimensions, and their 20-dimensional targets to another folder."""
+    """Write 1,000 rows with 32 dimensions to one folder, and their 20-dimensional targets to another."""
     rows = torch.randn(1000, 32) * 3 + torch.arange(32)
     for name, x in (("acts", rows), ("targets", rows[:, :20] * 0.5)):
         (tmp_path / name).mkdir()
@@ -89,7 +89,7 @@ def test_an_imported_sae_produces_the_same_results_as_the_original(
     expected = shared(name, kind, tmp_path / "theirs", x)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
-    # The SAE uses the scale of the data, not the scale stored in its file.
+    # The SAE uses the data's scale, not the scale stored in its file.
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
@@ -304,7 +304,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", TAMPERED)
-def test_a_tampered_sae_causes_a_one_sentence_error_and_no_run_is_created(
+def test_a_tampered_sae_produces_a_one_sentence_error_and_no_run_is_created(
     kind: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ ways_to_read = pytest.mark.parametrize(("n_ranks", "late"), [(1, False), (1, Tru
 
 
 class Rank:
-    """A rank ending a log interval after every step. `calls` lists the rank's exchanges, and `records` its sums."""
+    """A rank that ends a log interval after every step. `calls` lists the rank's exchanges, and `records` its sums."""
 
     def __init__(self, group: Threads, late: bool) -> None:
         self._group = group

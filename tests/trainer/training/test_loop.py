@@ -46,7 +46,7 @@ HERE = threading.local()
 
 
 class Noted(HostCopy):
-    """A host copy that records whether it is read at the same step at which it was made."""
+    """A host copy that records whether it is read during the step in which it was made."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -59,7 +59,7 @@ class Noted(HostCopy):
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return all tensors changed by training, for every SAE."""
+    """Return all tensors that training changes, for every SAE."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
@@ -265,7 +265,7 @@ def test_the_logged_loss_is_the_unexplained_share_of_the_variance(
     assert kept.curve("loss") == pytest.approx(expected, rel=1e-4)
 
 
-def test_decoder_rows_have_unit_norm_after_every_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+def test_decoder_rows_have_unit_norm_after_a_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(make_job())
     trainer.run()
     torch.testing.assert_close(only(trainer).sae.W_dec.detach().norm(dim=1), torch.ones(64))
@@ -393,7 +393,7 @@ def test_steps_skipped_for_a_buffer_overflow_are_not_reported_as_bad_gradients(
     assert kept.curve("fvu")[-1] > 0
 
 
-def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_these_rows(
+def test_a_run_with_many_non_finite_rows_fails_and_names_one_of_them(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
@@ -428,7 +428,7 @@ def test_many_non_finite_rows_in_the_first_sample_are_refused_before_any_step(
         make_trainer(make_job(data={"held_out_tokens": 0}))
 
 
-def test_the_error_for_a_diverging_run_blames_the_learning_rate_and_not_the_data(
+def test_the_error_for_a_diverging_run_blames_the_learning_rate_rather_than_the_data(
     make_job: MakeJob, make_trainer: MakeTrainer
 ) -> None:
     with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite, \d+ steps in a row up to step \d+"):
@@ -497,7 +497,7 @@ def test_a_resumed_run_reports_its_position_before_its_first_step(
 
 
 @pytest.mark.parametrize("at_once", [60, evaluate.MOST_TOKENS])
-def test_the_held_out_fvu_equals_the_fvu_of_the_exported_sae(
+def test_the_held_out_fvu_equals_that_of_the_exported_sae(
     at_once: int,
     make_job: MakeJob,
     make_trainer: MakeTrainer,
@@ -582,7 +582,7 @@ def test_all_speeds_logged_by_a_run_are_similar(make_job: MakeJob, make_trainer:
         assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
 
 
-def test_a_run_waiting_for_its_data_warns_once_and_suggests_a_remedy(
+def test_a_run_that_waits_for_its_data_warns_once_and_suggests_a_remedy(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "LASTING_S", 0.1)
@@ -599,7 +599,7 @@ def test_a_run_waiting_for_its_data_warns_once_and_suggests_a_remedy(
     assert re.search(r"^training waits for data \d+% of the time: copy the rows of data.path to a local disk", message)
 
 
-def test_the_log_lists_the_sae_and_every_row_and_all_saved_files(
+def test_the_log_lists_the_sae_every_metric_row_and_all_saved_files(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(make_job()).run()

@@ -1,4 +1,4 @@
-"""Tests that a run overfitting its training rows issues a warning and keeps its best checkpoint."""
+"""Tests that when a run overfits its training rows, it issues a warning and keeps its best checkpoint."""
 
 from __future__ import annotations
 

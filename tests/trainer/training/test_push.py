@@ -118,9 +118,7 @@ def test_the_model_card_contains_the_figures_and_the_hub_tags(
 HOSTILE = "# x\n\n<script>alert(1)</script>\n---\nbase_model: evil\n![a](http://h/\x1b]52;c;AA\x07\u202e" + "y" * 500
 
 
-def test_the_model_card_escapes_all_text_from_a_run_by_someone_else(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_model_card_escapes_all_text_from_another_users_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run()
     assert main(["eval", str(run)]) == EXIT_FINISHED
     readme = run / "sae" / "README.md"
@@ -232,7 +230,7 @@ def test_nothing_is_exported_if_nothing_can_be_sent(
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "..", "-a", "a--b", "a.git", "/a", "ä", "", "x" * 100])
-def test_an_invalid_repository_name_causes_an_error_without_contacting_the_hub(
+def test_an_invalid_repository_name_is_refused_without_contacting_the_hub(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "out"), f"--push={name}", "--yes"]) == EXIT_USAGE

@@ -44,7 +44,7 @@ def test_all_ranks_know_whether_the_newest_checkpoint_is_missing(make_job, learn
     assert load(tmp_path / "c")[1] == Position(2, 20)
 
 
-def test_repeated_failures_cause_one_event_and_a_failed_last_save_causes_an_error(
+def test_repeated_failures_produce_one_event_and_a_failed_last_save_raises_an_error(
     make_job, learners, kept, tmp_path: Path
 ) -> None:
     saving = make_saving(make_job(), tmp_path / "c", kept)

@@ -21,7 +21,7 @@ def new(job: JobConfig) -> Learner:
     return learner
 
 
-def test_saes_sharing_batches_learn_the_same_as_if_each_was_trained_alone(make_job: MakeJob) -> None:
+def test_saes_that_share_batches_learn_the_same_as_if_each_was_trained_alone(make_job: MakeJob) -> None:
     jobs = [make_job(sae={"k": k}) for k in (2, 4)]
     together, alone = [new(job) for job in jobs], [new(job) for job in jobs]
     x = torch.randn(128, 16)
@@ -45,7 +45,7 @@ def test_a_request_made_while_batches_are_being_read_is_handled_at_the_same_step
     assert take_step([learner], ALONE, 1, batches()) == (False,)
 
 
-def test_the_micro_batches_in_a_step_are_no_larger_than_memory_allows(make_job: MakeJob) -> None:
+def test_a_steps_micro_batches_are_no_larger_than_memory_allows(make_job: MakeJob) -> None:
     job = make_job(train={"batch_size": 96, "accumulate": 2})
     parallel = Parallel(torch.device("cpu"))
     assert [token_slice.length for token_slice in cut_of(Layout(job, 1), parallel).token_slices] == [96, 96]

@@ -1,4 +1,4 @@
-"""Compares thresholds set on held-out rows with sorting, and tests checkpoints that predate such thresholds."""
+"""Checks thresholds set on held-out rows against sorting, and tests checkpoints that predate such thresholds."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_exported_sae_has_the_requested_l0_on_held_out_rows_and_on_each_half(
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The threshold learnt in training is stored separately, and differs from the threshold set on held-out rows.
+        # The threshold learnt in training is stored separately, and differs from the one set on held-out rows.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -82,7 +82,7 @@ def test_an_exported_sae_has_the_requested_l0_on_held_out_rows_and_on_each_half(
 
 
 class Rows:
-    """A source returning the same two halves of held-out rows on every rank."""
+    """A source that returns the same two halves of held-out rows on every rank."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x

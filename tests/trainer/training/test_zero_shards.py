@@ -1,4 +1,4 @@
-"""Tests for replicas that each update a shard of the latents and exchange 16-bit copies of the updated weights."""
+"""Tests replicas that each update a shard of the latents and exchange 16-bit copies of the updated weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Late(NamedTuple):
 
 
 class LateThreads(Threads):
-    """Threads whose asynchronous exchanges deliver their results only when a rank waits for them."""
+    """A process group whose asynchronous exchanges deliver their results only when a rank waits for them."""
 
     def finish(self, transfers: list[Any]) -> None:
         for transfer in transfers:
@@ -98,7 +98,7 @@ def on_late_threads(size: int, work: Callable[[LateThreads], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("d_sae", [24, 27])
-def test_a_16_bit_exchange_results_in_bit_identical_weights_to_an_fp32_exchange(size: int, d_sae: int) -> None:
+def test_exchanges_in_16_bits_and_in_fp32_lead_to_bit_identical_weights(size: int, d_sae: int) -> None:
     expected, *_ = on_all(size, lambda group: stepped(group, d_sae, is_narrow=False), TIMEOUT_S)
     for weights in on_late_threads(size, lambda group: stepped(group, d_sae, is_narrow=True)):
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -117,7 +117,7 @@ def test_a_rank_keeps_fp32_weights_only_for_its_own_latents() -> None:
     assert on_all(2, bytes_of, TIMEOUT_S) == [{"divided": [0, whole // 2], "restored": [whole]}] * 2
 
 
-def test_if_the_weights_are_replaced_the_next_pass_uses_the_new_weights() -> None:
+def test_if_the_weights_are_replaced_the_next_pass_uses_the_new_ones() -> None:
     def read(group: Threads) -> bool:
         sae, share = share_of(group, 24)
         share.exchange_narrow(torch.bfloat16)

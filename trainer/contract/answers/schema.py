@@ -53,7 +53,7 @@ def typed(
 
 
 def of(kind: Kind) -> Schema:
-    """Return the schema for a type; a schema is returned unchanged."""
+    """Return the schema for a type; return a schema unchanged."""
     return kind if isinstance(kind, dict) else msgspec.json.schema(kind)
 
 

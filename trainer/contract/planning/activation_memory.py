@@ -1,4 +1,4 @@
-"""Estimates the peak memory that one rank's tensors use in a pass: the largest sum of live tensors over its phases."""
+"""Estimates the peak memory that one rank's tensors use in a pass: the largest total of live tensors in any phase."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ GROUP = 32
 COUNTED_BYTES = 2
 # Number of candidates that a CPU rank sends per token, as a multiple of the average number of values selected from that
 # rank. A GPU sends all possible candidates. Two ranks that share a CPU and pre-select with a bf16 matmul send a quarter
-# more; this number ignores that.
+# more, which this number ignores.
 MARGIN_PER_TOKEN = 4
 
-# For architectures with a sparsity penalty: the number of rows used to find the initial threshold, and the maximum
-# number of values in memory at once.
+# For architectures with a sparsity penalty: the number of rows from which the initial threshold is found, and the
+# maximum number of values in memory at once.
 START_ROWS, START_VALUES = 2048, 2**21
 # On a CPU, `topk` allocates 16 bytes per value in addition to the 4 bytes for the value itself.
 _BYTES_OF_TOPK = 20
 
 
 def of_start(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes needed, in addition to the weights, to find an SAE's threshold before the first step."""
+    """Return how many bytes, beyond the weights, are needed to find an SAE's threshold before the first step."""
     if not hasattr(sae.settings, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks
@@ -47,7 +47,7 @@ def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> 
 
 
 def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
-    """Return the peak bytes of a pass that keeps only the selected latents, as every captured CUDA-graph pass does."""
+    """Return the peak bytes of a pass that keeps only the selected latents, as does every pass in a CUDA graph."""
     return round(_SparseArchitecture(work, sae, keeps_copies=keeps_copies).peak())
 
 
@@ -95,7 +95,7 @@ def _writes_copies(work: Workload, job: JobConfig) -> bool:
 
 
 def exchanged_bytes(work: Workload, sae: SaeSettings) -> int:
-    """Return the bytes that a rank exchanges in a pass: for candidates or summed reconstructions, whichever is more."""
+    """Return how many bytes a rank exchanges in a pass: candidates or summed reconstructions, whichever is larger."""
     model = _StepSizes(work, sae)
     return round(max(model.candidates(), model.summed()))
 
@@ -156,7 +156,7 @@ class _StepSizes:
 
 
 class _Dense(_StepSizes):
-    """The memory used by a pass of an architecture that keeps all pre-activations."""
+    """The memory used by a pass through an architecture that keeps all pre-activations."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
@@ -175,7 +175,7 @@ class _Dense(_StepSizes):
 
 
 class _SparseArchitecture(_StepSizes):
-    """The memory used by a pass of an architecture that selects active latents.
+    """The memory used by a pass through an architecture that selects active latents.
 
     Memory use peaks in one of four phases: the encoder matmul, summing the reconstructions, the AuxK passes, or adding
     the AuxK gradients to the other gradients.
@@ -185,8 +185,8 @@ class _SparseArchitecture(_StepSizes):
         super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.settings.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # The number of weights for the AuxK candidates, and the size of their gradients in bytes; if ranks share the
-        # latents, the gradients are summed in fp32.
+        # The number of weights belonging to the AuxK candidates, and the size of their gradients in bytes; if ranks
+        # share the latents, the gradients are summed in fp32.
         self.of_candidates = self.n_candidates * (self.d_in + self.width)
         self.row_gradients = self.of_candidates * (self.product if self.sharing == 1 else 4)
         # Bytes that AuxK keeps until its backward pass: the candidates' weights, and the values and reconstruction for
@@ -281,8 +281,8 @@ class _SparseArchitecture(_StepSizes):
         """Return the size of the gradient with respect to the outputs of all Matryoshka levels.
 
         A single GPU computes this gradient from the levels' errors while x_hat and the centred data are in memory. GPUs
-        sharing latents gather the gradient in the matmul dtype. On CPU, the gradient and its 16-bit copy are in memory
-        at the same time.
+        sharing latents gather the gradient in the matmul dtype. On CPU, the gradient and its 16-bit copy coexist in
+        memory.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
         if self.work.device == "cuda" and self.sharing > 1:
@@ -294,8 +294,8 @@ class _SparseArchitecture(_StepSizes):
     def _wide(self) -> float:
         """Return the size of reconstructions and errors.
 
-        A sum over ranks is in fp32 and is in memory at the same time as its addends. Tensors computed later contain
-        only the rank's own tokens.
+        A sum over ranks is in fp32 and coexists in memory with its addends. Tensors computed later contain only the
+        rank's own tokens.
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)

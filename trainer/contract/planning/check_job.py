@@ -1,4 +1,4 @@
-"""Plans a job for a machine: the job's devices and resource needs, and all reasons why it could not run there."""
+"""Plans a job for a machine: the job's devices, its resource needs, and all reasons why it could not run there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UsedBefore = Callable[[JobConfig, DataShape, Outlook], Took | None]
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
-    """The facts about a GPU that the checks need; `busy` and `unhealthy` are either empty or contain the reason."""
+    """The facts about a GPU that the checks need; `busy` and `unhealthy` contain the reason, or are empty."""
 
     index: int
     name: str
@@ -50,7 +50,7 @@ class Machine(msgspec.Struct, frozen=True):
     output_root: Path
     memory: DeviceMemory = UNKNOWN_MEMORY
     speeds: MeasuredHardware = NOTHING_MEASURED
-    # Whether jobs use CUDA on the GPUs (simulated GPUs are CPU processes), and the reason if CUDA is unusable.
+    # Whether jobs use CUDA on the GPUs (simulated GPUs are CPU processes), and why CUDA is unusable, if it is.
     cuda: bool = True
     cuda_problem: str = ""
     # The folders that other jobs will have written before this job starts.
@@ -83,7 +83,7 @@ class Proposal(Generic[J]):
         return []
 
     def problems(self) -> list[Problem]:
-        """Return all problems with the job on this machine, errors and warnings, each with its setting."""
+        """Return all problems with running the job on this machine, both errors and warnings, each with its setting."""
         return [*self.device_problems(), *self.memory_problems()]
 
     def comes_to(self) -> dict[str, str]:
@@ -100,7 +100,7 @@ class Proposal(Generic[J]):
         job: J, devices: int, device_name: str, box: MeasuredHardware, capacity: DeviceMemory,
         memory_of: str | None, ranks_before: int | None,
     ) -> ModelPlacement | None:  # fmt: skip
-        """Choose how many devices only run the language model, as the function `place_model` does.
+        """Choose how many devices only run the language model; see the function `place_model`.
 
         Return None if there is no language model.
         """
@@ -154,7 +154,7 @@ class Proposal(Generic[J]):
         return [Problem("launch.gpus", message)] if message else []
 
     def _slice_problems(self) -> list[Problem]:
-        """Report a problem if a job with several devices that exchange tensors has MIG slices among its GPUs."""
+        """Report a problem if a job's devices exchange tensors and MIG slices are among its GPUs."""
         named = chosen_indices(self.job)
         gpus = [(gpu.index, gpu.is_slice) for gpu in self.machine.gpus if gpu.index in named]
         message = refusal_of_slices(gpus) if self.job.exchanges else ""
@@ -188,7 +188,7 @@ def proposal_class(job: J) -> type[Proposal[J]]:
 
 
 def check(job: AnyJob, machine: Machine) -> list[Problem]:
-    """Return all problems with a job on this machine, errors and warnings, each with its setting."""
+    """Return all problems with running a job on this machine, both errors and warnings, each with its setting."""
     return propose(job, machine).problems()
 
 

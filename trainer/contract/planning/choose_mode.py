@@ -18,7 +18,7 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
 # Number of tokens in the smallest micro-batch to try.
 LEAST_BATCH = 64
-# A mode must be faster than ddp by this factor to be chosen, because predicted times are accurate only to within this
+# To be chosen, a mode must be faster than ddp by this factor, because predicted times are accurate only to within this
 # factor. With two CPU processes on an idle machine, the time predicted for the faster mode was accurate to within 2 %,
 # but after only 60 ms of measurement on a busy machine, the prediction was off by 6 %.
 LEAST_GAIN = 1.1
@@ -78,7 +78,7 @@ def _seeming_s(way: Settled, plain: Settled) -> float:
 
 
 def _ways(work: Workload) -> Iterator[tuple[str, int]]:
-    """Yield the candidate modes, each with the number of ranks sharding the latents; the plain mode comes first."""
+    """Yield the candidate modes, plain mode first, each with the number of ranks that shard the latents."""
     if work.job.parallel.mode != "auto":
         yield work.mode, work.latent_ranks
         return
@@ -113,7 +113,7 @@ def _cut(work: Workload, mode: str, sharing: int, place: PlannedResources) -> Se
 def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
     """Yield the micro-batch sizes to try, in tokens, the largest first.
 
-    A requested size is the only one if the job sets this mode, or if every rank gets different tokens. Otherwise, the
+    If the job sets this mode, or if every rank gets different tokens, a requested size is the only one. Otherwise, the
     first size is a rank's tokens for an entire step or, if a size is requested, that size times the number of ranks
     with the same tokens. Successive halves follow, down to the requested size or, for "auto", to `LEAST_BATCH`.
     """
@@ -123,8 +123,8 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
         yield asked
         return
     least = min(LEAST_BATCH, work.micro_batch) if asked == "auto" else asked
-    # A rank processing the tokens for several ranks holds only some of the latents or SAEs, so its larger micro-batch
-    # needs no more memory.
+    # A rank that processes the tokens of several ranks holds only some of the latents or SAEs, so its larger
+    # micro-batch needs no more memory.
     size = -(-work.tokens_per_step // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size

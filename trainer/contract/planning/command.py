@@ -1,4 +1,4 @@
-"""Plans a command job: its devices, and the memory that its job file states or that an earlier run used."""
+"""Plans a command job: its devices, and the memory that its job file states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.command import CommandJob
 from trainer.contract.wording import gibibytes
 
-# The environment variables kept by `command.clean_env`; they say who runs the program and where, but hold no settings.
+# The environment variables that `command.clean_env` keeps; they say who runs the program and where, but hold no
+# settings.
 KEPT = ("HOME", "LANG", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "USER", "XDG_RUNTIME_DIR")
 # Words that connect commands and files in a shell; without a shell, they are passed as arguments.
 _OF_SHELL = frozenset(("|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1", "&>"))
@@ -66,7 +67,7 @@ class CommandProposal(Proposal[CommandJob]):
         return [*super().problems(), *self._program_problems()]
 
     def device_problems(self) -> list[Problem]:
-        # PyTorch may be unable to use the GPUs, but the program need not use this PyTorch.
+        # Ignore that this PyTorch cannot use the GPUs, because the program need not use this PyTorch.
         return [problem for problem in super().device_problems() if problem.message != self.machine.cuda_problem]
 
     def _program_problems(self) -> list[Problem]:

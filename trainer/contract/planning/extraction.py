@@ -26,7 +26,7 @@ from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.wording import distinct_sizes, gibibytes
 
-# The total size in bytes of a row's `token_ids`, `positions` and `document`.
+# The total size of a row's `token_ids`, `positions` and `document`, in bytes.
 _ORIGIN_BYTES = 12
 SPREAD = "spread"
 
@@ -125,8 +125,8 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # Additional devices save no time on a CPU, where the processes share the cores, or with a spread model, whose
-        # GPUs take turns.
+        # Additional devices save no time on a CPU, where the processes share the cores, or with a spread model, because
+        # its GPUs take turns.
         seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),

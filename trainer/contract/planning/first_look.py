@@ -1,4 +1,4 @@
-"""Decides whether a CPU should pre-select the top pre-activations with a bf16 matmul.
+"""Decides whether a CPU should use a bf16 matmul to pre-select the top pre-activations.
 
 `trainer.saes.kernels.rounded_top_k` performs the pre-selection.
 """
@@ -21,7 +21,7 @@ EXACT = 0.7
 
 
 class Costs(NamedTuple):
-    """The costs of a bf16 pre-selection on a CPU, relative to the exact matmul's cost per value.
+    """The costs of a bf16 pre-selection on a CPU, in units of the exact matmul's cost per value.
 
     `rounded` is the cost of the bf16 matmul. `alone` is the cost of computing and selecting one value individually.
     `of_tokens` (for a top k per token) and `of_batch` (for a top k per batch) are the costs of selection without
@@ -51,8 +51,8 @@ def n_seen(k: int, n_ranks: int) -> int:
 def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
     """Return whether pre-selection with a bf16 matmul is faster on this CPU.
 
-    `n_exact` is the number of values per token computed exactly afterwards. The top values are selected per token, or
-    per batch with `of_batch`.
+    `n_exact` is the number of values per token that are then computed exactly. The top values are selected per token,
+    or per batch with `of_batch`.
     """
     if (cost := costs()) is None:
         return False

@@ -25,11 +25,11 @@ Cards = Sequence[tuple[int, str]]
 class Vendor(msgspec.Struct, frozen=True):
     """The facts about a vendor's GPUs that are needed before any vendor-specific code is loaded.
 
-    `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. One of `driver_files`
-    exists if the vendor's driver is loaded. `variable` is the environment variable listing the GPUs that a process may
-    use, by index or by a UUID starting with `uuid_prefix`. `order` contains the variables needed to make these indices
-    agree with `tool`, the vendor's command-line program. `device` is PyTorch's device type for the GPUs, or "cpu" if
-    PyTorch cannot use them.
+    `words` is the vendor's name, and `source` is the class that reads its GPUs, as `module:name`. If the vendor's
+    driver is loaded, one of `driver_files` exists. `variable` is the environment variable listing the GPUs that a
+    process may use, by index or by a UUID starting with `uuid_prefix`. `order` contains the variables needed to make
+    these indices agree with `tool`, the vendor's command-line program. `device` is PyTorch's device type for the GPUs,
+    or "cpu" if PyTorch cannot use them.
     """
 
     words: str
@@ -39,7 +39,7 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
-    # The command to merge a GPU's slices, if the GPU's source does not report such a command.
+    # The command to merge a GPU's slices, for sources that do not report such a command.
     unsplit: str = ""
     # The prefix of a slice's UUID, if GPUs can be split into slices that act as GPUs.
     slice_prefix: str = ""
@@ -50,8 +50,8 @@ class Vendor(msgspec.Struct, frozen=True):
     # The name of the direct links between GPUs, and the command that shows how GPUs are connected.
     link: str = "NVLink"
     topology: str = "nvidia-smi topo -m"
-    # Environment variables that select by index among the GPUs left visible by `variable`; if several are set, only the
-    # first one applies.
+    # Environment variables that select by index among the GPUs that `variable` leaves visible; if several are set, only
+    # the first one applies.
     inner_variables: tuple[str, ...] = ()
     # GPU name prefixes removed in narrow columns, in this order.
     brands: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ def is_slice_by_name(name: str) -> bool:
 def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
     """Return why ranks that exchange tensors cannot run on these GPUs, given as pairs (index, is a slice), or "".
 
-    NCCL mistakes slices of one GPU for the same device, and CUDA makes at most one slice visible to a process.
+    NCCL mistakes slices of the same GPU for a single device, and CUDA makes at most one slice visible to a process.
     """
     cut = [index for index, is_cut in gpus if is_cut]
     if not cut or len(gpus) < 2:

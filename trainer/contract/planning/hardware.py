@@ -112,11 +112,11 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
     # Speeds by device name. The file has the key `cards`, as in earlier versions.
     devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
-    # Whether GPU-to-GPU transfers hung or failed although transfers through host memory worked.
+    # Whether GPU-to-GPU transfers hung or failed while transfers through host memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
-        """Return the speeds of `ranks` devices of this name; unmeasured speeds are derived from published figures."""
+        """Return the speeds of `ranks` devices with this name; unmeasured speeds are derived from published figures."""
         assumed = assumed_speeds(device, precision)
         speeds, bus = self.devices.get(device), self.buses.get(f"{device} x{ranks}")
         measured = speeds is not None and precision in speeds.flops_per_s and (ranks == 1 or bus is not None)
@@ -151,10 +151,10 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a compute capability for a GPU name, for choosing the default precision.
+    """Return a compute capability for a GPU name, from which to choose the default precision.
 
-    AMD GPUs get the compute capability of NVIDIA GPUs with the same fast precisions. Unknown GPUs are assumed to be
-    new.
+    For AMD GPUs, return the compute capability of NVIDIA GPUs that have the same fast precisions. Unknown GPUs are
+    assumed to be new.
     """
     if _VOLTA_OR_TURING.search(name) or _OLD_AMD.search(name):
         return FP16_FROM
@@ -162,7 +162,7 @@ def usual_capability(name: str) -> tuple[int, int]:
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:
-    """Return the speeds expected from published figures for this GPU, or for a typical GPU if the name is unknown."""
+    """Return the speeds to expect from published figures for this GPU, or for a typical GPU if the name is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     tflops, gigabytes, nvlink = _published(device)
@@ -189,7 +189,7 @@ def slowest(names: Iterable[str]) -> str:
 
 
 def read_box(file: Path | None) -> MeasuredHardware:
-    """Return the measured speeds, or none if the file is missing or corrupt; they can be measured again.
+    """Return the measured speeds; a missing or corrupt file counts as empty, because speeds can be measured again.
 
     A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
     """

@@ -31,7 +31,7 @@ ALLOCATOR_SLACK, PAGES_BYTES = 0.114, 2 * 20 * 2**20
 # cuBLAS reserves a workspace for each thread and stream that multiplies matrices; `cuda_variables` sets its size. The
 # forward and the backward pass each run in their own thread, and CUDA-graph capture has its own stream.
 WORKSPACE_BYTES = 2 * 2**25
-# The size in bytes of NCCL's buffers on each GPU; they are not part of PyTorch's memory. Over NVLink, each of 8 H100
+# The size in bytes of NCCL's buffers on each GPU, which are not part of PyTorch's memory. Over NVLink, each of 8 H100
 # GPUs used 1.06 GB for all-reduce and all-gather, and 4.34 GB after all pairs had exchanged data (NVIDIA/nccl #1685).
 # Each of 4 A100 GPUs used 0.54 to 0.69 GB without pairwise exchanges (#964). Over PCIe, NCCL opens few channels.
 _NVLINK_BYTES, _NVLINK_PAIR_BYTES, _PCIE_BYTES = 1_060 * 10**6, 470 * 10**6, 300 * 10**6
@@ -140,7 +140,7 @@ def _of_allocator(taken: int) -> int:
 
 
 def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
-    """Return the bytes that evaluations need beyond the `of_step` bytes of a step, which are freed first.
+    """Return how many bytes evaluations need beyond the `of_step` bytes of a step, which are freed first.
 
     A step captured as a CUDA graph keeps its memory for replays. The memory used by eager steps is freed before the
     capture.
@@ -231,12 +231,12 @@ def _can_share(work: Workload) -> bool:
 
 
 def on_disk(work: Workload) -> int:
-    """Return the maximum bytes on disk for the kept checkpoints, the checkpoint being written and the finished SAEs."""
+    """Return the maximum disk usage in bytes: the kept checkpoints, the one being written and the finished SAEs."""
     return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
 
 
 def last_bytes(work: Workload) -> int:
-    """Return the bytes needed on disk at the end of a run: for its last checkpoint and the finished SAEs."""
+    """Return the disk space in bytes needed at the end of a run, for its last checkpoint and the finished SAEs."""
     return checkpoint_bytes(work) + round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
 
 

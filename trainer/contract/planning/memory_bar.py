@@ -23,7 +23,7 @@ LETTERS = {
 def cells(parts: Memory, width: int) -> dict[str, int]:
     """Divide `width` cells among the non-empty parts in proportion to their bytes.
 
-    Each boundary between parts is at most half a cell from its exact place. Parts smaller than a cell are therefore
+    Each boundary between parts is at most half a cell from its exact position. Parts smaller than a cell are therefore
     summed until they fill one: the part that fills it gets the cell, and the parts before it get none.
     """
     sizes = {name: n_bytes for name, n_bytes in msgspec.structs.asdict(parts).items() if n_bytes > 0}

@@ -23,7 +23,7 @@ _FIXED = ("single", "dp")
 class ModelPlacement(msgspec.Struct, frozen=True):
     """A job with `model_gpus` devices reserved for its language model and its mode resolved on the other devices.
 
-    `reader` is the memory needed on one of the reserved devices. `why` is a clause with the reason for an automatic
+    `reader` is the memory needed on one of the reserved devices. `why` is a clause giving the reason for an automatic
     choice.
     """
 
@@ -142,7 +142,7 @@ def _counts(whole: Workload) -> Iterator[int]:
 
 
 def _rank(way: ModelPlacement, capacity: DeviceMemory) -> tuple[int, float]:
-    """Return a sort key, smallest for the best placement: `_lack`, then the time, or the bytes if it does not fit."""
+    """Return a sort key, lowest for the best placement: `_lack`, then the time, or the bytes if it does not fit."""
     lack = _lack(way, capacity)
     if lack == 2:
         return lack, way.needs_bytes

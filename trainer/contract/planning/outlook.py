@@ -1,6 +1,6 @@
 """The outlook for a job on its devices: its mode, and the memory that each rank needs and may use.
 
-All code that shows, checks or waits for a job's memory calls this module, so that all results agree.
+All code that shows, checks or waits for a job's memory calls this module, so that the results agree.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def fullest(self) -> Memory:
-        """The memory that the most demanding device needs; this device may be one that only runs a language model."""
+        """The memory needed by the most demanding device, which may be one that only runs a language model."""
         reader = self._fullest_reader
         return reader or self.settled.memory
 
@@ -114,7 +114,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """The bytes needed per device: the estimate, or the measured use of a similar job if it is larger.
+        """The bytes needed per device: the estimate or, if it is larger, the measured use of a similar job.
 
         A measured use above the free memory is ignored because PyTorch may have reserved more memory than the job
         needed.
@@ -142,7 +142,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return []
 
     def _cure(self, room_bytes: int, others: str) -> str:
-        """Return advice for insufficient memory: settings that each make the job fit, or else settings to lower."""
+        """Return advice on insufficient memory: changes that each make the job fit, or else settings to lower."""
         job = self.settled.job
         if (reader := self._fullest_reader) and reader.total > room_bytes:
             return f"lower data.batch_tokens, or choose a smaller model or {others}"
@@ -215,7 +215,7 @@ class ChosenGpus:
         )
 
     def lack(self, needs_bytes: int) -> str:
-        """Return a message if the need exceeds the memory that is currently free; otherwise ""."""
+        """Return a message if the job needs more memory than is currently free; otherwise ""."""
         if not _exceeds(needs_bytes, self.capacity.free_bytes):
             return ""
         if self._named:
@@ -223,7 +223,7 @@ class ChosenGpus:
         return _lack_of_any(self._launch, self._gpus, self._ranks, needs_bytes)
 
     def excess(self, needs_bytes: int) -> str:
-        """Return a message if the need exceeds even the total memory of the GPUs; otherwise ""."""
+        """Return a message if the job needs more memory than the GPUs have in total; otherwise ""."""
         if not _exceeds(needs_bytes, self.capacity.total_bytes):
             return ""
         gpus = self.now if self._named else self._gpus
@@ -277,7 +277,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Mention this because waiting does not free memory that a driver or a desktop uses.
+    # Say that no process uses the GPU, because waiting will not free memory that a driver or a desktop uses.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 

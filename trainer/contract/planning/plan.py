@@ -29,7 +29,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     `model_share` is the fraction of a step during which the language model runs, or 0 if there is no model. The text is
     split into `text_parts` shards, one for each device that runs the model. The model runs on each of `model_gpus`
-    separate GPUs, or on every rank if there are no such GPUs. `model_why` is a clause with the reason for this
+    separate GPUs, or on every rank if there are no such GPUs. `model_why` is a clause giving the reason for this
     placement.
     """
 

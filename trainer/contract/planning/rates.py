@@ -33,11 +33,11 @@ def auto_rate(layout: Layout, d_sae: int, *, is_transcoder: bool) -> float:
 
 
 def length_factor(n_steps: int) -> float:
-    """Return a factor of at most 1 to reduce the learning rate for long runs with tied encoder updates.
+    """Return a factor of at most 1 that reduces the learning rate in long runs with tied encoder updates.
 
     Compared with the learning rate for short runs, the reduced rate lowered the held-out FVU of SAEs with 1,536 latents
     at two hooks by 0 and 0.4 % after 2,000 steps, and by 1.0 and 0.4 % after 10,000 steps. After 50,000 steps at the
-    rate used for short runs, 5 % of the latents were dead. See docs/quality.md.
+    rate for short runs, 5 % of the latents were dead. See docs/quality.md.
     """
     return math.pow(LONG_RUN_STEPS / max(n_steps, LONG_RUN_STEPS), 0.2)
 

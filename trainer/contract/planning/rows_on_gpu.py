@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trainer.contract.planning.workload import Workload
 
-# The number of prefetched batches. Each step uses one batch while a thread reads the next. More batches would not help
-# if the disk is too slow on average.
+# The number of prefetched batches. Each step uses one batch while a thread reads the next. If the disk is too slow on
+# average, more batches would not help.
 READ_AHEAD = 2
-# If the held-out rows for all hooks on a rank need more bytes than this, every evaluation rereads the rows. With d_in
-# 4096, the default 32,768 rows in 16 bits need half of this limit.
+# If the held-out rows for all hooks on a rank take more bytes than this, every evaluation rereads them. With d_in 4096,
+# the default 32,768 rows in 16 bits need half of this limit.
 MOST_KEPT_BYTES = 2**29
 # The maximum number of held-out rows per evaluation batch. Larger batches are no faster and could use more memory than
 # training.

@@ -35,8 +35,8 @@ _DENSE_PRODUCTS = 5
 # candidate weight. These bytes are for reading and copying the weight, and for adding its gradient to the full gradient
 # over all latents.
 _AUXK_PASSES, _AUXK_ROW_PASSES, _AUXK_BYTES = 8, 8, 24
-# The time in seconds that Python takes per pass, per update of an SAE of any size, and per captured step, measured on
-# the slow host of an H200. The GPU runs concurrently.
+# The time in seconds that Python takes per pass, per SAE update (for an SAE of any size) and per captured step,
+# measured on the slow host of an H200. The GPU runs concurrently.
 _HOST_PASS_S, _HOST_UPDATE_S, _HOST_RECORDED_S = 1e-3, 0.5e-3, 0.4e-3
 # Bytes read and written per weight in a step, without the optimizer state. In the backward pass, each rank with a copy
 # of the weight reads or writes its gradient twice. The rank that updates the weight reads or writes the weight twice,
@@ -145,7 +145,7 @@ def _total(time: StepTime) -> float:
 
 
 def _host(work: Workload, n_saes: int, exchange_s: float) -> StepTime:
-    """Return the host time for a step, which does not depend on tensor sizes; a graph replay includes the update."""
+    """Return the host time for a step, which is independent of tensor sizes; a graph replay includes the update."""
     on_cuda = work.device == "cuda"
     if on_cuda and graph_capture.pays(work, work.d_in, work.d_out, precision=work.precision):
         return StepTime(_HOST_RECORDED_S, 0.0, exchange_s)
@@ -157,7 +157,7 @@ def _both(busy: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(work: Workload) -> Wire:
-    """Return the bytes that a rank sends in a step, and how often it waits for other ranks.
+    """Return how many bytes a rank sends in a step, and how often it waits for other ranks.
 
     Ranks with the same latents exchange gradients once per step. Ranks sharding the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n times the bytes that it sums.

@@ -49,7 +49,7 @@ def n_stored_rows(job: ExtractJob) -> int:
 
 
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
-    """Return a sentence about the content of `extract.output`, and whether this job would be refused because of it."""
+    """Return a sentence about the contents of `extract.output`, and whether they would cause this job to be refused."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _ExtractionRecord)
     n_rows = _n_rows(output, state) if state else 0

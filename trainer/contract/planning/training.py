@@ -23,8 +23,8 @@ from trainer.contract.settings.job import JobConfig, SaeSettings
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
-# In runs with fewer steps than this, architectures with a sparsity penalty miss the requested L0: jumprelu with k = 32
-# had an L0 of 40.6 after 147 steps and 33.4 after 488 steps.
+# In runs shorter than this number of steps, architectures with a sparsity penalty miss the requested L0: jumprelu with
+# k = 32 had an L0 of 40.6 after 147 steps and 33.4 after 488 steps.
 LEAST_STEPS_OF_PENALTY = 300
 
 
@@ -37,7 +37,7 @@ OVERRIDDEN_BY = {
 
 
 class TrainingProposal(Proposal[JobConfig]):
-    """The plan for a training job on a machine; the job's steps, SAEs and data are determined only once."""
+    """The plan for a training job on a machine; it determines the job's steps, SAEs and data only once."""
 
     @cached_property
     def layout(self) -> Layout:

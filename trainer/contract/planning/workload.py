@@ -26,7 +26,7 @@ LEAST_STEPS = 500
 # The minimum number of tokens per step, over all ranks. Gradients over fewer tokens are mostly noise, and the optimizer
 # step takes just as long.
 SMALLEST_STEP = 512
-# Batch sizes are multiples of this number of tokens because matmuls are padded to such multiples anyway.
+# Batch sizes are multiples of this number of tokens, because matmuls are padded to such multiples anyway.
 BATCH_UNIT = 64
 # With fewer tokens per step, the automatic learning rate is reduced, because gradients are noisier.
 FULL_LR_TOKENS = 1024
@@ -47,7 +47,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return members(self.job)
 
     def on_data(self, shape: DataShape) -> Workload:
-        """Return the same job on data of this shape."""
+        """Return the same job, on data with this shape."""
         work = Workload(self.job, self.ranks, shape)
         work.__dict__["members"] = self.members
         return work
@@ -108,12 +108,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return after how many tokens without firing a latent is considered dead in a run of `steps` steps."""
+        """Return `dead_after_tokens` for a run of `steps` steps."""
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
     def chooses_latents(self) -> bool:
-        """Whether the architecture is a variant of TopK; the recipe for short runs was tuned for TopK variants.
+        """Whether the architecture is a TopK variant; the recipe for short runs was tuned for these variants.
 
         Other architectures control L0 with a penalty and need more steps at the peak learning rate than a short run
         provides. With the recipe for short runs, jumprelu reached an L0 of 58 instead of 32.
@@ -184,8 +184,8 @@ def steps_of(job: JobConfig, devices: int) -> int:
 def ranks_of(job: AnyJob, devices: int) -> int:
     """Return the number of devices on which a job trains: all except the GPUs that only run its language model.
 
-    If `model_gpus` is "auto", return the number of all devices: each step has the tokens for this number of ranks, even
-    if some devices turn out to run only the model.
+    If `model_gpus` is "auto", return the number of all devices: the number of tokens per step is based on it, even if
+    some devices turn out to run only the model.
     """
     asked = job.model_gpus
     return devices if asked == "auto" else max(1, devices - asked)

@@ -1,4 +1,4 @@
-"""The figures on a report card: how each is named, formatted and read, which direction is better, and their warnings.
+"""The figures on a report card: how each is named, formatted and read, which direction is better, and the cautions.
 
 To add a figure, add one entry to `_FIGURES`; the screen and the comparison of two report cards then show it.
 """
@@ -45,7 +45,7 @@ class CardFigure(msgspec.Struct, frozen=True):
 
 
 class _Declared(msgspec.Struct, frozen=True):
-    """How a figure is read from a report card, along with its error and its condition, if any."""
+    """How to read a figure, and its error and condition if it has any, from a report card."""
 
     name: str
     group: Group
@@ -88,14 +88,14 @@ def _rows(card: Card) -> tuple[object, ...]:
 
 
 def _transformed(card: Card) -> tuple[object, ...]:
-    """Return the place of the rows, and the dimensions that are left out or scaled down in them."""
+    """Return where the rows are, and a description of the dimensions left out or scaled down in them."""
     return card.data.place, card.data.dimensions
 
 
 def texts_of(card: Card) -> tuple[object, ...] | None:
     """Return what two report cards must share for the language model's losses to be comparable.
 
-    The loss without the SAE stands for the language model; it is rounded because two measurements of it differ in the
+    The loss without the SAE identifies the language model; it is rounded because two measurements of it differ in the
     last digits.
     """
     if (spliced := card.spliced) is None:
@@ -104,7 +104,7 @@ def texts_of(card: Card) -> tuple[object, ...] | None:
 
 
 def _losses(group: Group, *path: str) -> Iterator[_Declared]:
-    """Yield the figures of the language model's losses at a path of attributes."""
+    """Yield the figures for the language model's losses, which are read at a path of attributes."""
     prefix = "" if group == "model" else f"{group}_"
     score = Series("CE score", better="higher", prominence="key")
     loss = Series("loss with SAE", better="lower", prominence="key")
@@ -184,8 +184,8 @@ def figures_of(card: Card) -> list[CardFigure]:
 def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, Spread]]:
     """Return an SAE's figures with their spreads over the SAEs that differ from it only in the seed.
 
-    `cards` maps the label of each SAE of a sweep to its report card. Figures that some of the report cards lack, or
-    that were measured under other conditions, are left out. Return [] for one seed.
+    `cards` maps the label of each SAE in a sweep to its report card. Figures that some of the report cards lack, or
+    that were measured under different conditions, are left out. Return [] for one seed.
     """
     own = [figures_of(cards[other]) for other in seeds_of(cards, label)]
     found = []
@@ -214,7 +214,7 @@ def twin_of(card: Card, label: str, other: Card) -> Twin:
 
 
 def next_to_twins(card: Card) -> Iterator[tuple[CardFigure, list[tuple[Twin, str]]]]:
-    """Yield the main figures of an SAE, each with the twins that also have it, and their values and errors as text."""
+    """Yield an SAE's main figures, each with the twins that also have it and the twins' values and errors as text."""
     for figure in figures_of(card):
         known = [twin for twin in card.twins if figure.name in twin.figures]
         if known and figure.series.prominence == "key":
@@ -242,7 +242,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def _probes(card: Card) -> Iterator[CardFigure | None]:
-    """Yield the figures of the probes; the probe on all activations does not depend on the SAE."""
+    """Yield the figures for the probes; the probe on all activations does not depend on the SAE."""
     if card.probing is None:
         return
     auc, raw = Series("AUC", better="higher", format=".3f", prominence="key"), Series("AUC, activations", format=".3f")

@@ -1,7 +1,7 @@
 """Keeps an SAE's older report cards and the matching features files in `.cards` next to the weights.
 
-Files are named after a digest of their contents, so that nothing is stored twice. At most `MOST_CARDS` older report
-cards and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
+Files are named by a digest of their contents, so that nothing is stored twice. At most `MOST_CARDS` older report cards
+and `MOST_FEATURES_BYTES` of older features files are kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def weights_of(folder: Path) -> str:
 
 
 def versions(folder: Path) -> list[Version]:
-    """Return all versions of the report card in an SAE's folder, the latest first."""
+    """Return all versions of the report card in an SAE's folder, latest first."""
     older = {digest: (number, file) for number, digest, file in _stored(folder)}
     found = [
         Version(number=number, card=card, features=_features(folder, card), is_current=False)
@@ -113,7 +113,7 @@ def archive(folder: Path) -> None:
 
 
 def _stored(folder: Path) -> list[tuple[int, str, Path]]:
-    """Return the number, the digest and the file of each older report card, the oldest first."""
+    """Return the number, digest and file of each older report card, oldest first."""
     found = []
     with contextlib.suppress(OSError):
         for file in (folder / FOLDER).iterdir():

@@ -69,7 +69,7 @@ class Best(msgspec.Struct, frozen=True):
 
 
 class CheckpointState(msgspec.Struct, frozen=True):
-    """The contents of a checkpoint apart from its tensors.
+    """A checkpoint's contents, except for its tensors.
 
     `d_out` is set only for a transcoder. `origin` describes the data source. If the data is a stream, `stream` contains
     the position of each rank that reads separate tokens. If SAEs at several hooks are trained, `origins` maps each
@@ -106,7 +106,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints `step-<number>` in a folder, the latest first; ignore symbolic links."""
+    """Return the checkpoints `step-<number>` in a folder, latest first; ignore symbolic links."""
     numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
     # Step numbers are padded to 8 digits; longer numbers would not sort correctly as text.
     return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
@@ -128,7 +128,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints evaluated on the same held-out rows as the latest one, the lowest FVU first."""
+    """Return the checkpoints evaluated on the same held-out rows as the latest one, lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
@@ -176,7 +176,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not list the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # Compare the sizes first: a file with a different size need not be read.
+            # Compare the sizes first: a file whose size differs need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} has changed since it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,8 +8,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, during a rank's
-# measurements before training. If the variable is not set by then, all matmuls of a deterministic run fail.
+# Deterministic matmuls need this variable. PyTorch before 2.10 reads it at the first matmul, which happens while a rank
+# measures speeds before training. If the variable is not set by then, all matmuls in a deterministic run fail.
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 # Each step allocates and frees tensors of many sizes. With expandable segments, PyTorch reserves little more memory

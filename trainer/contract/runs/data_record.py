@@ -18,9 +18,9 @@ from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# The maximum number of bytes read to identify the content of all shards. Smaller data is read completely; from larger
-# data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s during the first
-# steps of a run.
+# The maximum number of bytes to read in order to identify the contents of all shards. Smaller data is read completely;
+# from larger data, only evenly spaced blocks are read. Reading the blocks from the page cache takes 0.2 to 0.6 s during
+# the first steps of a run.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
@@ -72,7 +72,7 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceSettings], before: DataRecord | None = None) -> DataRecord:
-    """Return records of each hook's current data, without samples, which take time to read.
+    """Return records of each hook's current data, without samples, because reading samples takes time.
 
     If the run was already trained on the shards in `before`, those shards come first, with their samples, and new
     shards follow. Raise `JobFileError` if one of the recorded shards has changed.

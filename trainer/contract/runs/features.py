@@ -57,7 +57,7 @@ def _continues(byte: int) -> bool:
 
 
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
-    """Remove incomplete characters at both ends of the text, except in the token at index `at`; return the tokens."""
+    """Return the tokens without incomplete characters at both ends of the text; keep the token at index `at` whole."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
     first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
@@ -69,7 +69,7 @@ def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
 
 
 def _unfinished(text: bytes) -> int:
-    """Return how many bytes of an incomplete character are at the end of the text."""
+    """Return how many bytes at the end of the text belong to an incomplete character."""
     for n, byte in enumerate(reversed(text[-3:]), 1):
         if byte >= 0xC0:
             return n if n < 2 + (byte >= 0xE0) + (byte >= 0xF0) else 0
@@ -86,9 +86,9 @@ Order = Literal["sparse", "density", "largest", "stable", "latent"]
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 COSINE_BINS = 12
 NO_TOKEN = -1
-# The maximum number of latents whose tokens are joined in a search for words spanning tokens. The most frequent latents
-# come first. If there are more candidates, latents already found are skipped. With this limit, a search is fast enough
-# to run at each keystroke.
+# The maximum number of latents whose tokens are joined in a search for words spanning tokens, starting with the latents
+# that fire most often. If there are more candidates, latents already found are skipped. With this limit, a search is
+# fast enough to run at each keystroke.
 _MOST_JOINED = 1024
 
 # For each tensor: its dtype in the file, the type code for its `array`, and 1 if it has one value per latent, otherwise
@@ -112,26 +112,26 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "index_ends": ("I64", "q", None),
     "index_latents": ("I32", "i", None),
 }
-# Additional tensors if the evaluation used the language model: the ids of tokens and the changes of their logits.
+# Additional tensors if the evaluation used the language model: token ids and the changes in their logits.
 _MOVED: dict[str, tuple[str, str, int | None]] = {
     "promoted": ("I32", "i", None),
     "promoted_logits": ("F32", "f", None),
     "suppressed": ("I32", "i", None),
     "suppressed_logits": ("F32", "f", None),
 }
-# An additional tensor if the SAE was trained with several seeds: for each latent, the mean over the other seeds of the
-# largest cosine with any of their decoder directions.
+# An additional tensor if the SAE was trained with several seeds: for each latent, the largest cosine with any decoder
+# direction of another seed, averaged over the other seeds.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
-# Additional tensors of newer files: for each latent, the share of its activations on its most common token, and at its
-# most common position in the text.
+# Additional tensors in newer files: for each latent, the share of its activations on its most common token, and the
+# share at its most common position in the text.
 _BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
 # A latent's family is the first one whose condition holds: the latent never fires; it fires on a share of the rows
 # above `DENSE`; a share above `BOUND` of its activations is on one token, or at one position; or it fires on a share of
 # the rows below the lower limit of `SPARSE`.
 FAMILIES = ("silent", "dense", "token", "position", "rare", "other")
 Family = Literal["silent", "dense", "token", "position", "rare", "other"]
-# With fewer activations than `_LEAST_FIRED`, the most common token or position means nothing.
+# With fewer activations than `_LEAST_FIRED`, the most common token or position is meaningless.
 BOUND, _LEAST_FIRED = 0.9, 10
 _OF_BOUND = ("token", "position")
 _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
@@ -179,11 +179,11 @@ class Feature(msgspec.Struct, frozen=True):
     """A latent's data: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
     `histogram` contains the number of activations in each of several equal bins up to the largest activation. `nearest`
-    contains the latents with the most similar decoder directions as pairs (latent, cosine), the most similar first.
-    `promoted` and `suppressed` are the tokens whose logits are changed most by the decoder direction, the largest
-    change first; both are empty if the evaluation did not use the language model. `stability` is the mean over the
-    other seeds of the largest cosine with any of their decoder directions, or None without other seeds. `family` is one
-    of `FAMILIES`.
+    contains the latents with the most similar decoder directions as pairs (latent, cosine), most similar first.
+    `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, largest change first;
+    both are empty if the evaluation did not use the language model. `stability` is the largest cosine with any decoder
+    direction of another seed, averaged over the other seeds, or None without other seeds. `family` is one of
+    `FAMILIES`.
     """
 
     latent: int
@@ -279,7 +279,7 @@ class Features:
 
     @property
     def has_stability(self) -> bool:
-        """Whether the file says how similar each latent is to latents of other seeds."""
+        """Whether the file says how similar each latent is to latents from other seeds."""
         return STABILITY in self._entries
 
     @property
@@ -309,7 +309,7 @@ class Features:
 
     @property
     def stability(self) -> Sequence[float]:
-        """The mean over the other seeds of each latent's largest decoder cosine, or zeros if it is unknown."""
+        """Each latent's largest decoder cosine with another seed, averaged over the other seeds; zeros if unknown."""
         return self._floats(STABILITY) if self.has_stability else [0.0] * self.n_latents
 
     def _sparse_first(self, latents: Iterable[int]) -> list[int]:
@@ -365,9 +365,9 @@ class Features:
         the words, sorted by the number of such contexts. The second list has all other matches, in the order "sparse".
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
 
-        `stable:>0.7` and `stable:<0.3` keep only latents with such a cosine with other seeds, and `family:token` only
-        latents of this family. Without other words, the first list contains all latents that are kept. Raise
-        `UserError` if the stability or the families are unknown.
+        `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, and
+        `family:token` keeps only latents of that family. Without other words, the first list contains all latents that
+        are kept. Raise `UserError` if the stability or the families are unknown.
         """
         filters = [*self._filters(words)]
         if not filters:
@@ -415,7 +415,7 @@ class Features:
         return firing, self._sparse_first(sorted(found - strongest.keys()))
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
-        """Count, for each latent, the contexts in which its strongest token is one of the given tokens."""
+        """For each latent, count the contexts in which its strongest token is one of the given tokens."""
         tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
@@ -547,7 +547,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Return whether a features file belongs to the given weights; older files, without a record, always match."""
+    """Return whether a features file belongs to the given weights; older files record no weights and always match."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):

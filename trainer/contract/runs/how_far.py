@@ -27,7 +27,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     `lr_share` is the learning rate divided by the peak learning rate, or None for an optimizer without decay. `passes`
     is the number of passes over the training rows, or None for a stream. `fvu` is the FVU on the last batches, and
-    `heldout_fvu` is the FVU on held-out rows. `best` is the run's lowest held-out FVU, if clearly lower than
+    `heldout_fvu` is the FVU on held-out rows. `best` is the run's lowest held-out FVU, if it is clearly lower than
     `heldout_fvu`.
     """
 
@@ -81,7 +81,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
             yield OVERFITTING, self.overfitting
 
     def metadata(self) -> dict[str, Any]:
-        """Return the entries about the training for an export's metadata."""
+        """Return the metadata entries that describe the training, for an export."""
         best = {BEST_STEP: self.best.step, BEST_FVU: self.best.fvu} if self.best else {}
         known = {
             "is_last": None if self.is_last else False,
@@ -95,7 +95,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_state(state: CheckpointState, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
-    """Return the state of a run of `planned` steps at a checkpoint.
+    """Return the state, at a checkpoint, of a run of `planned` steps.
 
     `values` maps metric names to their values. `schedule` is the learning-rate schedule, or None for an optimizer
     without a schedule.

@@ -1,6 +1,6 @@
 """File locks for runs; the kernel releases a lock when the process holding it exits, even after `kill -9`.
 
-Unlike pids, file locks are valid in all PID namespaces of a machine. Every process of a run holds a shared lock on
+Unlike pids, file locks are valid in all PID namespaces of a machine. Every process in a run holds a shared lock on
 `run.lock` in the run folder. A process that starts a run must first lock this file exclusively.
 """
 
@@ -16,8 +16,7 @@ from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
-# How long a process keeps trying to lock a file, in seconds, because another process may hold the lock briefly to test
-# it.
+# How long to keep trying to lock a file, in seconds, because another process may hold the lock briefly to test it.
 _ASKED_S = 0.2
 _LOOKS = 3
 
@@ -106,7 +105,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Return whether, according to /proc, a process holds the shared lock on a file instead of only having it open."""
+    """Return whether, according to /proc, a process holds the shared lock on a file rather than just having it open."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())

@@ -18,9 +18,10 @@ _FRAME = re.compile(
 )
 _REASON = re.compile(r"\bwhat\(\): |Watchdog caught|watchdog got stuck|Heartbeat monitor timed out")
 LONGEST = 4 * 2**20
-# The maximum number of bytes considered at the end of a line that a progress bar has redrawn.
+# The maximum number of bytes to consider at the end of a line that a progress bar has redrawn.
 _LONGEST_REDRAWN = 64 * 1024
-# Escape sequences: `_UP` moves the cursor up, and `_ERASE` erases the line from the cursor onwards, or all of it.
+# Escape sequences: `_UP` moves the cursor up, and `_ERASE` erases the line, either from the cursor onwards or
+# completely.
 _UP, _ERASE = b"\x1b[A", re.compile(rb"\x1b\[[02]?K")
 
 
@@ -33,7 +34,7 @@ class LogEnd(NamedTuple):
 
 
 def tail(path: Path, n_lines: int) -> list[str]:
-    """Return the last `n_lines` lines of a log, or [] if there is no log; read only the end of the log."""
+    """Return the last `n_lines` lines of a log, or [] if there is no log, without reading the rest of the log."""
     if n_lines <= 0:
         return []
     end = log_end(path, n_lines)
@@ -42,7 +43,7 @@ def tail(path: Path, n_lines: int) -> list[str]:
 
 
 def log_end(path: Path, n_lines: int) -> LogEnd:
-    """Return the end of a log with its last `n_lines` lines; read only the end of the log."""
+    """Return the end of a log, with its last `n_lines` lines, without reading the rest of the log."""
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -90,7 +91,7 @@ def readable(line: bytes) -> str:
     shown = ""
     for state in reversed(line[-_LONGEST_REDRAWN:].split(b"\r")):
         if state.endswith(_UP):
-            continue  # It is on another line.
+            continue  # This text is on another line.
         text = _ERASE.sub(b"", state).replace(b"\0", b"").decode(errors="replace")
         shown += text[len(shown) :]
         if _ERASE.search(state):

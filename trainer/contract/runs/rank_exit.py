@@ -18,7 +18,7 @@ from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# The number of seconds by which a killed rank's death is backdated: other ranks fail within milliseconds of it, and
+# A killed rank's death is backdated by this many seconds: other ranks fail within milliseconds of it, and
 # their failures may be noticed first.
 BACKDATED_BY_S = 2.0
 # Seconds to wait after SIGKILL. The kernel needs a few seconds to free hundreds of GB, and a process on a hung GPU
@@ -42,7 +42,7 @@ class RankEnd:
 
     @abstractmethod
     def failed_at(self) -> float:
-        """Return the time of the failure in seconds since the epoch, for finding the first of several failures."""
+        """Return the time of the failure in seconds since the epoch, to find the first of several failures."""
 
     @abstractmethod
     def last_line(self) -> str:

@@ -55,7 +55,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     by_files: bool = False
     # The memory in bytes that a rank may use on a shared device, or None if there is no limit.
     may_take_bytes: Count | None = None
-    # The number of additional devices that only run a language model, and a clause with the reason if the number was
+    # The number of additional devices that only run a language model, and a clause giving the reason if the number was
     # chosen automatically.
     model_gpus: Count = 0
     model_gpus_why: str = ""
@@ -66,7 +66,7 @@ class RankSpec(msgspec.Struct, frozen=True):
         return self.world_size + self.model_gpus
 
     def model_gpus_of(self, local_rank: int) -> list[int]:
-        """Return the indices of the separate devices running the language model for the given rank."""
+        """Return the indices of the separate devices that run the language model for the given rank."""
         return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
@@ -105,8 +105,8 @@ def _as_path(kind: type, value: Any) -> Any:
 def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
     """Return the command line that runs a rank with this Python or `python`; the rank's number is in its environment.
 
-    `any_owner` skips the owner check for the spec. This is meant for a process that has just written all files in the
-    run, because some file systems report one owner for all files, or report all files as writable by everyone.
+    `any_owner` skips the owner check for the spec. This is meant for a process that has itself just written all files
+    in the run: some file systems report the same owner for all files, or report all files as writable by everyone.
 
     -P keeps Python from running a `trainer.py` in the working directory instead.
     """
@@ -177,6 +177,6 @@ def _number(srun: Mapping[str, str], name: str) -> int:
 
 
 def threads_per_rank(world_size: int) -> int:
-    """Return the number of cores per rank, at least 1, out of the cores that this process may use."""
+    """Return the number of cores per rank, at least 1, when the cores that this process may use are shared evenly."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

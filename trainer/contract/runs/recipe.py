@@ -16,7 +16,7 @@ from trainer.contract.settings.optimizers import LONG_RUN
 
 # The key for the recipe in an exported SAE's metadata.
 RECIPE = "training_recipe"
-# If L0 deviates from the requested value by more than this fraction, the target counts as missed.
+# The target counts as missed if L0 deviates from the requested value by more than this fraction.
 MOST_L0_MISS = 0.05
 
 
@@ -127,7 +127,7 @@ def _word(value: Any) -> str:
 
 
 def l0_miss(l0: float, target: int | None) -> float:
-    """Return the relative deviation of L0 from its target, negative if below; 0 without a target."""
+    """Return the relative deviation of L0 from its target, negative if L0 is too low; 0 without a target."""
     return l0 / target - 1 if target else 0.0
 
 

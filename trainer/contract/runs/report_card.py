@@ -199,7 +199,7 @@ STABLE_COSINE = 0.7
 
 
 class Stability(msgspec.Struct, frozen=True, kw_only=True):
-    """How many latents are found again by the SAEs `others`, which differ only in the seed.
+    """How many of an SAE's latents were also found by the SAEs `others`, which differ only in the seed.
 
     For each latent, the largest cosine of its decoder direction with any decoder direction of another SAE is averaged
     over the other SAEs. `share` is the share of latents whose average exceeds `STABLE_COSINE`, and `median` is the
@@ -218,10 +218,10 @@ class KnownFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """How well latents detect the known features of synthetic data, on `n_rows` rows that no run was trained on.
 
     Each latent is judged as a detector of the feature with the nearest direction. `f1`, `precision` and `recall` are
-    means over the latents, and `f1_error` is the standard error of the mean. `uniqueness` is the number of different
+    means over the latents, and `f1_error` is the standard error of the mean. `uniqueness` is the number of distinct
     nearest features per latent. `mcc` is the mean absolute cosine under the best one-to-one matching, or None if it was
-    not computed. `true_l0` is the mean number of features that fire on a row. `data` is a digest of the settings of the
-    data.
+    not computed. `true_l0` is the mean number of features that fire on a row. `data` is a digest of the data's
+    settings.
     """
 
     n_features: int
@@ -317,7 +317,7 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """When, on which data and with which settings one part of a report card was measured.
+    """When, on what data and with what settings one part of a report card was measured.
 
     `measured` is the time in seconds since the epoch. `step` is the SAE's training step, or 0 if unknown. `text` names
     the data, and `n` is its amount in `unit`: rows, tokens, texts or latents. `model` is the language model, or "" if
@@ -335,8 +335,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a report card and their titles. Each part is measured separately, and its results are kept until it is
-# remeasured.
+# The parts of a report card and their titles. Each part is measured separately, and its results are kept until the part
+# is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -356,8 +356,8 @@ class Card(msgspec.Struct, frozen=True):
     unknown. `threshold_set_on` names the rows on which the SAE's single threshold was set to reach the target L0, or is
     "" for an SAE without a single threshold. `weights` is a digest of the weights described by all `parts`. `features`
     is a digest of the stored features file. `stability` is None for an SAE that was trained with one seed. `twins` are
-    the random twins trained next to the SAE. `families` maps each of `features.FAMILIES` to its number of latents; it
-    is empty without stored max-activating examples.
+    the random twins trained alongside the SAE. `families` maps each of `features.FAMILIES` to its number of latents; it
+    is empty if no max-activating examples are stored.
     """
 
     name: str
@@ -442,7 +442,7 @@ def card_from(table: dict[str, Any]) -> Card | None:
 
 
 def _without_unknown(value: Any) -> Any:
-    """Remove null entries, which represent non-finite numbers, to give the fields their default values."""
+    """Remove null entries, which represent non-finite numbers, so that the fields get their default values."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
     return value
@@ -504,7 +504,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when and on which data parts were measured, like `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on what data each part was measured, like `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -528,7 +528,7 @@ def summary(card: Card) -> str:
 
 
 def quality_words(card: Card) -> str:
-    """Return the FVU, followed by that of random twins, like `FVU 0.1419 ± 0.0028, 0.5836 with a random decoder`."""
+    """Return the FVU and the FVUs of random twins, like `FVU 0.1419 ± 0.0028, 0.5836 with a random decoder`."""
     of_twins = [f"{twin.figures['fvu']:.4f} with a {twin.words}" for twin in card.twins if "fvu" in twin.figures]
     return ", ".join([f"FVU {_with_error(card.figures.fvu, card.figures.fvu_error)}", *of_twins])
 
@@ -572,7 +572,7 @@ def clustered(n_clusters: int, clustered_by: str) -> str:
 
 
 def _of_dimensions(card: Card) -> str:
-    """Return a clause about omitted or scaled dimensions, with the FVU over all dimensions, or "" if none."""
+    """Return a clause about omitted or scaled dimensions and the FVU over all dimensions; "" if there are none."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
@@ -618,7 +618,7 @@ def _at_smaller_k(one: Figures) -> str:
 
 
 def family_words(families: Mapping[str, int]) -> str:
-    """Return the number of latents of each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
+    """Return the number of latents in each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
     return ", ".join(f"{families.get(name, 0):,} {words}" for name, words in _FAMILY_WORDS.items())
 
 
@@ -638,7 +638,7 @@ def _families(card: Card) -> str:
 
 
 def _stability(one: Stability) -> str:
-    """Return how many latents are found again, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
+    """Return which share of latents is stable, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
     n = len(one.others)
     which = f"with a latent of {'the other seed' if n == 1 else f'each of {n} other seeds, on average'}"
     matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"
@@ -647,7 +647,7 @@ def _stability(one: Stability) -> str:
 
 
 def _twin(twin: Twin) -> str:
-    """Return the main figures of a random twin, like `FVU 0.5836 ± 0.0024, CE score 0.4120 ± 0.0080`."""
+    """Return a random twin's main figures, like `FVU 0.5836 ± 0.0024, CE score 0.4120 ± 0.0080`."""
     named = [(name, *_TWIN_FIGURES[name]) for name in _TWIN_FIGURES if name in twin.figures]
     probes = filter(None, map(_AUC.fullmatch, twin.figures))
     named += [(one[0], f"AUC (k = {one[1]})", ".3f") for one in probes]
@@ -656,7 +656,7 @@ def _twin(twin: Twin) -> str:
 
 
 def remarks(card: Card) -> list[tuple[str, str]]:
-    """Return what a report card says in words, as pairs (title, text): the rows, the texts and the training."""
+    """Return the remarks on a report card, as pairs (title, text): about the rows, the texts and the training."""
     dimensions = _of_dimensions(card)
     return [
         *([("measured", of_parts(card))] if card.parts else []),
@@ -703,7 +703,7 @@ def _text_read(spliced: PatchedModel) -> str:
 
 
 def _one_way(spliced: PatchedModel) -> list[tuple[str, str]]:
-    """Return lines about the losses if all rows are included, or if it is unknown which rows are."""
+    """Return lines about the losses if all rows are included, or if it is unknown which rows are included."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"

@@ -131,13 +131,13 @@ def _whole_step(job: JobConfig, devices: int) -> int:
 
 
 def _attempts(run_dir: Path) -> list[int]:
-    """Return the numbers of the attempts, the latest first."""
+    """Return the attempt numbers, latest first."""
     numbers = (folder.name.removeprefix("attempt") for folder in run_dir.glob("attempt*"))
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def last_spec(run_dir: Path) -> RankSpec:
-    """Return the spec of the last attempt that has a readable one; a supervisor that is killed early writes none.
+    """Return the spec of the last attempt that has a readable spec; a supervisor that is killed early writes none.
 
     The output folder is changed to `sae` in this run folder, unless the run belongs to a launched job.
     """
@@ -200,7 +200,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
     """Adapt a job so that its tokens per step stay the same with a different mode or number of ranks.
 
     Return the adapted job, and notes about the change. The job `was` ran on `before` devices, and `job` will run on
-    `now` devices. Micro-batches do not become larger.
+    `now` devices. Micro-batches never become larger.
     """
     before, now = ranks_of(was, before), ranks_of(job, now)
     whole = Layout(was, before).tokens_per_step
@@ -214,7 +214,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def _other_change(was: JobConfig, job: JobConfig) -> str:
-    """Return the setting that changed the tokens per step although the number of ranks is unchanged."""
+    """Return the setting whose change affects the tokens per step, given that the number of ranks is unchanged."""
     has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
     of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
     return f"{of_length if has_another_length else 'parallel.mode'}: changed"

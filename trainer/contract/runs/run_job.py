@@ -1,4 +1,4 @@
-"""Reads a run's job file; settings that did not exist when the run started get values that match its behaviour."""
+"""Reads a run's job file; settings that did not exist when the run started get values that preserve its behaviour."""
 
 from __future__ import annotations
 

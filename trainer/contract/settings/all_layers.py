@@ -1,4 +1,4 @@
-"""Expands hooks without a layer, such as "mlp" or "resid_post", to all layers of the model or data folders."""
+"""Expands hooks without a layer, such as "mlp" or "resid_post", to all layers in the model or the data folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.settings.hooks import all_named, both_ends, ends_of, is_of
 from trainer.contract.settings.model_size import model_size
 
 Table = Mapping[str, Any]
-# Returns the layers of a site.
+# Returns a site's layers.
 _LayersOf = Callable[[str], Sequence[int]]
 
 
@@ -70,7 +70,7 @@ def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
 
 
 def _layers_in(folders: Sequence[str], site: str) -> list[int]:
-    """Return the layers for which every extraction folder contains rows for a site; for "mlp", for both ends."""
+    """Return the layers for which every extraction folder contains rows for a site; for "mlp", rows for both ends."""
     sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
     of_each = [_stored(folder, one) for folder in folders for one in sites]
     return sorted(set.intersection(*of_each)) if of_each else []

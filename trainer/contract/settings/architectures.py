@@ -37,7 +37,7 @@ class ArchitectureSettings(msgspec.Struct, frozen=True):
 
     @property
     def n_prefixes(self) -> int:
-        """The number of partial sums of the activations that are trained to reconstruct; 0 for most architectures."""
+        """The number of partial sums over latents that are each trained to reconstruct; 0 for most architectures."""
         return 0
 
 

@@ -110,7 +110,7 @@ class FormatEntry(Entry, frozen=True):
 
 
 class MirrorEntry(Entry, frozen=True):
-    """Another tool for viewing a run's metrics; `package` is the name under which it is imported and installed."""
+    """Another tool for viewing a run's metrics; `package` is the name used to import and install it."""
 
     package: str
 
@@ -134,7 +134,7 @@ class Series(msgspec.Struct, frozen=True):
     better: Literal["lower", "higher"] | None = None
     # The format in the log. Screens show four digits, or a percentage if this format is a percentage.
     format: str = ".4f"
-    # The axis of the curve on the job screen; None if there is no curve. Curves appear in the order of the registry.
+    # The axis of the curve on the job screen; None if there is no curve. Curves appear in registry order.
     curve: CurveAxis | None = CurveAxis()
     # Where the series appears. A "minor" series is stored, and is compared only on request. A "result" also appears in
     # the log, the results and exported SAEs. A "key" series also appears in the progress bar and in the job list, where
@@ -155,7 +155,7 @@ class MetricEntry(Entry, frozen=True):
 
 
 class NoSettings(msgspec.Struct, frozen=True):
-    """The settings of an entry that has none beyond the common settings of its section."""
+    """The settings of an entry with no settings beyond those common to its section."""
 
 
 class BackendEntry(SettingsEntry, frozen=True):
@@ -163,13 +163,13 @@ class BackendEntry(SettingsEntry, frozen=True):
 
     # The scheduler that assigns nodes and GPUs, or "" if the app's own queue on this machine does so.
     cluster: str = ""
-    # The function, as `module:function`, that returns the problems of a job with this backend.
+    # The function, as `module:function`, that returns a job's problems with this backend.
     check: str = ""
     # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
     # folder. Only the app loads it.
     cancel: str = ""
-    # The class, as `module:class`, of an attempt of a command; "" if this backend cannot run commands. Only the app
-    # loads it.
+    # The class, as `module:class`, for an attempt to run a command; "" if this backend cannot run commands. Only the
+    # app loads it.
     program: str = ""
 
 
@@ -186,7 +186,7 @@ class KindEntry(Entry, frozen=True):
     rank: str = ""
     # The function that `sae-train estimate` calls with a job.
     estimate: str = ""
-    # The `AttemptRunner` class that the supervisor runs an attempt with.
+    # The `AttemptRunner` class that the supervisor uses to run an attempt.
     runner: str = "sae_tui.jobs.supervisor.attempt:AttemptRunner"
     # Whether the job trains SAEs and therefore has metrics, checkpoints and report cards.
     trains: bool = False
@@ -348,7 +348,7 @@ METRICS = {
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that have not fired within the dead-latent window.",
-        # The axis reaches at least 1 % so one dead latent among thousands does not look like a steep rise.
+        # The axis reaches at least 1 %, so that one dead latent among thousands does not look like a steep rise.
         Series("dead", "dead", better="lower", format=".1%", curve=CurveAxis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
@@ -470,12 +470,12 @@ WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
 IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"
-# The help text of a flag of both export commands.
+# The help text for a flag shared by both export commands.
 EXPORTED_K = "write a hierarchical_topk SAE with this k instead of the largest k that it was trained for"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:
-    """Return the entry with this name; raise `UserError` that mentions the setting `path` if the name is unknown."""
+    """Return the entry with this name; if the name is unknown, raise a `UserError` that names the setting `path`."""
     if name not in registry:
         raise UserError(f'{path} must be {_list_names(registry)}, not "{name}"')
     return registry[name]

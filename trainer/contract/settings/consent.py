@@ -36,7 +36,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name used to trust this code, and a description."""
+    """A setting that runs code, the name by which the code is trusted, and a description."""
 
     path: str
     name: str
@@ -89,7 +89,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file would run but that has no consent.
+    """Return the code that a job file would run without consent.
 
     `distrust` is the reason why other users may have written the file, or "". If a reason is given, only overrides from
     `--set` count as consent.
@@ -105,7 +105,7 @@ def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> l
 
 
 def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
-    """Convert refused code to problems saying how to allow the code."""
+    """Convert refused code to problems that say how to allow it."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
         return [Problem(path, f"is not taken from a file, only from --set, because {distrust}") for path in paths]

@@ -59,7 +59,7 @@ class Setting(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed keywords, or empty if the setting accepts other values."""
+        """The allowed keywords; empty if the setting accepts other values."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
         closed = all(get_origin(option) is Literal or option is type(None) for option in options)
@@ -120,7 +120,7 @@ class Setting(msgspec.Struct, frozen=True):
         value = parse_value(text)
         if self.commas and isinstance(value, str):
             return [word.strip() for word in value.split(",")]
-        # The hooks of a sweep can be written in other ways too, so they are split where they are checked.
+        # The hooks in a sweep can also be written in other ways, so they are split where they are checked.
         if several and self.name != "hook" and isinstance(value, str) and "," in value:
             return [parse_value(word) for word in value.split(",")]
         is_final = isinstance(value, str | None) or ((several or self.is_list) and isinstance(value, list))
@@ -176,7 +176,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Value:
 
 
 def _meta(annotation: Any) -> Meta | None:
-    """Return the `Meta` with a description in a field's annotation, or in the annotation of a member of its union."""
+    """Return the `Meta` that has a description in a field's annotation, or in the annotation of a union member."""
     if get_origin(annotation) is Annotated:
         described = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
         return described[0] if described else _meta(annotation.__origin__)

@@ -86,7 +86,7 @@ class ExtractJob(AnyJob, frozen=True, kw_only=True):
 
     def promises(self, by: str) -> Promises:
         size = model_size(self.model.path, self.model.revision)
-        # No file records the output width of a module that is given by its path.
+        # No file records the output width of a module specified by its path.
         widths = [size.width if size and not hook.path else None for hook in self.hooks]
         folders = [os.path.realpath(self.folder(name)) for name in self.model.hooks]
         return {folder: Promise(d_in, self.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}

@@ -54,7 +54,7 @@ class Hook(msgspec.Struct, frozen=True):
 def parse_hook(text: str) -> Hook:
     """Parse our name, a TransformerLens name or a module path; raise `ValueError` for any other string.
 
-    Whether the model has this layer or module is not checked.
+    This function does not check whether the model has the layer or module.
     """
     if match := _OURS.fullmatch(text):
         return Hook(match[1], int(match[2]))
@@ -86,7 +86,7 @@ def is_of_transcoder(text: str) -> bool:
 
 
 def both_ends(text: Any) -> list[Any]:
-    """Return the hooks at which the rows for a name are read: both ends of an MLP, or the hook itself."""
+    """Return the hooks at which to read the rows for a name: both ends of an MLP, or the hook itself."""
     return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
 
 

@@ -26,5 +26,5 @@ def inspecting_by(inspector: Inspector) -> Iterator[None]:
 
 
 def inspector() -> Inspector | None:
-    """Return the inspector for these formats, or None if only the trainer can read them."""
+    """Return the inspector in use, or None if only the trainer can read formats that need torch or pyarrow."""
     return _INSPECTORS[-1] if _INSPECTORS else None

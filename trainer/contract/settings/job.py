@@ -25,13 +25,13 @@ from trainer.contract.settings.typed import TIME_LIMITS
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 PYTHONS = 'the absolute path of a Python, like "/home/me/env/bin/python"'
-# The number of tokens per rank and step if batch_size is "auto" and the run is long or has its length given in steps.
+# The number of tokens per rank and step if batch_size is "auto" and the run is long or its length is set in steps.
 USUAL_BATCH = 4096
 # Rows with a norm greater than this multiple of the median norm are left out. The norms of ordinary rows are at most
 # three times the median, whereas the norms of a text's first tokens are up to a hundred times the median.
 MAX_NORM = 10.0
 Choice = str  # a key of a registry; checked against the registry at runtime, so new entries need no change here
-# As a data path, this refers to the sample activations shipped with the app, unless a file has this name.
+# As a data path, this refers to the sample activations shipped with the app, unless a file or folder has this name.
 SAMPLE = "sample"
 J = TypeVar("J", bound="AnyJob")
 

@@ -77,8 +77,8 @@ def members(job: J) -> dict[str, J]:
     """Return a dict mapping labels such as "k=16,seed=1" to the jobs in a sweep.
 
     Without a sweep, the dict contains the job itself with the label "". Settings that a member's architecture or
-    optimizer does not support are omitted from its job and label. A setting shared by several members has its value in
-    the file or, if it is not set there, the first member's default.
+    optimizer does not support are omitted from its job and label. If several members have a setting, they all use its
+    value in the file or, if it is not set there, the first member's default.
     """
     if not job.sweep:
         return {"": job}
@@ -210,7 +210,7 @@ def to_table(job: AnyJob) -> dict[str, Any]:
 
 
 def dump_job(job: AnyJob) -> str:
-    """Return the content of a TOML file for rerunning the same job."""
+    """Return the contents of a TOML file with which the same job can be rerun."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))

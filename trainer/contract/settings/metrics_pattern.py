@@ -1,4 +1,4 @@
-"""Reads the patterns of `command.metrics`, like `step={step} loss={loss}`, which find numbers in a program's output."""
+"""Parses the patterns in `command.metrics`, like `step={step} loss={loss}`, which find numbers in program output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_PATTERN = 500
 
 
 class MetricsPattern(msgspec.Struct, frozen=True):
-    """A pattern that is searched for in each line, and the names of the numbers that it finds."""
+    """A pattern to search for in each line, and the names of the numbers that it finds."""
 
     regex: re.Pattern[str]
     names: tuple[str, ...]

@@ -39,7 +39,7 @@ class ModelSize(msgspec.Struct, frozen=True):
     """The size of a language model.
 
     `width` is the dimension of the residual stream, and `stored` is the dtype of the stored weights. `longest` is the
-    length of the longest context in tokens, or 0 if the model's files do not record it.
+    length in tokens of the longest context that the model supports, or 0 if its files do not record it.
     """
 
     n_parameters: int
@@ -73,7 +73,7 @@ class ModelSize(msgspec.Struct, frozen=True):
 
 
 def model_size(path: str, revision: str | None = None) -> ModelSize | None:
-    """Return the size of a local model; None if it is not on this machine or its files do not record the size."""
+    """Return the size of a local model; None if the model is not on this machine or its files do not record it."""
     try:
         head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
         return _size_by(head, head.stat().st_mtime_ns)

@@ -110,7 +110,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations per token in a forward pass, scaled to the matmul throughput in a step."""
+        """Return the operations per token in a forward pass, scaled up because it is slower than a step's matmuls."""
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

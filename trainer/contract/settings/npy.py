@@ -1,4 +1,4 @@
-"""Reads the header of a .npy file (format 1.0 to 3.0) without numpy."""
+"""Reads the header of a .npy file (formats 1.0 to 3.0) without numpy."""
 
 from __future__ import annotations
 

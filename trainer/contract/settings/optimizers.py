@@ -69,8 +69,8 @@ class AdamSettings(OptimizerSettings, frozen=True):
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, the held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
         0.109 at 9e-3. At 9e-3, however, 4 % of the latents died instead of 1 %. Short runs need no lower rate: with
-        1,536 latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate of this rule), 0.221 at 4e-3,
-        0.264 at 2e-3 and 0.212 at 1.6e-2.
+        1,536 latents and 50 steps of 1,024 tokens, the FVU was 0.205 at 8.5e-3 (the rate given by this rule), 0.221 at
+        4e-3, 0.264 at 2e-3 and 0.212 at 1.6e-2.
         """
         return 6e-3 * math.sqrt(3072 / d_sae)
 
@@ -92,8 +92,8 @@ class SignumSettings(OptimizerSettings, frozen=True):
         """Return the learning rate according to the rule in EleutherAI's sparsify, which gives the lowest FVU here too.
 
         With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.145 at 4e-3,
-        0.121 at 1.15e-2 (the rate of this rule), and 0.131 with 5 % of the latents dead at 2.5e-2. After 500 steps, the
-        FVU was 0.104, compared with 0.092 for Adam.
+        0.121 at 1.15e-2 (the rate given by this rule), and 0.131 with 5 % of the latents dead at 2.5e-2. After 500
+        steps, the FVU was 0.104, compared with 0.092 for Adam.
         """
         return 5e-3 * math.sqrt(2**14 / d_sae)
 
@@ -111,7 +111,7 @@ class MuonSettings(OptimizerSettings, frozen=True):
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
     def auto_lr(self, d_sae: int) -> float:
-        """Return the same learning rate for all widths, like EleutherAI's sparsify, which uses 2e-3.
+        """Return the same learning rate for all widths, as does EleutherAI's sparsify, which uses 2e-3.
 
         With 3,072 latents, k = 32 and batches of 4,096 tokens, the held-out FVU after 150 steps was 0.126 at 6e-3,
         0.114 at 2e-2 and 0.173 at 6e-2. After 500 steps at 2e-2, the FVU was 0.096, compared with 0.092 for Adam in

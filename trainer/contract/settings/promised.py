@@ -1,4 +1,4 @@
-"""Rows that a job will write in the future; jobs that read these rows are checked against them in advance."""
+"""Describes rows that a job has yet to write, so that jobs reading these rows can be checked in advance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Width(msgspec.Struct, frozen=True):
 
 
 def is_promised(path: str, promises: Promises) -> bool:
-    """Return whether a job will write a folder."""
+    """Return whether a job will write rows to a folder."""
     return _place(path) in promises
 
 

@@ -27,7 +27,7 @@ class RowRange(msgspec.Struct, frozen=True):
     # If rows are stored as lists of variable length: the byte offset of the list offsets, and the bytes per offset. The
     # first list offset is the start of the first row.
     lists: tuple[int, int] | None = None
-    # In a Parquet file, the column to decode; its compressed bytes are not plain rows.
+    # In a Parquet file, the column to decode, because its compressed bytes are not plain rows.
     column: str | None = None
 
 
@@ -39,7 +39,7 @@ class NotRowsError(ValueError):
 
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows and d_in of a tensor [..., d_in]; raise `NotRowsError` if it has fewer dimensions."""
+    """Return the number of rows and d_in of a tensor [..., d_in]; raise `NotRowsError` if it is only 1-D or 0-D."""
     if len(shape) < 2:
         raise NotRowsError(f"its shape is {[*shape]}; reshape it to [-1, d_in]")
     return math.prod(shape[:-1]), shape[-1]

@@ -31,7 +31,7 @@ class CoolDown(msgspec.Struct, frozen=True):
         return cls(step, end, planned) if end < planned else None
 
     def left(self, step: int) -> float:
-        """Return the share of the cool-down that remains before a step, from 1 at the start to 0 at the end."""
+        """Return the share of the cool-down that is left before a step, from 1 at the start to 0 at the end."""
         return (self.end - step) / (self.end - self.begin)
 
 

@@ -52,7 +52,7 @@ OF_BATCH = "~"
 # Series with one value per rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# The names of the series with the shares of rows left out, one for each reason.
+# The names of the series with the shares of rows left out, one per reason.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
@@ -82,7 +82,7 @@ def key_metrics() -> dict[str, Series]:
 
 
 def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
-    """Return the series drawn as curves on the job screen, the most informative first.
+    """Return the series drawn as curves on the job screen, most informative first.
 
     Curves that are redundant for all of the given architectures are left out.
     """

@@ -28,7 +28,7 @@ from trainer.contract.settings.rows import NotRowsError, RowRange, choose_tensor
 from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
-# The name of the tensor containing each row's text number.
+# The name of the tensor that contains each row's text number.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
@@ -180,7 +180,7 @@ Read = Callable[[Path], list[RowRange]]
 
 
 def shard_set(root: Path, files: Sequence[Path], field: str, read: Read) -> ShardSet:
-    """Return the shards at a data path; the function `read` returns the ranges of rows in a file.
+    """Return the shards at a data path, given a function `read` that returns the ranges of rows in a file.
 
     `read` may raise `OSError` or `NotRowsError`. Raise `JobFileError` for the setting `field` if a file cannot be used.
     """

@@ -39,7 +39,7 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: AnyJob) -> list[Problem]:
-    """Return all problems with a job that can be detected without contacting SLURM."""
+    """Return all of a job's problems that can be detected without contacting SLURM."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 

@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 class SourceSettings(msgspec.Struct, frozen=True):
-    """The settings for an activation source, and the shape of its data, known without loading the data."""
+    """The settings for an activation source, and the shape of its data, which is known without loading the data."""
 
     # The names of settings containing a file or folder path, and of settings that may contain a hub name instead.
     paths: ClassVar[tuple[str, ...]] = ()
@@ -75,7 +75,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return the default unit for holding out rows; if rows are independent, the unit is a single row."""
+        """Return the default unit for holding out rows; if rows are independent, the unit is an individual row."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source needs on a rank's device; stored rows need none: the page cache holds them.
+        """Return the memory that the source needs on a rank's device; stored rows need none beyond the page cache.
 
         `width` is the number of values per token, including the rows at all hooks and their targets.
         """
@@ -198,7 +198,7 @@ class ShardSettings(SourceSettings, frozen=True):
     def usual_hold_out(self) -> HoldOut:
         """Return "texts" if all shards store text numbers, "rows" if the shards are shuffled, and otherwise "blocks".
 
-        Blocks are used because neighbouring rows mostly belong to the same text if rows are not shuffled.
+        Blocks are used for rows that are not shuffled, because neighbouring rows mostly belong to the same text.
         """
         sets = inspect_sets(self.folders, "data.path")
         if all(documents_in(shard) for one in sets for shard in one.shards):
@@ -206,7 +206,7 @@ class ShardSettings(SourceSettings, frozen=True):
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
 
     def repeated(self) -> list[Problem]:
-        """Report rows given twice: the same row could be both trained on and held out."""
+        """Report rows given twice, because the same row could then be both trained on and held out."""
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
@@ -293,12 +293,12 @@ def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
     return sets
 
 
-# The maximum number of values in the directions of all synthetic features; in fp32, these values take 4 GB.
+# The maximum number of values in the directions of all synthetic features (4 GB in fp32).
 MOST_SYNTHETIC = 10**9
 # The largest mean number of times that a feature without a parent is drawn per row. With this number, the feature fires
 # on 95 % of the rows; the number of draws grows without bound as this share approaches 1.
 MOST_DRAWS = 3.0
-# The share of a row's features without a parent that are chosen from its topic.
+# Of a row's features without a parent, the share that is chosen from the row's topic.
 SHARE_OF_TOPIC = 0.5
 # The maximum share of a parent's firings on which a child also fires; with a larger share, the two could not be
 # distinguished.

@@ -21,7 +21,7 @@ from trainer.contract.settings.sections import CHOSEN, section_settings, words_o
 MOST_MEMBERS = 64
 # The settings in [train] in which SAEs may differ. SAEs may also differ in all [sae] and optimizer settings.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
-# The value of `sae.freeze` of SAEs that are trained in full.
+# The value of `sae.freeze` for SAEs that are trained in full.
 UNFROZEN = "off"
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
@@ -182,5 +182,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable stand-in for a value, for checking a list of 100,000 values for duplicates quickly."""
+    """Return a hashable stand-in for a value, so that checking a list of 100,000 values for duplicates is quick."""
     return repr(value) if isinstance(value, list | dict) else value

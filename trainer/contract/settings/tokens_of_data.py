@@ -25,9 +25,9 @@ def folder_of(settings: SourceSettings) -> Path | None:
 
 
 def may_tell_tokens(settings: Iterable[SourceSettings]) -> bool:
-    """Return whether any of the data may record its tokens.
+    """Return whether some of the data may record its tokens.
 
-    A stream from a language model records its tokens, and data that does not exist yet might record its tokens.
+    A stream from a language model records its tokens, and data that does not exist yet might do so.
     """
     return any(isinstance(one, ModelSettings) or ((folder := folder_of(one)) and _may_tell(folder)) for one in settings)
 

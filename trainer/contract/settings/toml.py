@@ -14,7 +14,7 @@ from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# The maximum length of a key or number outside quotes. For absurdly long keys or numbers, tomllib takes seconds or uses
+# The maximum length of a key or number outside quotes. On absurdly long keys or numbers, tomllib takes seconds or uses
 # up all memory.
 LONGEST_WORD = 100
 
@@ -59,10 +59,10 @@ def read_own_text(path: Path, owners: Collection[int] = ()) -> str:
 
 
 class Judged:
-    """Reads a file like `read_plain_text`, and stores in `distrust` why the file must not be trusted, or "".
+    """Reads a file like `read_plain_text`, and sets `distrust` to the reason not to trust the file, or to "".
 
-    The text and the reason come from the same open file because the name may refer to another file later. With `pipes`,
-    pipes are also read.
+    The text and the reason come from the same open file, because the path may refer to another file later. With
+    `pipes`, pipes are also read.
     """
 
     def __init__(self, *, pipes: bool = False) -> None:

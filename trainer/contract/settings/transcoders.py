@@ -1,4 +1,4 @@
-"""Checks that a job's SAE and data match, for transcoders and other SAEs."""
+"""Checks that a job's SAE matches its data, for transcoders and other SAEs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trainer.contract.settings.toml import parse_toml
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
-# A longer string is not meant to be a number and would be slow to convert.
+# Longer strings are not meant as numbers and would be slow to convert.
 _LONGEST = 400
 SIZES = "a size like 20GiB or 500MB"
 TIME_LIMITS = 'a string like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
@@ -99,7 +99,7 @@ def as_time_limit(seconds: float) -> str:
 
 
 def split_command_line(text: str) -> list[str]:
-    """Split a command line as a shell would, without expanding anything; accept a TOML list of its words, too.
+    """Split a command line as a shell would, without expanding anything; also accept a TOML list of its words.
 
     Raise `ValueError` if a quote is left open.
     """

@@ -24,7 +24,7 @@ from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
 BUSY_TIMEOUT_S = 5.0
-# A transaction that changes many jobs ends after this time, because other processes cannot write in the meantime.
+# A transaction that changes many jobs ends after this time, because it keeps other processes from writing.
 LONGEST_TRANSACTION_S = 0.5
 LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
@@ -62,8 +62,8 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 def _make(path: Path, schema: Schema) -> None:
     """Create a store with its tables under a temporary name, and then rename it.
 
-    If the store were created in place, a full disk could leave an empty store, which would be mistaken for a corrupt
-    one.
+    If the store were created in place, a full disk could leave behind an empty store, which would be mistaken for a
+    corrupt one.
     """
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
@@ -152,7 +152,7 @@ def _refuse_odd(path: Path) -> None:
 
 
 def as_text(content: bytes) -> str:
-    """Decode a text column, replacing invalid bytes; by default, a single invalid value would fail the query."""
+    """Decode a text column, replacing invalid bytes; by default, a single invalid value would make the query fail."""
     return content.decode(errors="replace")
 
 
@@ -267,7 +267,7 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename a store and its WAL files to `<name>.<word>-1`, or use the next free number.
+    """Rename a store and its WAL files to `<name>.<word>-1`, or with the next free number.
 
     Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted
     because it would be replayed into the next store.
@@ -287,7 +287,7 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked, or "" if they can; an unnamed file is locked as a test.
+    """Try to lock an unnamed file in a folder; return why files there cannot be locked, or "" if they can.
 
     On a file system without locks (such as NFS without a working lock service), SQLite only reports that the store is
     busy.
@@ -352,9 +352,9 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         _make_tables(connection, schema)
     if _version(connection) == len(MIGRATIONS[schema]):
         return
-    # Migrate in a separate process: sqlite-utils uses 17 MiB, too much for the app and queue processes, and takes
-    # 1.5 s to import if pandas is installed. Run the file with -P because a user's `trainer.py` in the working
-    # directory would shadow the package.
+    # Migrate in a separate process: sqlite-utils uses 17 MiB, too much for the app and queue processes, and takes 1.5 s
+    # to import if pandas is installed. Run the file with -P because a user's `trainer.py` in the working directory
+    # would otherwise shadow the package.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

@@ -22,8 +22,8 @@ class StoreFile:
         self._open_store = open_store
         self._connection: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None
-        # How many times the file was opened. The device and inode do not suffice to identify a file: a new file may get
-        # a deleted file's inode.
+        # How many times the file was opened. The device and inode are not enough to identify a file, because a new file
+        # may reuse a deleted file's inode.
         self.times_opened = 0
 
     def connection(self) -> sqlite3.Connection:
@@ -63,7 +63,7 @@ Store = TypeVar("Store", bound=Versioned)
 
 
 class StoreFollower(Generic[Store]):
-    """Rereads a store whenever the store has changed; the attribute `store` is the reader while the store is open."""
+    """Rereads a store whenever it has changed; the attribute `store` is the reader while the store is open."""
 
     def __init__(self, path: Path, open_store: Callable[[Path], Store]) -> None:
         self.store: Store | None = None

@@ -46,7 +46,7 @@ from trainer.contract.wording import plural
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
 # Requests to end a job's current run.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
-# The maximum number of unreadable rows whose ids are listed in one message.
+# The maximum number of unreadable rows to list by id in one message.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
 _STATES = frozenset(map(str, JobState))
@@ -221,7 +221,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def gpu_use(self, host: str, since: float) -> list[GpuUse]:
-        """Return the GPU use of the jobs on a host that have started and had not ended before the time `since`."""
+        """Return the GPU use of the jobs on a host that have started and had not ended by the time `since`."""
         with explain_errors(self.path):
             return list(readable(_dicts(self._db, _GPU_USE, (host, since)), GpuUse))
 
@@ -339,7 +339,7 @@ class Control:
     # the queue
 
     def fingerprint(self) -> str:
-        """Return text that changes whenever the queue does: its jobs, the requests to them, or the leases.
+        """Return a string that changes whenever the queue does: its jobs, the requests to them, or the leases.
 
         It does not change with the progress of running jobs. For 1,000 jobs, this takes about 2 ms.
         """
@@ -355,7 +355,7 @@ class Control:
         return "|".join(str(value) for value in row.values())
 
     def record_waits(self, waits: Iterable[tuple[int, str, bool]]) -> None:
-        """Record why jobs wait, and add an event for each job whose flag is set, in one transaction."""
+        """In one transaction, record why jobs wait, and add an event for each job whose flag is set."""
         with self._write() as db:
             for job_id, reason, is_news in waits:
                 _update(db, job_id, {"waits_for": reason})
@@ -440,7 +440,7 @@ def limit_of_user(user: str, held: int, most: int, wanted: int) -> str:
 
 
 def limit_of_array(array: int, active: int, most: int) -> str:
-    """Return why a job of an array must wait, like `4 of at most 4 jobs of array 12 are active`."""
+    """Return why a job in an array must wait, like `4 of at most 4 jobs of array 12 are active`."""
     return f"{active} of at most {plural(most, 'job')} of array {array} {'is' if most == 1 else 'are'} active"
 
 
@@ -456,7 +456,7 @@ def _refuse_beyond_limits(db: sqlite3.Connection, job: Job, n_gpus: int, most_gp
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """Return a free id above `above` and above all job ids, except for absurdly large ids from corrupt rows."""
+    """Return a free id above `above` and all job ids, ignoring absurdly large ids from corrupt rows."""
     largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
     number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():

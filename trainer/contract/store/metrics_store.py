@@ -24,7 +24,7 @@ from trainer.contract.store.twins import without_twins
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # The largest stored value. Metrics are far smaller; squares or differences of values above this limit could overflow.
 LARGEST = 1e100
-# The training phases of a run; the second applies if the run finishes early.
+# A run's training phases; the second applies if the run finishes early.
 TRAINING, COOLING = "training", "cooling down"
 # Phases at the end of a run: evaluating the exported SAEs, being finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
@@ -133,14 +133,14 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def clear(self) -> None:
-        """Delete all rows, but neither the heartbeat nor the events."""
+        """Delete all metric rows; keep the heartbeat and the events."""
         with explain_errors(self.path), transaction(self._db) as db:
             for table in ("metrics", "rollups", "keys"):
                 db.execute(f"DELETE FROM {table}")
             _note_rewind(db, 0)
 
     def roll_up_missing(self) -> None:
-        """Rebuild missing roll-ups in batches, for example if another program wrote the rows."""
+        """Rebuild missing roll-ups in batches; they are missing if, for example, another program wrote the rows."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -346,7 +346,7 @@ _EXTENT = (
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
 # Finds level-2 buckets with rows but without a roll-up or with an incomplete level 1. The query jumps from bucket to
-# bucket, taking 5 ms for 10 million rows.
+# bucket, which takes 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
     f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"

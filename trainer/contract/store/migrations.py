@@ -222,6 +222,7 @@ def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequenc
 
 
 if __name__ == "__main__":
-    # If pandas is installed, sqlite-utils imports it, which takes four times as long as everything else.
+    # Block these imports: if pandas is installed, sqlite-utils imports it, which takes four times as long as all the
+    # rest.
     sys.modules |= dict.fromkeys(("numpy", "pandas"))  # type: ignore[arg-type]
     migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

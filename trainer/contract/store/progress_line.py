@@ -12,7 +12,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow
 from trainer.contract.store.rows import Count, Event
 
-# The limit is far below 2**63, so that numbers computed from a step also fit into SQLite's integers.
+# The limit is far below 2**63, so that numbers computed from a step also fit in SQLite's integers.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 # Name, step, value and rank; a non-finite value is null because JSON cannot represent it.
 _Row = tuple[str, _Step, float | None, Count]

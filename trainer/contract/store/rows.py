@@ -78,7 +78,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # process.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Fields for the queue, including the ids of the jobs on which this job depends (`after`), the time at which it was
+    # Fields for the queue, including the ids of the jobs on which this job depends (`after`), the time when it was
     # queued, and the reason why it is waiting.
     priority: Number = 0
     held: bool = False
@@ -207,7 +207,7 @@ def to_row(job: Job) -> dict[str, Any]:
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """Return the job in a row from `jobs`; raise `ValueError` if a column has a value never written by this program."""
+    """Return the job in a row from `jobs`; raise `ValueError` if a column has a value this program never writes."""
     # Some columns are missing if a store from an older version is opened read-only.
     return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 

@@ -1,4 +1,4 @@
-"""SAEs of a sweep that differ only in their seed: one experiment, described by means and standard deviations."""
+"""SAEs in a sweep that differ only in the seed: one experiment, described by means and standard deviations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Spread(msgspec.Struct, frozen=True):
 class Seeds(msgspec.Struct, frozen=True):
     """The SAEs in a sweep that differ only in the seed, and the spread of each metric over them.
 
-    `are_all` is True if the sweep has no other SAEs except random twins, in which case none of its SAEs is considered
+    `are_all` is True if the sweep has no other SAEs apart from random twins; in that case, none of its SAEs counts as
     the best.
     """
 
@@ -63,7 +63,7 @@ def without_seed(label: str) -> str:
 
 
 def by_seeds(labels: Iterable[str]) -> dict[str, list[str]]:
-    """Group the labels of SAEs that differ only in the seed, the lowest seed first, by the label without the seed.
+    """Group the labels of SAEs that differ only in the seed (lowest seed first) by the label without the seed.
 
     An SAE whose label names no seed is in a group of its own.
     """
@@ -84,7 +84,7 @@ def seeds_of(labels: Iterable[str], label: str) -> list[str]:
 
 
 def values_by_seed(latest: Mapping[str, float], name: str, label: str) -> dict[str, float]:
-    """Return the values of a metric for an SAE and all SAEs that differ only in the seed, by their label.
+    """Return the values of a metric for an SAE and all SAEs that differ only in the seed, by label.
 
     `latest` maps names such as `fvu@k=16,seed=0` to values.
     """

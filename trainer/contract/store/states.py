@@ -29,7 +29,7 @@ class JobState(StrEnum):
 # The states in which a run can end.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
-# The jobs that depend on a job can start once it is in one of these states.
+# Once a job is in one of these states, the jobs that depend on it can start.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that restarts after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})

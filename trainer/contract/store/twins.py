@@ -15,7 +15,7 @@ _FROZEN: dict[str, Frozen] = {"decoder": "decoder", "encoder": "encoder", "both"
 
 
 def frozen_in(label: str) -> Frozen | None:
-    """Return which weights an SAE keeps frozen according to its label, or None if it has no frozen weights."""
+    """Return which weights an SAE keeps frozen, according to its label, or None if it has no frozen weights."""
     value = next((part.removeprefix(_FREEZE) for part in label.split(",") if part.startswith(_FREEZE)), _OFF)
     return _FROZEN.get(value)
 

@@ -44,7 +44,7 @@ class Mirror(ABC):
     @property
     @abstractmethod
     def place(self) -> str:
-        """Where the user can find the metrics, for messages."""
+        """Where the user can find the metrics, as text for messages."""
 
     @abstractmethod
     def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
@@ -66,7 +66,7 @@ def mirrored_run(job: JobConfig, folder: Path, first_step: int) -> MirroredRun:
 
 
 def _id_of(file: Path) -> str:
-    """Return the run id stored in a file; if the file is missing, create it with a random id."""
+    """Return the run id stored in a file; if there is no valid id, write a random one."""
     try:
         with open_plain(file) as stream:
             known = stream.read(100).decode(errors="replace").strip()

@@ -33,8 +33,8 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
 # The predicted count is the largest count in the last `MEMORY` steps. If the latest count is the largest, its growth is
-# extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense matmul is used: in the first steps
-# of a run, the count may grow by half from one step to the next, and a step that overflows is wasted.
+# extrapolated. If the count grew by more than the factor `MOST_GROWTH`, the dense matmul is used: in a run's first
+# steps, the count may grow by half from one step to the next, and a step that overflows is wasted.
 MEMORY, MOST_GROWTH = 4, 1.25
 # With CUDA graphs, the buffer shrinks only after `SHRINKS_AFTER` steps in which a smaller buffer sufficed, since L0
 # oscillates around its target. With this rule, at least 379 of 400 steps with 4,096 latents and k = 8 were replayed for

@@ -15,7 +15,7 @@ from trainer.runtime.triton_kernels import DEAD_LATENTS
 
 
 class DeadLatents(NamedTuple):
-    """Candidates for AuxK: latents with their biases, and the weight of the auxiliary loss.
+    """Candidates for AuxK: latents with their biases, and the auxiliary loss's weight.
 
     `latents` [n] are distinct indices. `bias` [n] is b_enc, or −∞ for latents that are not dead. `weight` (0-dim) is
     1 / variance, or 0 if no latent is dead.

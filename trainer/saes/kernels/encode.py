@@ -43,7 +43,7 @@ def centre(x: Tensor, input_bias: Tensor) -> Tensor:
 def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
     """Return the pre-activations of centred @ W_enc + b_enc [n_tokens, d_sae] selected by `choose`, in b_enc's dtype.
 
-    `centred` is x − input_bias [n_tokens, d_in], from `centre`. The backward pass of this function also computes the
+    `centred` is x − input_bias [n_tokens, d_in], from `centre`. This function's backward pass also computes the
     gradient of `input_bias`.
     """
     with phase(ENCODER):

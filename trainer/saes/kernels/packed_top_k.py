@@ -1,8 +1,8 @@
 """Finds the largest values in each row of a bf16 matrix on a CPU.
 
-Each value becomes an integer key: its bits, followed by the bits of its column. Since numpy partitions integers with
-vector instructions, it finds the 64 largest keys of each of 4,096 rows of 512 in 3 ms on one core, while finding the
-indices of the 64 largest floats takes 10 ms.
+Each value becomes an integer key: its bits, followed by the bits of its column index. Since numpy partitions integers
+with vector instructions, it finds the 64 largest keys in each of 4,096 rows of 512 keys in 3 ms on one core, while
+finding the indices of the 64 largest floats takes 10 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from trainer.saes.kernels import top_k
 # 0.4 µs, and the 64 largest of 768 keys in 2.5 µs.
 AT_ONCE = 512
 # The largest group size if the chosen groups have more than `AT_ONCE` columns, as a fraction of the size that minimises
-# the number of maxima plus columns. This fraction is below 1 because the chosen groups' columns must also be gathered.
+# the total number of maxima and columns to search. This fraction is below 1 because the chosen groups' columns must
+# also be gathered.
 SHARE_OF_BEST = 0.6
 # The size, in bytes, of the rows searched at once.
 PART_BYTES = 2**22
@@ -55,7 +56,7 @@ def _levels(bits: Tensor, k: int) -> list[Tensor]:
 def _group_size(n: int, k: int) -> int:
     """Return the number of columns in a group, or 1 if searching the maxima of groups first would save no time.
 
-    With these sizes, a few levels of groups lead to at most `AT_ONCE` maxima: finding the 64 largest values of each of
+    With these sizes, a few levels of groups leave at most `AT_ONCE` maxima: finding the 64 largest values in each of
     2,048 rows of 16,384 columns takes 19 ms; with a single level of groups, it takes 33 ms.
     """
     if (ratio := n / AT_ONCE) <= 1:

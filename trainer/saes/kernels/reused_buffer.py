@@ -1,4 +1,4 @@
-"""Reuses the output buffer of a CPU matmul for the next matmul of the same shape.
+"""Reuses a CPU matmul's output buffer for the next matmul of the same shape.
 
 Otherwise, the allocator would return this large block to the operating system, which would have to zero the memory
 again for the next matmul. On one core, this took 15 ms of an 80 ms matmul for 3,072 latents, and 80 ms of a 430 ms

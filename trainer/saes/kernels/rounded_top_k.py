@@ -1,8 +1,8 @@
 """Finds the largest pre-activations with a bf16 matmul, and then computes exact values for the candidates only.
 
-A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. The error of a rounded
-product is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. If a rounded value is below the k-th largest exact
-value by more than this bound, its exact value is not among the k largest. If too few values can be ruled out, the exact
+A CPU with hardware support for bf16 computes bf16 matmuls eight times as fast as fp32 matmuls. A rounded product's
+error is bounded: |x·w − x̃·w̃| ≤ ‖x − x̃‖ ‖w‖ + ‖x̃‖ ‖w − w̃‖. If a rounded value is below the k-th largest exact value
+by more than this bound, its exact value is not among the k largest. If too few values can be ruled out, the exact
 product is computed, so the result never depends on the rounding.
 """
 
@@ -96,7 +96,7 @@ class Candidates(NamedTuple):
 
 
 class FirstLook(NamedTuple):
-    """For each token, the values that are largest in the rounded product.
+    """The largest values for each token, as found in the rounded product.
 
     `columns` and the bounds of the exact values, `lower` and `upper`, are [n_tokens, n]. No other value exceeds
     `ceiling` [n_tokens].
@@ -131,7 +131,7 @@ def may_be_used(factors: Factors) -> bool:
 def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Return whether a rounded product saves time if `n_exact` values per token are then computed exactly.
 
-    With `of_batch`, the search is for the largest values over all tokens; otherwise, it is for the largest per token.
+    With `of_batch`, the largest values over all tokens are needed; otherwise, the largest values per token.
     """
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 

@@ -31,7 +31,7 @@ def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
 
 
 def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
-    """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, which must not become inactive.
+    """Choose the values above a bound (a number, 0-dim or [d_sae]), and every NaN, since NaN must not become inactive.
 
     Return None if a dense matmul is faster. On a GPU, the host waits for the number of values, so do not use this
     function in training.

@@ -1,4 +1,4 @@
-"""Counts per step: the tokens on which each latent fired, the tokens since it last fired, and the errors."""
+"""Counts, step by step, the tokens on which each latent fired and the tokens since it last fired, and sums errors."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Products with sparse activations that read only the rows of active latents.
 
 The products use Triton kernels on a GPU, and `embedding_bag` elsewhere. All three products operate on bags of rows.
-Decoding sums, for each token, the rows of W_dec of its active latents. The gradient of an activation is the inner
-product of its row of W_dec with the gradient of its token. For each latent, the weight gradient is a weighted sum of
-the rows for the tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and
-k = 32, these matmuls take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one
-pass.
+Decoding sums, for each token, the rows of W_dec of its active latents. An activation's gradient is the inner product of
+its row of W_dec with its token's gradient. For each latent, the weight gradient is a weighted sum of the rows for the
+tokens on which the latent is active. On one core with 4,096 tokens, d_in = 384, d_sae = 3,072 and k = 32, these matmuls
+take 5, 7 and 8 ms; a dense matmul takes 80 ms. A GPU computes both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -315,7 +314,7 @@ def _row_products(dense: Tensor, rows: Tensor, indices: Tensor, bags: Tensor, st
 
 
 def dots(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the inner product of each pair of rows with the same index in two matrices [n, d]: [n].
+    """Return the inner product [n] of each pair of rows with the same index in two matrices [n, d].
 
     For 16,384 rows of 768, this takes 4 ms on one core; torch's `einsum` takes 15 ms.
     """

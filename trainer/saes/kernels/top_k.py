@@ -23,7 +23,7 @@ from trainer.runtime.triton_kernels import LATENT_SELECTIONS
 # requested. The fraction of a batch's values that exceed a bound differs by less than a sixth from the fraction in 64
 # of its rows.
 SAMPLE_ROWS, MARGIN = 64, 1.5
-# The number of chunks per thread, so that a chunk's results stay in the cache.
+# The number of chunks per thread, chosen so that a chunk's results stay in the cache.
 PARTS = 4
 # The smallest group size; smaller groups save no time.
 LEAST_GROUP = 6
@@ -103,7 +103,7 @@ def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
-    """Guess, from a sample of rows, a bound that is probably exceeded by slightly more than n values."""
+    """Guess, from a sample of rows, a bound that slightly more than n values probably exceed."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
     rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
@@ -141,7 +141,7 @@ def _topk(values: Tensor, k: int) -> Tensor:
 
 
 def _partition(values: Tensor, k: int) -> Tensor:
-    """Do the same as `_topk` for rows [n_rows, n], but faster on CPU.
+    """Like `_topk` for rows [n_rows, n], but faster on CPU.
 
     On one core, 4,096 rows of 256 take 4 ms instead of 12 ms. With AVX2, numpy's `argpartition` takes 13 ms;
     `partition` uses vector instructions on more CPUs.
@@ -187,9 +187,9 @@ def _group_size(n: int, k: int) -> int:
 
 
 def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-    """Do the same as `_partition`, but search only the k groups with the largest maxima.
+    """Like `_partition`, but search only the k groups with the largest maxima.
 
-    A value in any other group is at most its group's maximum, and at least k maxima are as large as that. A group
+    A value in any other group is at most that group's maximum, and at least k maxima are at least as large. A group
     consists of every (n / size)th column, so that the maxima can be computed with vector instructions. `search` finds
     the largest maxima, and then the largest values of the chosen groups; by default, both searches use groups again.
     """

@@ -1,4 +1,4 @@
-"""AuxK's candidates, their weights and their gradients on a GPU: one launch for each, while torch needs 3 to 18.
+"""AuxK's candidates, their weights and their gradients on a GPU: one kernel launch each, where torch needs 3 to 18.
 
 In a 1 ms step, each small launch costs 2.5 µs.
 """

@@ -1,4 +1,4 @@
-"""Errors of reconstructions on a GPU: one pass computes the errors and all sums over errors and targets.
+"""Reconstruction errors on a GPU: one pass computes the errors and all sums over errors and targets.
 
 The order of the additions is fixed: each program adds up a block of rows, and the programs' sums are added afterwards.
 """
@@ -73,7 +73,7 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> NestedEr
 def nested_bags(
     acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
 ) -> NestedErrors:
-    """Do the same as `nested` for activations whose token indices represent (token, level) pairs.
+    """Like `nested`, but for activations whose token indices represent (token, level) pairs.
 
     `rows` is [d_sae, d_out] and `offset` is [d_out]. The levels' outputs are accumulated entry by entry, and are never
     written to memory.

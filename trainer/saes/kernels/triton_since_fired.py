@@ -1,4 +1,4 @@
-"""The `since_fired` functions as one kernel each; torch needs 4 to 6 operations, each as slow as such a kernel."""
+"""The `since_fired` functions as one kernel each; torch needs 4 to 6 operations, each of which takes as long."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from __future__ import annotations

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from trainer.saes.sparse_acts import Filled, SparseActs, SparseIndices
 
-# The maximum number of a latent's entries that one program sums; more entries are split among several programs. Without
-# this limit, a latent that is active on all 4,096 tokens would keep one program busy long after the other programs have
-# finished.
+# The maximum number of a latent's entries that one program sums; if there are more, they are split among programs.
+# Without this limit, a latent that is active on all 4,096 tokens would keep one program busy long after the other
+# programs have finished.
 LONGEST = 256
 # The number of rows that a program sums, and the number of rows and columns that it holds at a time: 32 numbers per
 # thread. With sequential chunks of 256 rows, an H200 took 0.13 ms for 65,536 rows of 2,304; just reading them takes

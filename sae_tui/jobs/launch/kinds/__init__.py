@@ -79,7 +79,8 @@ class LaunchKind(Generic[J, L]):
     def write_files(self, data: DataDir, row: Job, job: J) -> None:
         """Write the files that the job needs in its run folder, in addition to the job file.
 
-        The supervisor gets this process's environment, even if another process starts it.
+        Also store this process's environment, so that the supervisor gets it even if another process starts the
+        supervisor.
         """
         snapshot().write(data.run(row.id))
 

@@ -28,7 +28,7 @@ ARRAY_ID, ARRAY_INDEX = "SAE_TUI_ARRAY_ID", "SAE_TUI_ARRAY_INDEX"
 
 
 def name_of_command(argv: Sequence[str]) -> str:
-    """Return a job name derived from a command line, without secrets and control characters."""
+    """Return a job name derived from a command line, without secrets or control characters."""
     return printable(name_of(masked_arguments(argv)))
 
 

@@ -26,7 +26,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration, gibibytes, plural
 
-# The maximum number of SAEs in a sweep listed by a summary.
+# The maximum number of a sweep's SAEs that a summary lists.
 MOST_SHOWN = 6
 
 

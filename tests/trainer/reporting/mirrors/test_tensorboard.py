@@ -15,7 +15,7 @@ from trainer.reporting.mirrors.tensorboard import TensorBoard
 
 
 def read(folder: Path, name: str) -> dict[int, float]:
-    """Return a curve as shown by TensorBoard, without values replaced by a later file."""
+    """Return a curve as TensorBoard shows it, without values that a later file replaces."""
     events = EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()
     return {event.step: event.value for event in events.Scalars(name)}

@@ -1,4 +1,4 @@
-"""Compares the kernels that find AuxK's candidates with the equivalent torch operations.
+"""Checks the kernels that find AuxK's candidates against equivalent torch operations.
 
 `test_triton_dead_latents.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -46,7 +46,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
-    """Return the number of tokens since each latent fired, with at most `n_different` values among dead latents."""
+    """Return the tokens since each latent fired, with at most `n_different` distinct values among the dead latents."""
     generator = torch.Generator().manual_seed(n_latents + n_dead)
     silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
     dead = torch.randperm(n_latents, generator=generator)[:n_dead]
@@ -96,7 +96,7 @@ def test_candidates_are_correct_for_any_number_of_latents(n_latents: int, share:
 
 @pytest.mark.parametrize(("n_latents", "n_dead"), [(24_576, 500), pytest.param(32_768, 32_768, marks=pytest.mark.slow)])
 def test_candidates_are_correct_for_the_largest_size_handled_by_one_program(n_latents: int, n_dead: int) -> None:
-    # All 32,768 latents have gone the same number of tokens without firing.
+    # All dead latents have gone the same number of tokens without firing.
     assert_found(silences(n_latents, n_dead, 1), 700)
 
 
@@ -143,7 +143,7 @@ def test_rows_are_copied_in_the_matmul_dtype(widths: tuple[int, int], dtype: tor
 @pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("learns_bias", [True, False])
-def test_adding_gradients_for_some_latents_increments_the_version_of_the_tensor(
+def test_adding_gradients_for_some_latents_increments_the_tensors_versions(
     widths: tuple[int, int], dtype: torch.dtype, learns_bias: bool
 ) -> None:
     wholes = Weights(numbers(9, widths[0]), numbers(9, seed=1), numbers(9, widths[1], seed=2))
@@ -191,7 +191,7 @@ def test_an_sae_learns_the_same_with_and_without_kernels(sae: dict[str, object],
 
 
 class Counted:
-    """A wrapper around the kernels that records the names of the kernels used."""
+    """A wrapper around the kernels that records which of them are used."""
 
     def __init__(self, used: list[str]) -> None:
         self._used = used

@@ -1,4 +1,4 @@
-"""Compares the kernel that centres rows with the equivalent torch operations.
+"""Checks the kernel that centres rows against equivalent torch operations.
 
 `test_triton_encode.py` runs this file in a separate process. With TRITON_INTERPRET=1, the kernel runs on a CPU;
 otherwise it needs a GPU.
@@ -27,7 +27,7 @@ def test_rows_are_centred_and_rounded_as_in_torch(shape: tuple[int, int], dtype:
     torch.testing.assert_close(found, (x - bias).to(dtype), rtol=rtol, atol=0, equal_nan=True)
 
 
-def test_rows_with_another_layout_or_dtype_are_left_to_torch() -> None:
+def test_rows_with_an_unsupported_layout_or_dtype_are_left_to_torch() -> None:
     x = torch.zeros(4, 6, device=DEVICE)
     assert triton_encode.fits(x, x[0])
     assert not triton_encode.fits(x.T, x[:, 0])

@@ -1,4 +1,4 @@
-"""Compares the kernel that moves selected entries to the front with a stable sort.
+"""Checks the kernel that moves selected entries to the front against a stable sort.
 
 `test_triton_entries.py` runs this file. With TRITON_INTERPRET=1, the kernel runs on a CPU; otherwise it needs a GPU.
 """

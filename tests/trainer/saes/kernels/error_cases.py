@@ -1,4 +1,4 @@
-"""Compares the kernels that sum errors with a float64 reference.
+"""Checks the kernels that sum errors against a float64 reference.
 
 `test_triton_errors.py` runs this file in a separate process. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise
 they need a GPU.
@@ -141,7 +141,7 @@ def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> 
 
 
 def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
-    """Return the contribution of each level to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
+    """Return each level's contribution to each token's reconstruction, [n_tokens, n_levels, d_out], in float64."""
     indices, n = acts.indices, len(acts.values) if acts.indices.filled is None else int(acts.indices.filled.n)
     added = acts.values[:n, None].double() * rows.double()[indices.latents[:n]]
     parts = added.new_zeros(len(indices.starts), rows.shape[1]).index_add(0, indices.tokens[:n], added)
@@ -184,13 +184,13 @@ def test_errors_computed_from_entries_sorted_by_level_match_float64(
         expected[:, :-1].square().sum(),
         *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
     )
-    # With one of these limits, each program handles a single token; with the other, one program handles all tokens.
+    # With the first limit, each program handles a single token; with the second, one program handles all tokens.
     for full in (10**9, 1):
         monkeypatch.setattr(triton_errors, "_FULL", full)
         found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
         for one, other in zip(all_of(found), exact, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
-        # The kernel reading the sums for the levels returns the same result.
+        # The kernel that reads the levels' sums returns the same result.
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -198,7 +198,7 @@ def test_errors_computed_from_entries_sorted_by_level_match_float64(
 
 @pytest.mark.parametrize("n_beside", [0, 3], ids=["no padding", "padding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_errors_for_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_beside: int, dtype: torch.dtype) -> None:
+def test_single_level_errors_are_also_written_in_the_dtype_of_the_rows(n_beside: int, dtype: torch.dtype) -> None:
     acts, rows = by_level([[4], [0], [11]] * 2, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
     y, (y_mean, offset) = numbers(6, 140, seed=1), numbers(2, 140, seed=2)
     found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
@@ -212,7 +212,7 @@ def test_errors_for_a_single_level_are_also_written_in_the_dtype_of_the_rows(n_b
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_the_errors_for_levels_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
+def test_level_errors_do_not_depend_on_the_order_of_programs(programs: Programs) -> None:
     acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
     programs.assert_same_bits(lambda: all_of(triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])))
 
@@ -279,7 +279,7 @@ def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
-# Architectures tested only in slow tests; BatchTopK uses the same kernels in half the time.
+# Architectures that are tested only in slow tests, because BatchTopK tests the same kernels in half the time.
 SLOW = ("topk", "hierarchical_topk", "matryoshka_batch_topk")
 
 
@@ -306,7 +306,7 @@ def test_an_sae_learns_and_reports_the_same_with_and_without_kernels(
     some = {RECONSTRUCTION_ERRORS: triton_errors, SPARSE_PRODUCTS: products, LATENT_SELECTIONS: triton_top_k}
     with use_kernels(NONE):
         with_kernels, without = learner(architecture), learner(architecture)
-    # The second step also uses state changed by the first step.
+    # The second step also uses state that the first step has changed.
     for number in range(2):
         x = numbers(24, 20, seed=number)
         for one, kernels in ((with_kernels, NONE | some), (without, NONE)):

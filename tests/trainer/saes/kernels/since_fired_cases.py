@@ -1,4 +1,4 @@
-"""Compares the kernels run at the end of a step with the equivalent torch operations.
+"""Checks the kernels that run at the end of a step against equivalent torch operations.
 
 `test_triton_since_fired.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -32,7 +32,7 @@ def test_the_kernel_matches_the_equivalent_torch_operations(n: int, n_others: in
     sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
     sums[n + 1] = bad
     came = torch.full((), float(n_tokens), device=DEVICE)
-    # The kernel must not change the memory following its sums.
+    # The kernel must not change the memory that follows its sums.
     given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
     found = triton_since_fired.add_tokens(given[0][0], given[0][1][: n + n_others], came)
     with use_kernels(NO_KERNELS):

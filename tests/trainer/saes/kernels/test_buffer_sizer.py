@@ -1,4 +1,4 @@
-"""Tests for selecting the values above a bound when the host must guess their number, and may guess too low."""
+"""Tests selecting the values above a bound when the host has to guess how many there are, and may guess too low."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_capacity_is_a_quarter_above_the_maximum_in_earlier_batches(sizer: B
     assert capacities(sizer, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
-def test_all_values_are_kept_while_their_number_grows_quickly(sizer: BufferSizer) -> None:
+def test_all_values_are_kept_while_the_count_grows_quickly(sizer: BufferSizer) -> None:
     assert capacities(sizer, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
     assert capacities(sizer, 64, 66, 66) == [80, 96, 96]
 
@@ -145,7 +145,7 @@ def test_no_micro_batch_waits_for_the_count_from_another_micro_batch_in_its_step
     waits = []
 
     class Number(HostCopy):
-        """A count computed by the GPU only after the host has queued the entire step."""
+        """A count that the GPU computes only after the host has queued the entire step."""
 
         def __init__(self, number: Tensor) -> None:
             super().__init__(number)

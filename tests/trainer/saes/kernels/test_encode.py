@@ -1,4 +1,4 @@
-"""Compares the encoder with a dense matmul, and its gradients with finite differences in float64."""
+"""Checks the encoder against a dense matmul, and its gradients against finite differences in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Return a mask selecting about half of the entries, none for token 2 or latent 3, and nearly all for latent 5."""
+    """Return a mask of about half of the entries: none for token 2 or latent 3, and nearly all for latent 5."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask

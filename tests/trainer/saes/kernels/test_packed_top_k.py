@@ -1,4 +1,4 @@
-"""Compares the selection of each row's largest bf16 values with a full sort."""
+"""Checks the selection of each row's largest bf16 values against a full sort."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_largest_positive_values_match_a_full_sort(n_rows: int, n: int, k: i
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))
 @settings(max_examples=100)
-def test_in_rows_with_few_positive_values_all_of_them_are_found(n: int, k: int, seed: int) -> None:
+def test_all_positive_values_are_found_in_rows_that_have_few_of_them(n: int, k: int, seed: int) -> None:
     k = min(k, n)
     values = torch.randn(20, n, generator=torch.Generator().manual_seed(seed)).bfloat16()
     columns, largest = largest_of_each(values, k)

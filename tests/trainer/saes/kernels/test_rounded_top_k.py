@@ -1,4 +1,4 @@
-"""Compares a top-k search starting from a rounded matmul with the top k of the exact matmul."""
+"""Checks a top-k search that starts from a rounded matmul against the top k of the exact matmul."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Draw tokens and latents with norms that vary with `spread`, in the memory layout of an SAE."""
+    """Draw tokens and latents with norms that vary with `spread`, in an SAE's memory layout."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -37,7 +37,7 @@ cases = st.builds(
 
 
 def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
-    """Check equality, except for the last bits in fp32 sums, which depend on the summation order."""
+    """Check equality, except for the last bits of fp32 sums, which depend on the summation order."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
@@ -171,7 +171,7 @@ def test_a_first_pass_is_used_only_for_fp32_on_a_cpu_with_fast_bf16(monkeypatch:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_top_k_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+def test_the_top_k_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     values, before = torch.randn(101, 97), torch.get_num_threads()
     expected = top_k.of_each(values, 5)
     torch.set_num_threads(threads)

@@ -77,7 +77,7 @@ def test_entries_chosen_from_a_batch_are_ordered_by_latent_within_a_token(case: 
 
 @settings(max_examples=60)
 @given(matrices(), st.booleans())
-def test_the_search_by_groups_on_a_gpu_matches_a_full_sort(case: tuple[Tensor, int], has_nan: bool) -> None:
+def test_the_group_search_used_on_gpus_matches_a_full_sort(case: tuple[Tensor, int], has_nan: bool) -> None:
     values, k = case
     k = -(-k // 8)
     if has_nan:

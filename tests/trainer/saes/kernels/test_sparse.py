@@ -1,4 +1,4 @@
-"""Compares sparse matmuls with dense matmuls, and their gradients with finite differences, in float64."""
+"""Checks sparse matmuls against dense matmuls, and their gradients against finite differences, in float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_dot_products_of_corresponding_rows_are_correct_in_any_memory_layout(n: 
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
 def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """In one of the two cases, set the cache size to 0 so that rows do not fit into the cache."""
+    """In one of the two cases, set the cache size to 0 so that rows do not fit in the cache."""
     if request.param:
         monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
     return bool(request.param)
@@ -137,7 +137,7 @@ def test_entries_are_sorted_once_and_keep_their_order_when_regrouped() -> None:
 
 
 class Noting(Threads):
-    """Threads that record the dtype of the rows they gather."""
+    """A process group that records the dtype of the rows it gathers."""
 
     types: tuple[torch.dtype, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Compares the largest values found by several ranks with the largest values in the full matrix."""
+"""Checks the largest values found by several ranks against the largest values in the full matrix."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 def over_latents(
     pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None, *, may_wait: bool = True
 ) -> tuple[Tensor, list[int]]:
-    """Select latents split across ranks. Return a mask [n_tokens, d_sae] and the number of values sent by each rank."""
+    """Select among latents split across ranks. Return a mask [n_tokens, d_sae] and how many values each rank sent."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -68,7 +68,7 @@ def over_latents(
     st.integers(0, 99),
 )
 @settings(max_examples=80)
-def test_the_k_largest_values_for_a_token_are_found_on_whichever_rank_they_are(
+def test_the_k_largest_values_for_a_token_are_found_whichever_ranks_hold_them(
     n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, may_wait: bool, seed: int
 ) -> None:
     k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
@@ -91,13 +91,13 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same_values() -> None:
 
 def test_a_rank_sends_few_candidates_and_sends_more_only_for_tokens_that_need_more() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    # Sorted values are dealt to the ranks in turn, so every rank has the same number of the largest values.
+    # Sorted values are dealt to the ranks in turn, so each rank holds equally many of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
     # For each token, a rank sends its candidates and an upper bound on the token's other values.
     assert sent == [n_tokens * (few + 1)] * n_ranks
-    # One rank has all large values of token 3.
+    # One rank holds all of token 3's large values.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
@@ -112,7 +112,7 @@ def test_the_largest_values_in_a_batch_are_found_if_ranks_hold_different_tokens(
     sizes: list[int], gap: float, may_wait: bool
 ) -> None:
     pre_acts = torch.randn(20, 30)
-    # A rank holding nearly all of the largest values sends more candidates.
+    # A rank that holds nearly all of the largest values sends more candidates.
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
@@ -129,7 +129,7 @@ def test_the_largest_values_in_a_batch_are_found_if_ranks_hold_different_tokens(
 def test_the_nth_largest_value_over_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # The values on each rank come in several tensors, and some tensors have fewer than n values.
+    # Each rank's values are spread over several tensors, some with fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 

@@ -1,4 +1,4 @@
-"""Compares the top-k kernels with a full sort.
+"""Checks the top-k kernels against a full sort.
 
 `test_triton_top_k.py` runs this file in a separate process. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise
 they need a GPU.
@@ -57,7 +57,7 @@ def some_cases() -> Iterator[pytest.param]:
 
 
 CASES = [*some_cases()]
-# The three kinds of results returned by a selection.
+# The three kinds of results that a selection returns.
 RESULTS = ("values", "kept", "marks")
 COMBINED = combined(CASES, DTYPES, RESULTS)
 # Cases that depend on the bit patterns of values and are tested with all dtypes.
@@ -196,7 +196,7 @@ def test_non_contiguous_rows_are_read_correctly() -> None:
     assert torch.equal(columns.cpu(), expected(values, 5))
 
 
-def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
+def test_sizes_that_the_kernels_do_not_support_are_left_to_torch() -> None:
     def fits(n_rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         return triton_top_k.fits(torch.empty(n_rows, n, dtype=dtype, device="meta"), k)
 
@@ -206,7 +206,7 @@ def test_sizes_that_do_not_suit_the_kernels_are_left_to_torch() -> None:
     assert not fits(1, 65536, 64)
     assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
-    # If a row fits into one program, k is unlimited.
+    # If a row fits in one program, k is unlimited.
     assert fits(4096, 8192, 8000)
     assert not fits(4096, 8193, 8000)
     assert not fits(4096, 65536, 0)

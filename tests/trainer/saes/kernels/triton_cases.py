@@ -1,4 +1,4 @@
-"""Compares the Triton kernels for sparse matmuls with dense matmuls in float64.
+"""Checks the Triton kernels for sparse matmuls against dense matmuls in float64.
 
 `test_triton_sparse.py` runs this file. With TRITON_INTERPRET=1, kernels run on a CPU; otherwise they need a GPU.
 """
@@ -134,7 +134,7 @@ def test_activations_and_the_rows_multiplied_by_them_are_summed_for_each_latent(
 
 @OF_CASES
 @pytest.mark.parametrize("slab_bytes", [2**24, 256], ids=["whole", "in parts"])
-def test_the_gradient_for_an_entry_is_the_dot_product_of_its_rows(
+def test_an_entrys_gradient_is_the_dot_product_of_its_rows(
     case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
@@ -191,8 +191,8 @@ def test_the_component_of_a_sum_orthogonal_to_its_row_stays_precise_if_split(
     d_sae = 9
     case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
     directions = torch.randn(d_sae, d, device=DEVICE)
-    # The last column of row 3 is 0.
-    # In half of the columns of row 5, the sum has the sign of the row, and in the other half the opposite sign.
+    # The last column of row 3 is 0. In row 5, the sum has the row's sign in half of the columns and the opposite sign
+    # in the other half.
     directions[3, -1:] = 0
     unit_rows = torch.nn.functional.normalize(directions, dim=1)
     along = unit_rows.clone()
@@ -268,7 +268,7 @@ def test_sums_in_a_fixed_order_do_not_depend_on_the_order_of_programs(
     programs.assert_same_bits(sums)
 
 
-def test_the_gradients_for_a_step_match_a_dense_step(deterministic: bool) -> None:
+def test_a_steps_gradients_match_those_of_a_dense_step(deterministic: bool) -> None:
     torch.manual_seed(0)
     n_tokens, d_in, d_sae, k = 5, 20, 16, 3
     shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
@@ -317,7 +317,7 @@ def test_rows_in_16_bits_are_weighted_and_summed_in_fp32(n: int, width: int, dty
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_for_the_input_bias_reads_the_16_bit_copy_of_the_weights(dtype: torch.dtype) -> None:
+def test_the_input_bias_gradient_is_computed_from_the_16_bit_copy_of_the_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, W_enc, b_enc, b_dec = (
         torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 20), (20, 16), (16,), (20,))
