@@ -42,7 +42,7 @@ GpusPerUser = Annotated[
     ),
 ]
 MaxTime = Annotated[
-    str, about("Longest time limit of a job, and the one it gets without any; at most 365d.", wanted=TIMES)
+    str, about("Longest time limit a job may have, and the limit of a job that sets none; at most 365d.", wanted=TIMES)
 ]
 
 

@@ -66,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True):
     default_gpu_selection: Annotated[
         Literal["available", "best", "all", "manual"],
         about(
-            "GPUs that the launch screen selects at first: all free ones, the fewest that suffice unless more pay, "
+            "GPUs that the launch screen selects at first: all free ones, as few as suffice unless more are worth it, "
             "all, or none.",
             group=_LAUNCH,
         ),
@@ -146,7 +146,7 @@ class Settings(msgspec.Struct, frozen=True):
     alert_idle_minutes: Annotated[
         float,
         about(
-            "Alert if a job does not use a GPU that it holds for this long (at least 10); 0: off.",
+            "Alert if a job holds a GPU without using it for this long (at least 10); 0: off.",
             group=_ALERTS,
             unit="min",
             ge=0,
@@ -156,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True):
     alert_disk_gib: Annotated[
         float,
         about(
-            "Alert if the disk of the data folder has less free space than this; 0: off.",
+            "Alert if the data folder's disk has less free space than this; 0: off.",
             group=_ALERTS,
             unit="GiB",
             ge=0,
@@ -182,7 +182,7 @@ class Settings(msgspec.Struct, frozen=True):
     trusted_code: Annotated[
         list[str],
         about(
-            "Code that job files may run without asking: commands, Pythons, models with code, options of sbatch.",
+            "Code that job files may run without asking: commands, Pythons, models with code, sbatch options.",
             group=_LAUNCH,
             wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
             commas=True,
@@ -210,7 +210,12 @@ class Settings(msgspec.Struct, frozen=True):
     ] = field(default_factory=lambda: [50.0, 90.0])
     colour_memory_percent: Annotated[
         list[_Threshold],
-        about("Share of GPU memory shown in yellow, and in red.", group=_LOOK, wanted=_PAIR.format("[60, 90]"), **_TWO),
+        about(
+            "Share of used GPU memory shown in yellow, and in red.",
+            group=_LOOK,
+            wanted=_PAIR.format("[60, 90]"),
+            **_TWO,
+        ),
     ] = field(default_factory=lambda: [60.0, 90.0])
     colour_power_percent: Annotated[
         list[_Threshold],
@@ -224,7 +229,7 @@ class Settings(msgspec.Struct, frozen=True):
     colour_heat_c: Annotated[
         list[_Threshold],
         about(
-            "How many °C below throttling a temperature is shown in yellow, and in red.",
+            "How many °C below the throttling point a temperature turns yellow, and how many below it turns red.",
             group=_LOOK,
             wanted=_PAIR.format("[20, 6]"),
             **_TWO,

@@ -65,7 +65,7 @@ def make_parser() -> SafeParser:
     inspect = add("inspect", "check stored activations: statistics and problems", INSPECT)
     inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
     inspect.add_argument("--headers", action="store_true", help="only read the headers: rows, width and type")
-    inspect.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    inspect.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     join = add("join", "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same on all hosts")
@@ -76,13 +76,13 @@ def make_parser() -> SafeParser:
     stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` created")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps, and then finish")
-    stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    _add_export(add("export", "write the SAE of a checkpoint in the format of another tool", EXPORT))
+    stop.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
+    _add_export(add("export", "write a checkpoint's SAE in another tool's format", EXPORT))
     _add_import(add("import", "create a run from an SAE that another tool trained", IMPORT))
-    judge = add("eval", "write the report card of a trained SAE, measured on held-out rows", EVAL)
+    judge = add("eval", "write a trained SAE's report card, measured on held-out rows", EVAL)
     _add_eval(judge)
     _add_job(add("estimate", "estimate a job's time and its memory per GPU before it runs", ESTIMATE))
-    bench = add("bench", "measure the step time of a job on this machine, by phase", BENCH)
+    bench = add("bench", "measure a job's step time on this machine, by phase", BENCH)
     _add_job(bench, nargs="?")
     for command in (run, extract, join, resume, judge, bench):
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
@@ -90,7 +90,7 @@ def make_parser() -> SafeParser:
     probe = add("probe", "measure the speed of every device and of the bus between them", PROBE)
     probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
     probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
-    probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    probe.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     _add_self_test(
         add("self-test", "check that a GPU trains correctly: against float64, the CPU and itself", SELF_TEST)
     )
@@ -98,7 +98,7 @@ def make_parser() -> SafeParser:
         "rank", is_of_command=True, description="Run one rank of a training run; started by `run` and by the app."
     )
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
-    rank.add_argument("--any-owner", action="store_true", help="run even if another user owns the files of the run")
+    rank.add_argument("--any-owner", action="store_true", help="run even if another user owns the run's files")
     rank.set_defaults(command="rank")
     return parser
 
@@ -115,9 +115,9 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
+        help="override a setting in the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
     )
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
@@ -135,7 +135,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--public", action="store_true", help="with --push: a public repository; default private")
     command.add_argument("--yes", action="store_true", help="with --push: upload without asking")
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
@@ -203,15 +203,15 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
 
 
 def _add_self_test(command: argparse.ArgumentParser) -> None:
     which = 'the index of a GPU, or "cpu"; default: the first GPU'
     command.add_argument("--gpus", default="auto:1", metavar="GPU", help=which)
-    more = "also test longer training runs, memory against the estimate, and matrices of more than 2^31 numbers"
+    more = "also test longer training runs, memory use against the estimate, and matrices with more than 2^31 values"
     command.add_argument("--full", action="store_true", help=more)
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    command.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
 
 
 def _positive(text: str) -> int:

@@ -128,7 +128,7 @@ def _xid(look: AlertReadings) -> Iterator[MeasuredValue]:
         condition = sample.condition or Condition()
         xid = condition.xid if condition.xid and condition.xid.is_fatal else None
         value = None if sample.condition is None else float(bool(xid or condition.recovery))
-        words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, as its driver reports"
+        words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, according to its driver"
         yield _on_gpu(sample, value, words, look.held)
 
 

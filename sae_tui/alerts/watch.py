@@ -118,7 +118,7 @@ class Alerts:
                 measured = list(kind.measure(look))
             except Exception as error:
                 # An error in one kind of alert must not affect the other kinds.
-                self.failure = f"alerts of {kind.title} cannot be checked: {error!r}"
+                self.failure = f"{kind.title} alerts cannot be checked: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
             for one in measured:

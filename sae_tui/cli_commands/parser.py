@@ -46,7 +46,7 @@ EXAMPLES = f"""\
 examples:
   sae-tui                                       open the app
   sae-tui --demo                                open it with simulated GPUs; training is real
-  sae-tui --host gpu1 --host me@gpu2            also show GPUs and jobs of these hosts, over ssh
+  sae-tui --host gpu1 --host me@gpu2            also show GPUs and jobs on these hosts, over ssh
   sae-tui gpus                                  what each GPU is doing, and who uses it
   CUDA_VISIBLE_DEVICES=$(sae-tui select -n 2) python train.py         two free GPUs for any program
   sae-tui doctor                                check this machine for problems
@@ -369,7 +369,7 @@ def _add_gpu_commands(add: Add) -> None:
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
     metrics.add_argument("--csv", action="store_true", help="print the history since --since as CSV")
     _add_only(metrics)
-    export = add("export-metrics", "exporting.export_metrics", "Serve metrics of GPUs and jobs to Prometheus")
+    export = add("export-metrics", "exporting.export_metrics", "Serve GPU and job metrics to Prometheus")
     free = "port on 127.0.0.1, or 0 for any free port; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)
     export.add_argument("--once", action="store_true", help="print the metrics once and exit, for a textfile collector")
@@ -537,7 +537,7 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
+        help="override a setting in the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
     )
 
 
@@ -685,14 +685,14 @@ def _add_edit_commands(add: Add) -> None:
         "resume", "edits.resume", "Resume jobs that have ended or are paused, from their last good checkpoints"
     )
     clone = add("clone", "edits.clone", "Launch a new job with another job's settings")
-    pause = add("pause", "edits.pause", "Save a checkpoint of jobs and free their GPUs until they are resumed")
+    pause = add("pause", "edits.pause", "Save checkpoints of jobs and free their GPUs until they are resumed")
     hold = add("hold", "edits.hold", "Hold queued jobs, so that they do not start")
     release = add("release", "edits.release", "Release held jobs, so that they can start")
     priority = add("priority", "edits.prioritise", "Set the priority of queued jobs")
     after = add("after", "edits.come_after", "Make a queued job wait until other jobs have finished")
     rename = add("rename", "edits.rename", "Rename a job")
     tag = add("tag", "edits.tag", "Add tags to jobs")
-    note = add("note", "edits.write_note", "Set the note of jobs")
+    note = add("note", "edits.write_note", "Set a note on jobs")
     early = "cool down from the checkpoint and end as finished, instead of training all remaining steps"
     resume.add_argument("--finish", action="store_true", help=early)
     for command in (clone, after, rename):
@@ -797,7 +797,7 @@ def _shared_flags(*, in_help: bool = True) -> CommandParser:
     it.
     """
     shared = CommandParser(add_help=False, argument_default=argparse.SUPPRESS)
-    shared.add_argument("--data-dir", metavar="DIR", help="folder of the jobs; default: $SAE_TUI_DATA_DIR")
+    shared.add_argument("--data-dir", metavar="DIR", help="folder for jobs; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="use simulated GPUs, and keep the jobs in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="number of simulated GPUs")
     shared.add_argument("--gpu-source", choices=source_names(), help="source of GPU data; default: auto")

@@ -92,11 +92,11 @@ def differences(here: Card, there: Card) -> list[Difference]:
 def limits_of(here: Card, there: Card) -> Iterator[str]:
     """Yield reasons why the differences between two report cards may not be due to the SAEs."""
     if here.data.place != there.data.place:
-        yield f"measured on rows of {here.data.place} here, of {there.data.place} there"
+        yield f"measured on rows from {here.data.place} here, but from {there.data.place} there"
     elif here.figures.n_tokens != there.figures.n_tokens:
         yield f"measured on {here.figures.n_tokens:,} rows here, on {there.figures.n_tokens:,} there"
     if here.data.dimensions != there.data.dimensions:
-        yield "other dimensions are left out or scaled down, so the reconstructions are not ranked"
+        yield "different dimensions are left out or scaled down, so the reconstructions are not ranked"
     ours, theirs = here.figures.l0, there.figures.l0
     if max(ours, theirs) > (1 + MOST_L0_MISS) * min(ours, theirs):
         yield f"L0 is {ours:.1f} here, {theirs:.1f} there: a higher L0 alone lowers the FVU"

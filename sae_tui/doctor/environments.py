@@ -35,13 +35,13 @@ def check_trainer_code(_box: CheckedMachine) -> Iterator[Finding]:
     folder = Path(exits.__file__).parents[1]
     others = sorted(_owners_of("trainer") - {PACKAGE})
     if others:
-        whose = f"{folder} also has files of {join_words(others)}, which may have replaced files of {PACKAGE}"
+        whose = f"{folder} also contains files from {join_words(others)}, which may have replaced files of {PACKAGE}"
         yield Finding(
             "warning", "trainer", whose,
             f"install each in a separate environment, then run pip install --force-reinstall {PACKAGE}",
         )  # fmt: skip
     else:
-        yield Finding("ok", "trainer", f"`import trainer` finds {printable(str(folder))}, of {PACKAGE}")
+        yield Finding("ok", "trainer", f"`import trainer` finds {printable(str(folder))}, which belongs to {PACKAGE}")
     for name in ("trainer.py", "trainer/__init__.py"):
         here = working_folder() / name
         if here.is_file() and here.parent != folder:

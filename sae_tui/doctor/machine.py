@@ -47,7 +47,7 @@ def check_open_files(_: CheckedMachine) -> Iterator[Finding]:
     if hard == resource.RLIM_INFINITY or hard >= LEAST_FILES:
         remedy = f"run `ulimit -n {min(65536, hard) if hard > 0 else 65536}` before sae-tui"
     else:
-        remedy = "ask the administrator for a larger nofile in /etc/security/limits.conf"
+        remedy = "ask the administrator for a higher nofile limit in /etc/security/limits.conf"
     yield Finding("warning", "open files", sentence, remedy)
 
 

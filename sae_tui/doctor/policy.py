@@ -26,7 +26,7 @@ def check_policy(box: CheckedMachine) -> Iterator[Finding]:
 
 def _in_force(box: CheckedMachine, policy: Policy) -> Finding:
     now, lines = policy.limits(time.time()).words or "no limits", policy.sentences
-    sentence = f"{'; '.join(lines)} ({policy.path} of {policy.owner})"
+    sentence = f"{'; '.join(lines)} ({policy.path}, owned by {policy.owner})"
     if policy.hours:
         sentence = f"now {now}; usually {sentence}"
     if policy.path != box.data.root / NAME:

@@ -30,7 +30,7 @@ def check_owner(box: CheckedMachine) -> Iterator[Finding]:
         remedy = f"any member can act as any other member there; `chmod 700 {root}` restricts it to you"
         yield Finding("note", "owner", f"{root} is shared with {members}", remedy)
     else:
-        yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")
+        yield Finding("ok", "owner", f"{root} belongs to {user_of(root.stat().st_uid)}")
 
 
 def check_readers(box: CheckedMachine) -> Iterator[Finding]:

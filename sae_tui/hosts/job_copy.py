@@ -121,7 +121,7 @@ class JobCopy:
             raise UserError(f"{place} has {gibibytes(free)} free, but the features of job {self.job_id} need "
                             f"{gibibytes(total)}")  # fmt: skip
         if total > self._files.free_bytes:
-            raise UserError(f"the features of job {self.job_id} take up {gibibytes(total)}, but a copy of a job of "
+            raise UserError(f"the features of job {self.job_id} take up {gibibytes(total)}, but a copy of a job from "
                             f"another host has at most {gibibytes(_MOST_BYTES)}; open them on {self.host}")  # fmt: skip
 
         def take(message: Message) -> None:
@@ -305,7 +305,7 @@ class CopiedFiles:
 
     def _take_run(self, run: RunState) -> None:
         if run.first > min(self._n_run_events, _MOST_EVENTS):
-            raise ValueError("events that are not in order")
+            raise ValueError("events that are out of order")
         if self._series is None:
             private_folder(self._data.run(self._job_id).root)
             self._series = SeriesWriter(self._data.run(self._job_id).metrics_db)
@@ -352,7 +352,7 @@ class CopiedFiles:
         if part.total is None:
             return
         if part.offset != before or before + len(part.data) > part.total:
-            raise ValueError("parts of a file that are not in order")
+            raise ValueError("parts of a file that are out of order")
         if part.total > LARGEST_FILE and not part.path.endswith(FEATURES):
             raise ValueError(f"a file larger than {LARGEST_FILE >> 20} MiB")
 

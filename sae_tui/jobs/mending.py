@@ -53,7 +53,7 @@ def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
         jobs = [job for job in away if job.host == host]
         if not jobs:
             others = sorted({job.host for job in away})
-            there = f"only of {join_words(others)}" if others else "or of any other host"
+            there = f"only from {join_words(others)}" if others else "or from any other host"
             raise UserError(f"there are no active jobs from host {host}, {there}")
         for job in jobs:
             yield _end_elsewhere(data, control, job)

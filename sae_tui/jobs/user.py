@@ -28,5 +28,5 @@ def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
     except KeyError:
         home = Path()
     if not home.is_absolute():
-        raise UserError(f"the user of id {os.getuid()} has no home folder; set HOME")
+        raise UserError(f"the user with id {os.getuid()} has no home folder; set HOME")
     return home

@@ -49,7 +49,7 @@ class FarGpus(LineView, can_focus=True):
     BINDINGS = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
-        Binding("enter", "choose", "Processes", id="hosts.processes", tooltip="GPU processes of this host"),
+        Binding("enter", "choose", "Processes", id="hosts.processes", tooltip="GPU processes on this host"),
     ]
 
     _hosts: tuple[FarHost, ...] = ()
@@ -75,7 +75,7 @@ class FarGpus(LineView, can_focus=True):
         """Show the processes on the GPUs of the host under the cursor."""
         if self._at < len(self._hosts):
             view = self._hosts[self._at].view
-            self.app.push_screen(TextScreen(f"Processes of {view.name}", partial(process_lines, view)))
+            self.app.push_screen(TextScreen(f"Processes on {view.name}", partial(process_lines, view)))
 
     def on_focus(self) -> None:
         self._draw()

@@ -190,7 +190,7 @@ def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> l
     if has_gpus:
         see = _step("See", "0…9", ": one GPU · ", "t", ": GPU processes · ", "V", ": other views")
     else:
-        see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs of other hosts")
+        see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs on other hosts")
     if readonly:
         return [see, _step("Launch", "", "read-only: the app was started with --readonly")]
     run = _step("Run", "r", ": any program as a job, in the queue for the GPUs")

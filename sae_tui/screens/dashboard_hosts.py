@@ -49,7 +49,7 @@ class DashboardHosts:
     @property
     def titles(self) -> dict[str, str]:
         """The panel titles used only while other hosts are shown, as a dict by panel id."""
-        return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
+        return {"gpus": f"GPUs on {visible(socket.gethostname())}"}
 
     @property
     def _space(self) -> int:
@@ -100,7 +100,7 @@ class DashboardHosts:
                     every.append(replace(gpu.sample(view.since), index=index))
                     slots[index] = theirs.slots[gpu.index] if live else blank
                     limits_w[index] = theirs.power_limits_w[gpu.index]
-                    place_of[index] = f" of {view.name}"
+                    place_of[index] = f" on {view.name}"
         history = RecentHistory(slots, limits_w, past.is_period)
         found = totals(every, history, self._session.settings)
         hottest = aggregate(every).hottest

@@ -33,7 +33,7 @@ class FarActions(Actions):
         if hosts is None or view is None or not view.is_connected:
             self._app.notify(f"{self._host} is not connected.", severity="warning")
         elif obstacle := _obstacle(verb, job):
-            self._app.notify(f"Job {job.id} of {self._host} {obstacle}.", severity="warning")
+            self._app.notify(f"Job {job.id} on {self._host} {obstacle}.", severity="warning")
         else:
             self._run(hosts, verb, job)
 
@@ -87,7 +87,7 @@ def _early_steps(job: JobView) -> int | None:
 
 def _stop_question(host: str, job: JobView) -> tuple[str, str]:
     """Return the question to ask before stopping a job, and the label of the yes button."""
-    which = f"job {job.id} ({job.name}) of {host}"
+    which = f"job {job.id} ({job.name}) on {host}"
     if _is_stopping(job):
         return f"J{which[1:]} is stopping. Kill it now? Unsaved progress is lost.", "Kill it"
     if job.state is JobState.QUEUED and not job.attempt:

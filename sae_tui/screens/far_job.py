@@ -52,7 +52,7 @@ class FarSession(Session):
 
     def __init__(self, home: Session, copy: JobCopy, watcher: CopyWatcher, actions: FarActions) -> None:
         self.home, self.data, self.watcher, self.actions = home, copy.data, watcher, actions
-        self.place = f" of {copy.host}"
+        self.place = f" on {copy.host}"
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of this machine's session, such as the monitor or the current settings."""
@@ -231,7 +231,7 @@ class FarJobScreen(JobScreen):
             return
         clone = partial(self._clone, was)
         if code := list(code_in(to_table(was))):
-            question = question_about(code, Path(f"job {self.job_id} of {self._copy.host}"))
+            question = question_about(code, Path(f"job {self.job_id} on {self._copy.host}"))
             self.app.push_screen(Confirm(question, yes="Use"), lambda yes: clone() if yes else None)
         else:
             clone()
@@ -250,7 +250,7 @@ class FarJobScreen(JobScreen):
             self.post_message(self.Changed())
             self._fetch_features(member)
         else:
-            self.notify(f"Job {self.job_id} of {self._copy.host} has no max-activating examples.", severity="warning")
+            self.notify(f"Job {self.job_id} on {self._copy.host} has no max-activating examples.", severity="warning")
 
     @work(thread=True, exit_on_error=False)
     def _fetch_features(self, member: str) -> None:
@@ -276,7 +276,7 @@ def open_far_job(
     try:
         copy = hosts.copy(host, job.id)
     except (OSError, UserError) as error:
-        why = f"Job {job.id} of {host} cannot be copied to this host: {sentence(error)}."
+        why = f"Job {job.id} on {host} cannot be copied to this host: {sentence(error)}."
         app.notify(why, severity="error", markup=False)
         return
     session.go.switch_to(FarJobScreen(app, session, copy, marked, then))

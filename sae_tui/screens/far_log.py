@@ -32,7 +32,7 @@ class FarLogScreen(LogScreen):
 
     @property
     def place(self) -> str:
-        return f" of {self._host}"
+        return f" on {self._host}"
 
     def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> FarLogReader:
         rank = self.source

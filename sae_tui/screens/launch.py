@@ -229,7 +229,7 @@ class LaunchScreen(FramedScreen):
 
     def _ask_gpus(self, host: str | None) -> None:
         if host is not None:
-            question = Ask(f"Which GPUs of {host}? auto, auto:2, 0,1 or cpu", "auto", "auto")
+            question = Ask(f"Which GPUs on {host}? auto, auto:2, 0,1 or cpu", "auto", "auto")
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:

@@ -133,7 +133,7 @@ class ClonedJob(msgspec.Struct, frozen=True):
 
     @property
     def which(self) -> str:
-        return f"job {self.job_id} of {self.host}" if self.host else f"job {self.job_id}"
+        return f"job {self.job_id} on {self.host}" if self.host else f"job {self.job_id}"
 
     @property
     def parent(self) -> int | None:

@@ -91,7 +91,7 @@ def test_reconstructions_of_different_rows_are_not_ranked() -> None:
         names = ("fvu", "explained_variance", "median_row_fvu", "cosine", "mse")
         assert {found[name].mark.rstrip("*") for name in names} == {"differs"}
     (limit,) = limits_of(card(), card(data={"dimensions": "dimension 3 is left out"}))
-    assert limit == "other dimensions are left out or scaled down, so the reconstructions are not ranked"
+    assert limit == "different dimensions are left out or scaled down, so the reconstructions are not ranked"
     assert named(card(), card(data={"place": "elsewhere"}, dead=0.5))["dead"].mark == "differs"
 
 

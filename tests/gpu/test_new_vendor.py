@@ -276,7 +276,7 @@ def test_the_review_and_the_launch_reject_a_mix_of_vendors(
         assert placement.place(propose(job, machine), here).device == device
         return
     named = "[1]" if gpus == [1, 2] else "[0, 1]"
-    reason = f"GPUs of NVIDIA and Abacus cannot share a job; name GPUs of one vendor, as in launch.gpus = {named}"
+    reason = f"GPUs of NVIDIA and Abacus cannot share a job; name GPUs from one vendor, as in launch.gpus = {named}"
     assert reasons == [reason]
     with pytest.raises(JobFileError, match="cannot share a job"):
         placement.place(propose(job, machine), here)

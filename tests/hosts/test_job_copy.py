@@ -471,7 +471,7 @@ def test_features_that_are_too_large_for_a_copy_are_not_requested(there: DataDir
     with copied(real_side(tmp_path / "ssh", there.root)) as copy:
         state_of(copy, lambda state: state.is_complete)
         copy.state = CopyState(True, 1.0, "", {name: Stamp(400 << 20, 1) for name in ("k=16", "k=32", "k=64")})
-        with pytest.raises(UserError, match="GiB, but a copy of a job of another host has at most"):
+        with pytest.raises(UserError, match="GiB, but a copy of a job from another host has at most"):
             copy.fetch_features(lambda received, total: None)
 
 

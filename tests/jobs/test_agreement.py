@@ -189,4 +189,4 @@ def test_choosing_any_gpus_is_impossible_if_too_few_are_large_enough(gpus, mode,
 
 def test_a_full_gpu_without_processes_is_not_expected_to_become_free_soon() -> None:
     (problem,) = problems_of([2], d_sae=530_000)
-    assert ", though no process uses it; " in problem
+    assert ", although no process is using it; " in problem

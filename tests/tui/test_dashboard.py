@@ -256,7 +256,7 @@ async def test_an_empty_dashboard_shows_the_first_steps_with_their_keys(make_app
     train = "Train    n, then ctrl+l: a first SAE on the sample data (about a minute)"
     extract = "Extract  X: activations of a language model, to train SAEs on"
     run = "Run      r: any program as a job, in the queue for the GPUs"
-    none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
+    none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs on other hosts"
     assert await steps(NoGpus()) == [none, extract, train, run]
     assert await steps(StillMonitor(8)) == [
         "See      0…9: one GPU · t: GPU processes · V: other views", extract, train, run

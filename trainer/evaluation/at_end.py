@@ -96,10 +96,11 @@ class Cards:
         try:
             cards, lack = write_stability(folders, self._parallel.device, most)
         except Exception as error:
-            message = f"no stability across seeds: {first_line(error)}; `sae-train eval` adds it"
+            message = f"stability across seeds was not measured: {first_line(error)}; `sae-train eval` adds it"
             return {STABILITY: ("warning", message, None)}
         if lack:
-            return {STABILITY: ("info", f"no stability across seeds: {lack}; `sae-train eval` adds it", None)}
+            message = f"stability across seeds was not measured: {lack}; `sae-train eval` adds it"
+            return {STABILITY: ("info", message, None)}
         shares = [f"{label} {card.stability.share:.1%}" for label, card in cards.items() if card.stability]
         message = f"latents with a decoder cosine above {STABLE_COSINE} across seeds: {', '.join(shares)}"
         return {STABILITY: ("info", message, None)} if shares else {}
@@ -177,7 +178,7 @@ def _twins(folders: Mapping[str, Path]) -> dict[str, tuple[str, str, None]]:
     except Exception as error:
         return {TWINS: ("warning", f"no comparison with random twins: {first_line(error)}", None)}
     words = [f"{label or 'the SAE'}: {quality_words(card)}" for label, card in cards.items()]
-    return {TWINS: ("info", f"next to random twins: {'; '.join(words)}", None)} if words else {}
+    return {TWINS: ("info", f"compared with random twins: {'; '.join(words)}", None)} if words else {}
 
 
 def most_rows(tokens: int, world_size: int) -> int:

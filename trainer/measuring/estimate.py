@@ -101,7 +101,7 @@ class Estimate(msgspec.Struct, frozen=True):
         how = {
             "texts": "all rows of some texts",
             "blocks": "blocks of neighbouring rows, since not all shards record their texts",
-            "rows": "single rows",
+            "rows": "individual rows",
         }
         of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
         what = of_stream if self.job.hold_out == "rows" else how[self.job.hold_out]

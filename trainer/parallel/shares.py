@@ -24,7 +24,7 @@ class Shares(NamedTuple):
 
     def sentence(self) -> str:
         """Return the shares as text, like `tokens per rank now 60 % / 40 %`."""
-        return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are shared evenly now"
+        return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are now shared evenly"
 
 
 def even(n_rows: int, n_columns: int) -> Shares:

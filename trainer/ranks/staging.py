@@ -16,7 +16,7 @@ from trainer.contract.runs.nccl import STAGED
 _MARK = "SAE_TUI_STAGED"
 SENTENCE = "the GPUs could not reach each other directly, so transfers go through the host's memory"
 LATER = "also in later jobs on this host, until `sae-tui doctor --probe` finds that direct transfers work"
-HOPELESS = "the GPUs do not exchange data, either directly or through the host's memory"
+HOPELESS = "the GPUs cannot exchange data, either directly or through the host's memory"
 OVER_NETWORK = "; between hosts, a firewall or the wrong interface (NCCL_SOCKET_IFNAME) may be the cause"
 
 

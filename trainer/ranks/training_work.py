@@ -201,7 +201,7 @@ class Compiling:
         self._progress.heartbeat(f"{COMPILING}, {of_all}", self._step, self._tokens)
         if time.monotonic() - self._said > SLOW_S:
             self._said = time.monotonic()
-            rank_log.say(f"compiling {of_all} kernels for the first time on this machine")
+            rank_log.say(f"compiling kernel {of_all} for the first time on this machine")
 
 
 def _compile(world: World, spec: RankSpec, job: JobConfig, progress: RunProgress) -> None:

@@ -46,7 +46,7 @@ _SITES = {"res": "resid_post", "mlp": "mlp_out"}
 # Gemma Scope 1 transcoders were trained with the pre-MLP norm's gain folded into the MLP, according to the README of
 # google/gemma-scope-2b-pt-transcoders.
 _WITHOUT_GAIN = (
-    "it reads the input of the MLP before the gain of the norm is applied; divide rows of mlp_in by 1 + the weight of "
+    "it reads the MLP's input before the norm's gain is applied; divide rows of mlp_in by 1 + the weight of "
     "pre_feedforward_layernorm in this block"
 )
 

@@ -59,7 +59,7 @@ class SaeLens(Format):
         if sae.form == "topk":
             return "SAELens has no TopK transcoders; use --format sparsify, or train with batch_topk"
         name = printable(sae.architecture)
-        return f"SAELens has no architecture {name}; export_config can name {join_words([*ARCHITECTURES])}"
+        return f"SAELens has no architecture {name}; export_config must name one of {join_words([*ARCHITECTURES])}"
 
     def write(self, sae: SharedSae, folder: Path) -> list[str]:
         with fill_folder(folder, last=CONFIG) as temporary:

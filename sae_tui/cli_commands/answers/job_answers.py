@@ -49,7 +49,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "overfitting": (
         str | None,
         "How much better it fits training rows than held-out rows, and at which step it was best; null if it does not"
-        " overfit. For jobs of older versions, only `sae-tui job` reports it.",
+        " overfit. For jobs from older versions, only `sae-tui job` reports it.",
     ),
     "tokens_per_s": (float | None, "Tokens per second; for a command, steps per second; null if not known yet."),
     "device": (word("cuda", "cpu"), "Devices that it runs on."),
@@ -107,7 +107,7 @@ _JOB: dict[str, tuple[object, str]] = {
     ),
     "seeds": (
         or_null(SEEDS),
-        "In a sweep over seeds, the SAEs whose means the loss and metrics are; otherwise null.",
+        "In a sweep over seeds, the SAEs over which the loss and metrics are averaged; otherwise null.",
     ),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }

@@ -240,7 +240,7 @@ def _why(path: Path, error: OSError) -> str:
     except OSError:
         return f"{path} cannot be created ({error.strerror})"
     reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-    return f"{path} of {whose} cannot be used ({reason}); ask {whose} or root to remove it"
+    return f"{path}, owned by {whose}, cannot be used ({reason}); ask {whose} or root to remove it"
 
 
 def _close(descriptors: Iterable[int]) -> None:

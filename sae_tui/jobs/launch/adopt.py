@@ -140,4 +140,4 @@ def _lease(control: Control, job: Job, process: ProcessRef) -> None:
     except LeaseConflict as conflict:
         control.transition(job.id, JobState.STARTING, **fields)
         control.add_event(job.id, "not-leased", f"{conflict}, so this job has not leased its GPUs", "warning")
-    control.add_event(job.id, "adopted", f"process {process.pid} of {job.user} is now this job")
+    control.add_event(job.id, "adopted", f"process {process.pid} of {job.user} was adopted as this job")

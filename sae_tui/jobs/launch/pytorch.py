@@ -35,7 +35,7 @@ def without_cuda(version: str, gpus: str, vendors: Sequence[Vendor] = ()) -> str
 def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
     """Return a message about a build for another vendor, with a remedy, like `2.9.0+cu128 is built for CUDA, ...`."""
     words = next((one.runtime_words for one in VENDORS.values() if one.torch_runtime == runtime), runtime)
-    reason = f"{version} is built for {words}, so no job can use the GPUs of {vendor.words}"
+    reason = f"{version} is built for {words}, so no job can use the {vendor.words} GPUs"
     return f"{reason}; {remedy_for(vendor)}"
 
 

@@ -246,11 +246,11 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
     here = {sample.uuid for sample in reader.samples()}
     if reader.problem:
         why = f"the GPUs of this host cannot be read: {reader.problem}"
-        raise UserError(f"job {job.id} used GPUs of {job.host}, and {why}")
+        raise UserError(f"job {job.id} used GPUs on {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
         message = (
-            f"job {job.id} used {gpus} of {job.host}, which this host does not have; choose other GPUs with --gpus"
+            f"job {job.id} used {gpus} on {job.host}, which this host does not have; choose other GPUs with --gpus"
         )
         raise JobFileError([Problem("launch.gpus", message)])
 

@@ -47,7 +47,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
     # Emptying the trash restores files from interrupted deletions, so do this before reading the run folders.
     try:
         if freed := trash.empty(data):
-            yield f"{gibibytes(freed)} of deleted jobs were removed"
+            yield f"{gibibytes(freed)} of files from deleted jobs were removed"
     except trash.FilesLeft as error:
         yield str(error)
     for folder in (data.root, *_folders_of_runs(data)):

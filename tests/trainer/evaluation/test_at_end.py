@@ -102,7 +102,7 @@ def test_report_cards_from_the_run_and_from_eval_include_the_random_twins_figure
     job = make_job(train={"random_twin": True, "seed": [0, 1]})
     trainer = trained(make_trainer, job, kept)
     cards_of(trainer, job, kept).write()
-    assert kept.events[-1][2].startswith("next to random twins: freeze=off,seed=0: FVU ")
+    assert kept.events[-1][2].startswith("compared with random twins: freeze=off,seed=0: FVU ")
     cards = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("sae/*/card.json")}
     for seed in (0, 1):
         (twin,) = cards[f"freeze=off,seed={seed}"]["twins"]

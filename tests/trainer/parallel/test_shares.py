@@ -72,7 +72,7 @@ def test_even_shares_are_1_for_each_row_and_column() -> None:
         (Shares((29.0, 39.0, 32.0), (1.0,)), "tokens per rank now 29 % / 39 % / 32 %"),
         (Shares((1.0,), (3.0, 1.0)), "latents per rank now 75 % / 25 %"),
         (Shares((3.0, 1.0), (1.0, 1.0)), "tokens per row of ranks now 75 % / 25 %"),
-        (Shares((1.0, 1.0), (1.0,)), "tokens and latents are shared evenly now"),
+        (Shares((1.0, 1.0), (1.0,)), "tokens and latents are now shared evenly"),
     ],
 )
 def test_shares_are_reported_as_percentages(shares: Shares, said: str) -> None:

@@ -211,7 +211,7 @@ def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
         return ""
     first = next(iter(vendor_by_index.values()))
     alike = [index for index, vendor in vendor_by_index.items() if vendor == first]
-    return f"{mixed} cannot share a job; name GPUs of one vendor, as in launch.gpus = {alike}"
+    return f"{mixed} cannot share a job; name GPUs from one vendor, as in launch.gpus = {alike}"
 
 
 def _by_number(entry: str, gpus: Cards) -> int | None:

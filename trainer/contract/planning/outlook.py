@@ -278,7 +278,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
     # Say that no process uses the GPU, because waiting will not free memory that a driver or a desktop uses.
-    nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though no process uses it"
+    nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", although no process is using it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 

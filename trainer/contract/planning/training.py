@@ -213,7 +213,7 @@ def _check_sae(work: Workload, sae: SaeSettings) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
-        message = "rates, penalties and thresholds are for data with a spread of about 1 per dimension; check the data"
+        message = "learning rates, penalties and thresholds assume a spread of about 1 per dimension; check the data"
         problems.append(Problem("sae.normalize", message, "warning"))
     width_path = "sae.d_sae" if sae.d_sae else "sae.expansion_factor"
     if d_sae < (sharing := work.latent_ranks):

@@ -105,7 +105,7 @@ def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.encoder_follows and recipe.encoder_lr is not None:
         follows = f"encoder and decoder updates are tied, encoders at a learning rate of {recipe.encoder_lr:.3g}"
     rise = f"rises over {recipe.warmup_fraction:.0%} of the steps" if recipe.warmup_fraction else "no warm-up"
-    fall = f"falls over the last {recipe.decay_fraction:.0%}" if recipe.decay_fraction else "no fall"
+    fall = f"decays over the last {recipe.decay_fraction:.0%}" if recipe.decay_fraction else "no decay"
     of_all = f" of {recipe.planned_steps:,}" if recipe.steps != recipe.planned_steps else ""
     lines = [
         ("recipe", f"{recipe.optimizer} ({own}), learning rate {recipe.lr:.3g}; {follows}"),

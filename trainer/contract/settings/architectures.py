@@ -211,7 +211,7 @@ class JumpReLUSettings(ArchitectureSettings, frozen=True):
     bandwidth: Annotated[
         float,
         about(
-            "Width of the window around a threshold in which it gets a gradient (data spread: 1).",
+            "Width of the window around a threshold in which the threshold gets a gradient (data spread: 1).",
             advanced=True,
             gt=0,
         ),

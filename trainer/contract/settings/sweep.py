@@ -73,7 +73,7 @@ def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:
     problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
     paths = [axis.path for axis in axes]
     if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
-        problems.append(Problem("sae.expansion_factor", "has no effect next to sae.d_sae; leave one of them out"))
+        problems.append(Problem("sae.expansion_factor", "has no effect if sae.d_sae is set; leave one of them out"))
     if not problems and len(list(itertools.islice(member_tables(base, axes), MOST_MEMBERS + 1))) > MOST_MEMBERS:
         longest = max(axes, key=lambda axis: len(axis.values))
         message = f"makes a sweep of more than {MOST_MEMBERS} SAEs; give fewer values, or split the sweep into two jobs"
