@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Session:
     """Provides the current GPUs, jobs and settings to the screens; monitor and watcher threads keep them up to date."""
 
-    place = ""  # follows a job's number to name its host; "" for this host
+    place = ""  # follows a job's number to name its host, like " of gpu1"; "" for this host
     go: Navigation  # set by the app once the router exists, because the router needs the session
 
     def __init__(

@@ -104,7 +104,7 @@ def test_a_settings_file_that_is_a_link_is_not_replaced_by_a_file(tmp_path) -> N
     assert path.is_symlink()
 
 
-def test_saving_settings_is_refused_if_others_may_write_to_the_file(tmp_path) -> None:
+def test_saving_is_refused_if_others_may_write_to_a_settings_file_with_commands(tmp_path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('on_alert = ["/tmp/evil"]\n')
     path.chmod(0o666)

@@ -43,7 +43,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return [choice.index for choice in self.choices if choice.withheld]
 
     def limited_to(self, only: Collection[int]) -> Snapshot:
-        """Return the snapshot limited to these GPUs (all if empty); raise `UserError` if one does not exist."""
+        """Return the snapshot limited to the GPUs in `only` (all if empty); raise `UserError` if one does not exist."""
         if not only or not self.samples:
             return self
         refuse_missing(only, self.samples)

@@ -42,7 +42,7 @@ _FIRST_LINES = 2000
 
 
 def stream(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Write messages about GPUs and jobs, one job, or one job's log until standard input or output is closed."""
+    """Write messages about GPUs and jobs, about one job, or from its log, until standard input or output is closed."""
     if flags.features and flags.job is None:
         raise UsageError("--features needs --job with the id of a job")
     _tell(Hello(PROTOCOL, version("sae-tui")))

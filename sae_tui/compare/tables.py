@@ -49,8 +49,7 @@ _BY_SEED = ("heldout_fvu", "heldout_l0", "card_fvu", "card_l0")
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Token counts within this factor of each other are considered equal, because a run always ends with a complete step.
 LIKE = 1.02
-# Listed with the settings because it can differ even when they do not: an automatic batch size is smaller in a short
-# run.
+# Listed with the settings, because these do not show the size of an automatic batch, which is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
 # Prefixes of training settings, which are meaningless for an imported SAE.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
@@ -357,7 +356,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 def leads_of_best(
     values: Sequence[float | None], result: ComparedFigure, saes: Sequence[ComparedSae]
 ) -> dict[int, Lead]:
-    """Return the best value's lead over each other value with known noise, by that value's index."""
+    """Return the best value's lead over each other value with known noise, by the other value's index."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}

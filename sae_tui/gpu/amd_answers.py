@@ -33,7 +33,7 @@ class Asking:
             if error.err_code not in faults.MISSING:
                 self.code = error.err_code
                 self.failed[field] = faults.sensor(error.err_code)
-        except (AttributeError, self._smi.AmdSmiException):  # This AMD SMI version lacks the function or its arguments.
+        except (AttributeError, self._smi.AmdSmiException):  # This AMD SMI lacks the function or these arguments.
             pass
         except (UnicodeDecodeError, ValueError):  # Text is not UTF-8, or a serial number is not a number.
             self.failed[field] = "unexpected response"

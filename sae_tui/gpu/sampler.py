@@ -278,7 +278,7 @@ class Sampler:
         while self._is_current(gpu):
             # Float sums are not exact, so allow a margin of half an interval.
             due = deadline + self._interval / 2 >= processes_due or not gpu.sample.healthy
-            # Also list the processes when an unlisted process begins to use the GPU, but only one time: a process in
+            # Also list the processes when an unlisted process begins to use the GPU, but only once: a process in
             # another container is never listed, so trying with every sample would double the number of driver calls.
             due = due or (gpu.sample.is_used_unseen and not was_unseen) or n_asked != self._n_asked
             n_asked, was_unseen = self._n_asked, gpu.sample.is_used_unseen

@@ -87,7 +87,7 @@ def _entry(name: str, value: str, width: int) -> Iterator[Line]:
 class _Graph:
     """A graph's field, title, style and formatter. `top` returns the end of its axis for the highest value drawn.
 
-    The label at the end of the axis is that value divided by `unit`.
+    The end of the axis is labelled with its own value, divided by `unit`.
     """
 
     field: str

@@ -1,4 +1,4 @@
-"""Checks that a job with CUDA graphs that is stopped and resumed is bit-identical to a job without graphs.
+"""Checks that a stopped and resumed job with CUDA graphs has bit-identical results to a job without CUDA graphs.
 
     PYTHONPATH=tests python tests/benchmarks/gpu_job.py [--gpus auto:1|cpu] [--steps 1500]
 

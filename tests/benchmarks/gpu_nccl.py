@@ -143,7 +143,7 @@ def result_of(
 
 
 def in_graphs(group: DistributedGroup, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Replay each exchange and dtype on new values in a CUDA graph; for each, yield a name, and "ok" or the error."""
+    """Replay each exchange with each dtype on new values in a CUDA graph; yield a name, and "ok" or the error."""
     for name, dtypes, _, exchange in EXCHANGES:
         if name in NOT_IN_GRAPHS:
             continue

@@ -109,7 +109,7 @@ def killed(gpus: str, mode: str) -> dict[str, Any]:
 
 
 def last_rank(process: subprocess.Popen[str], run_dir: Path) -> int | None:
-    """Wait until all ranks are training, and return the last rank's pid; return None if they never train."""
+    """Wait until all ranks are training; return the last rank's pid, or None if they do not start training in time."""
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < STARTED_S:
         heartbeat, _ = read_progress(RunPaths(run_dir).metrics_db)

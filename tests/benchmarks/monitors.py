@@ -163,7 +163,7 @@ def measure(monitor: Monitor, columns: int, rows: int, env: Mapping[str, str], s
 
 
 def press_keys(terminal: Terminal, seconds: float) -> list[float]:
-    """Move the cursor down and up for some seconds; return how many milliseconds each key takes to have an effect.
+    """Move the cursor down and up for `seconds`; return how many milliseconds each key takes to have an effect.
 
     A periodic refresh that coincides with a key press is mistaken for its effect, which favours all programs equally.
     """

@@ -54,7 +54,7 @@ def make_job(n_steps: int) -> JobConfig:
 
 
 def train(data: DataDir, job: JobConfig) -> int:
-    """Train a job here, and write the files and rows that its supervisor and rank would write; return its id."""
+    """Train a job in this process, write the files and rows that its supervisor and rank would, and return its id."""
     job_id = record_job(data, job.name, JobState.FINISHED, config=dump_job(job))
     paths = data.run(job_id)
     paths.create()

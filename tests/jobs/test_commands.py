@@ -198,7 +198,7 @@ def test_stopping_sends_the_chosen_signal_and_waits_for_the_program(box):
     assert box.messages(job_id, "exit") == ["its program ended with exit code 0"]
 
 
-def test_a_program_ignoring_the_signal_is_killed_with_descendants_after_the_grace_time(box):
+def test_a_program_ignoring_the_signal_is_killed_with_all_its_descendants_after_the_grace_time(box):
     mark = unique(box)
     text = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -221,7 +221,7 @@ def test_a_program_ignoring_the_signal_is_killed_with_descendants_after_the_grac
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_if_its_data_folder_is_gone_a_supervisor_ends_its_program_and_logs_one_sentence(box, is_asked):
+def test_a_supervisor_whose_data_folder_is_gone_ends_its_program_logs_one_sentence_and_exits(box, is_asked):
     job_id = run_python(box, "time.sleep(60)")
     wait_begun(box, job_id)
     supervisor, (program,) = box.job(job_id).supervisor, box.living(job_id)

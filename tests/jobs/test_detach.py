@@ -50,7 +50,7 @@ def test_a_supervisor_starts_in_its_own_systemd_scope_if_systemd_allows_it(box, 
     assert log.read_text().startswith(f"--user --scope --quiet --collect -- {FAKE_SUPERVISOR[0]}")
 
 
-def test_without_lingering_systemd_is_not_used(box, session, monkeypatch):
+def test_systemd_is_not_used_if_lingering_is_not_enabled(box, session, monkeypatch):
     log = session()
     monkeypatch.setenv("USER", "bob")
     assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED

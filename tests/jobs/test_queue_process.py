@@ -231,7 +231,7 @@ def test_an_idle_queue_process_does_not_hide_the_loss_of_the_store_by_recreating
     assert "the job list is missing" in JobsReader(box.data).problem
 
 
-def test_if_its_supervisor_cannot_start_a_job_waits_with_the_reason_and_retries_later(box, capfd):
+def test_a_job_whose_supervisor_cannot_start_waits_with_the_reason_and_is_not_retried_at_once(box, capfd):
     tried = []
 
     def fails(_, job_id: int) -> None:

@@ -46,8 +46,8 @@ _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # The bytes/s that one program reads, and the seconds its threads take to add up counts and write the result. A
 # multiprocessor gets at most 64 bytes per cycle from the L2 cache, which is 112e9 bytes/s at 1.75 GHz, and less here
-# because each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are 6
-# * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
+# because each tile waits for the previous tile. In the code for sm_90, 6 tiles with the counts of 24,576 latents are
+# 6 * 136 instructions in 16 warps, and 4 warps advance per cycle. These instructions take 1.9 us, less than reading the
 # bytes. The remaining 270 instructions take 0.6 us, and there are 15 barriers. If more latents are dead than AuxK uses,
 # a search of up to 31 iterations of about 1 us follows, which is not included here.
 _OF_PROGRAM, _COUNTED = 80e9, 2e-6

@@ -69,7 +69,7 @@ def test_the_error_for_a_change_to_a_runs_config_names_the_flag(
     assert (run_dir / "job.toml").read_text() == before
 
 
-def test_a_runs_length_intervals_and_devices_may_change(run_dir: Path) -> None:
+def test_a_runs_length_and_intervals_and_devices_may_change(run_dir: Path) -> None:
     changes = {
         "n_steps": 50, "log_every": 3, "eval_every": 7, "checkpoint_every": 9, "checkpoint_every_tokens": 11,
         "checkpoint_every_minutes": 1.5, "keep_checkpoints": 4,

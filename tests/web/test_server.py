@@ -96,7 +96,7 @@ async def test_a_page_from_another_origin_gets_no_session(serve_fake: ServeFake)
         await look.wait_for("here")
 
 
-async def test_only_a_few_sessions_can_be_open_and_any_further_one_gets_a_message(
+async def test_only_a_few_sessions_can_be_open_at_a_time_and_any_further_one_gets_a_message(
     serve_fake: ServeFake,
 ) -> None:
     served = serve_fake(STAYS)

@@ -40,7 +40,7 @@ class BatchInTransfer(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A batch, and the exchange of its rows among the ranks, each of which reads one part of it."""
+    """A batch, and the exchange of its rows among the ranks that each read one part of it."""
 
     coming: BatchInTransfer
     exchange: Exchange

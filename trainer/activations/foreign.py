@@ -1,6 +1,6 @@
-"""Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running any code in them.
+"""Finds the rows in torch.save, Arrow and Parquet files with torch and pyarrow, without running code from a file.
 
-Each library is imported only once a file needs it; opening Arrow files, for example, does not import torch.
+Each library is imported only when a file first needs it; opening Arrow files, for example, does not import torch.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class MixedOrder:
 
 
 def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """Split n into integers in proportion to weights (largest-remainder method); `most` contains their upper limits.
+    """Split n into integers in proportion to weights (largest-remainder method); `most` contains the upper limits.
 
     Any excess over a limit is distributed among the other integers.
     """

@@ -1,4 +1,4 @@
-"""Reads activations from memory-mapped shards; only a batch's own rows are read."""
+"""Reads activations from memory-mapped shards; only the rows of a batch are read."""
 
 from __future__ import annotations
 

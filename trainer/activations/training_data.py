@@ -570,7 +570,7 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:
-    """Return this rank's position; raise `UserError` if the checkpoint has no positions or a different number."""
+    """Return this rank's position; raise `UserError` unless the checkpoint has one position per rank in `group`."""
     if isinstance(places, msgspec.UnsetType):
         raise UserError("data.source: the checkpoint is from a run on stored data, not on a stream; start a new run")
     if len(places) != group.size:

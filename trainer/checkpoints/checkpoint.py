@@ -190,7 +190,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Convert errors caused by a checkpoint with intact files but wrong content to `UserError`.
+    """Convert to `UserError` the errors caused by a checkpoint with intact files but wrong content.
 
     Exceptions of the types in `also` are converted too; the message ends with `remedy`.
     """

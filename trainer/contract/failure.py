@@ -44,7 +44,7 @@ def show_failure(error: Exception | str) -> None:
 
 
 def failure_in(output: bytes | str) -> str:
-    """Return the error in the last line of a failed command's output, as a sentence; "" if it is not a `Refusal`."""
+    """Return the error in a failed command's last output line, as a sentence; "" if that line is not a `Refusal`."""
     lines = output.splitlines()
     try:
         first = decode_as(lines[-1] if lines else b"", Refusal).error

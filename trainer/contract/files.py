@@ -82,7 +82,7 @@ _SYNC_THREADS = 8
 
 @contextlib.contextmanager
 def synced_together() -> Iterator[None]:
-    """Sync all files that this thread writes in the body together, at the end of the body; raise `OSError` on failure.
+    """At the end of the body, sync as one batch all files that this thread wrote in it; raise `OSError` on failure.
 
     Syncing 1,000 files one by one takes 10 s on a busy disk.
     """

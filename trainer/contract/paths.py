@@ -68,7 +68,7 @@ class RunPaths:
 
     @property
     def record_file(self) -> Path:
-        """The file with the job's database row as of its last start, from which a lost store is restored."""
+        """The file with the job's database row as of its last start; a lost store is restored from all such files."""
         return self.root / "record.json"
 
     def free_reserve(self) -> None:

@@ -15,7 +15,7 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]
 
 
 def printable(text: str) -> str:
-    """Replace every character that could control a terminal or reorder text with a visible mark; keep tabs.
+    """Replace with a visible mark every character that could control a terminal or reorder text; keep tabs.
 
     All characters that Unicode classifies as unprintable are replaced, such as C0 and C1 control characters and
     right-to-left marks. Line ends are also replaced to keep the text on one line.

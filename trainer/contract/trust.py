@@ -120,7 +120,7 @@ def open_own(file: Path, owners: Collection[int] = ()) -> io.BufferedReader:
 
 
 def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False, owners: Collection[int] = ()) -> str:
-    """Check an open file with this status in the same way as `distrust_of_file`; with `pipes`, also allow pipes.
+    """Return the same as `distrust_of_file` for an open file with this status; with `pipes`, also allow pipes.
 
     `owners` replaces this user and root as the users whose files are trusted.
     """

@@ -32,7 +32,7 @@ MOST_MATCHED = 4096
 
 @torch.no_grad()
 def known_features(source: Source, w_dec: Tensor, acts_of: Callable[[Tensor], Acts]) -> KnownFeatures | None:
-    """Return how well latents with decoder directions `w_dec` [d_sae, d] detect known features; None if unknown.
+    """Return how well latents with decoder directions `w_dec` [d_sae, d] detect known features; None if there are none.
 
     `acts_of` returns the activations of rows [n, d_in].
     """

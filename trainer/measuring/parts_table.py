@@ -1,4 +1,4 @@
-"""Formats the memory use of each of a rank's parts as a dictionary, or as a table with a bar."""
+"""Formats the memory use of each part of a rank as a dictionary, or as a table with a bar."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Grid(Parallel):
     DistributedDataParallel, because a sparse backward pass is too short to overlap with transfers. `tensor` is a grid
     with one row: every rank processes the complete batch; ranks exchange top-k candidates and partial reconstructions,
     but no weight gradients. `hybrid` has several rows and columns. Consecutive ranks split the latents, because ranks
-    in a row exchange more data than ranks in a column, and consecutive ranks are on one machine.
+    in a row exchange more often than ranks in a column, and consecutive ranks are on one machine.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:

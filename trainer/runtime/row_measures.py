@@ -10,10 +10,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class RowMeasures:
-    """Measurements of a matrix's gradient; the matrix's rows are the weights of n latents.
+    """Measurements of the gradient of a matrix whose rows are the weights of n latents.
 
-    `squares`, fp32 [n], are the squared norms of the rows. If the weights have unit norm, `dots`, fp32 [n], are the dot
-    products of gradients and weights, and `squares` measure only the component orthogonal to the weights.
+    `squares`, fp32 [n], are the squared norms of the gradient's rows. If the weights have unit norm, `dots`, fp32 [n],
+    are the dot products of gradients and weights, and `squares` measure only the component orthogonal to the weights.
 
     The measurements are valid only for the measured tensor. An addition to the gradient, for example by a second
     micro-batch, increments torch's version counter and invalidates the measurements. Data from other ranks does not

@@ -124,7 +124,7 @@ def _reason(name: HubName, error: Exception) -> str:
         where = f"https://huggingface.co/{name.repository}"
         return f"{name.repository} is gated on the hub; accept its licence at {where} and log in with `hf auth login`"
     if "RepositoryNotFoundError" in kinds:
-        return f"the hub has no model {name.repository} that you can access; check the name, or log in with `hf auth login`"
+        return f"the hub has no model {name.repository} you can access; check the name, or log in with `hf auth login`"
     if "RevisionNotFoundError" in kinds:
         return f"{name.repository} has no revision {name.revision} on the hub; leave it out"
     why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in kinds else first_line(error)

@@ -1,4 +1,4 @@
-"""Uploads exactly an export's files to the Hugging Face hub, after the user has confirmed the list of files."""
+"""Uploads exactly the files of an export to the Hugging Face hub, after the user has confirmed the list of files."""
 
 from __future__ import annotations
 

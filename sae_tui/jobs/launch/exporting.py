@@ -1,4 +1,4 @@
-"""Exports a job's SAE for other tools, in a trainer process because this needs torch, and generates loading code."""
+"""Exports a job's SAE for other tools, in a trainer process because this needs torch, and generates code to load it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def reader_of(name: str) -> MetricsFile | None:
 
 
 class MetricsFolders:
-    """Follows the metrics files under several folders, ignoring files last written before a given time."""
+    """Follows the metrics files under a list of folders, ignoring files last written before a given time."""
 
     def __init__(
         self, roots: Iterable[Path], left_out: Path, since: float, positions: dict[str, FilePosition],

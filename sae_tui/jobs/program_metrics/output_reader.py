@@ -105,7 +105,7 @@ class OutputReader:
             self.position.lines += end[0] == b"\n"
             begin = end.end()
         rest = chunk[begin:]
-        # A progress bar that ends with a bracket is complete, even if the next carriage return is not written yet.
+        # A progress bar that ends with a bracket is complete, even if the next carriage return has yet to come.
         if rest and (is_last or len(rest) > _LONGEST or rest.rstrip().endswith(b"]")):
             yield self.position.lines, _decoded(rest)
             begin = len(chunk)

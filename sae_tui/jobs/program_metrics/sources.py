@@ -21,7 +21,7 @@ LARGEST_RECORD = 2**20
 class FilePosition(msgspec.Struct):
     """How far a file has been read; `place` is an offset or, in a database, a row. If `is_damaged`, no more is read.
 
-    A database's rows that are older than `since` are from another program.
+    Database rows older than `since` are from another program.
     """
 
     since: float = 0.0

@@ -225,7 +225,7 @@ class Claims:
             return ""
         longest_s = self._largest.max_time_s
         if longest_s is not None and limit_s > longest_s:
-            # The policy has changed since the launch. The job would wait forever, so its supervisor lowers the limit.
+            # The policy has changed since the launch. The job would wait forever, so its supervisor lowers its limit.
             return ""
         return f"its time limit is {duration(limit_s)}, but the policy allows only {duration(most_s)} now"
 

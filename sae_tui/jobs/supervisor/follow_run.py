@@ -126,7 +126,7 @@ class Watch:
 
     @property
     def is_given_up(self) -> bool:
-        """True if no step completed in the time limit, unless the run is saving, evaluating or awaiting disk space."""
+        """True if no step completed within the time limit, unless the run saves, evaluates or waits for disk space."""
         may_take_long = self._heartbeat is not None and self._heartbeat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 

@@ -59,7 +59,7 @@ def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path:
         (b"", "contains no activations"),
     ],
 )
-def test_a_file_without_rows_is_refused_in_one_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_without_valid_rows_is_refused_in_one_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "a.npy"
     file.write_bytes(content)
     with pytest.raises(JobFileError) as caught:

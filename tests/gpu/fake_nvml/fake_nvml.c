@@ -27,7 +27,7 @@
  *       mem_max (used is 2^64-1) used_over (used is twice the total) total_max (total is 2^63) plim0 (power limit 0 W)
  *       fan_hi (140 %) thr=N (the throttle reasons, as a bit mask) cmode=N (compute mode: 2 prohibited, 3 exclusive)
  *       pending (rows await remapping) failed_rows (a row could not be remapped) pages (retired pages are pending)
- *       recovery=N (the recovery action the driver needs; of type T with recovery_type=T; NOT_SUPPORTED without it)
+ *       recovery=N (the recovery action that the driver asks for; of type T with recovery_type=T; NOT_SUPPORTED without it)
  *       uuid=N (a different GPU: N is added to the UUID)
  *       unload (like a driver that is unloaded: everything returns UNINITIALIZED, and nvmlInit fails; afterwards, a GPU
  *       answers only once nvmlShutdown has been called as often as nvmlInit, and then nvmlInit again)

@@ -58,7 +58,7 @@ def test_a_grid_creates_one_job_per_combination_each_with_its_own_name(box):
     assert grid([]) == [[]]
     job = box.config("base").replace("train", lr=3e-4)
     assert name_by_axes(job, axes).name == "base k=4 lr=0.0003"
-    # If a name is too long, its beginning is truncated rather than the values.
+    # If a name is too long, the part before the values is truncated.
     assert name_by_axes(msgspec.structs.replace(job, name="x" * 79), axes).name == f"{'x' * 66} k=4 lr=0.0003"
 
 

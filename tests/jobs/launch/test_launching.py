@@ -121,7 +121,7 @@ def test_no_job_is_recorded_if_its_files_cannot_be_synced_to_disk(box, monkeypat
     assert not box.data.run(1).root.exists()
 
 
-def test_if_the_queue_process_cannot_start_jobs_stay_queued_until_the_next_command(box):
+def test_jobs_stay_queued_until_the_next_command_if_the_queue_process_cannot_start(box):
     box.make_store()
     log = box.data.root / "queue.log"
     log.mkdir()

@@ -230,7 +230,7 @@ def test_values_printed_while_the_store_is_locked_are_stored_later(one: Reading,
     assert stored(one.run, "loss") == {0: 0.5, 1: 0.25}
 
 
-def test_cpu_time_and_memory_are_stored_per_second_and_kept_if_steps_start_over(one: Reading, monkeypatch) -> None:
+def test_cpu_time_and_memory_are_stored_by_second_and_kept_if_steps_start_over(one: Reading, monkeypatch) -> None:
     monkeypatch.setattr(collector, "USAGE_EVERY_S", 0.0)
     one.write("step=100 loss=1\n")
     with one.reading():

@@ -124,7 +124,7 @@ def test_an_unfinished_save_by_an_earlier_attempt_does_not_prevent_detecting_a_h
     assert followed.is_given_up
 
 
-def test_a_run_whose_steps_cannot_be_read_is_not_mistaken_for_a_hang(box, watching, locked_store, monkeypatch):
+def test_a_run_whose_steps_cannot_be_read_is_not_mistaken_for_a_hanging_run(box, watching, locked_store, monkeypatch):
     monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     now = follow_run.time.monotonic()
     monkeypatch.setattr(follow_run.time, "monotonic", lambda: now)

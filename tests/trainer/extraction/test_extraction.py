@@ -1,4 +1,4 @@
-"""Tests that an interrupted extraction still writes the same bytes, and each row is stored or counted as dropped."""
+"""Tests that an interrupted extraction writes the same bytes, and that each row is stored or counted as dropped."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_metadata_describes_the_rows_and_their_mean_and_spread(example, tiny) ->
         assert len(shards) == 3
 
 
-def test_metadata_records_the_text_tokenizer_weights_and_limits(make: Make, tiny) -> None:
+def test_metadata_records_the_text_and_tokenizer_and_weights_and_limits(make: Make, tiny) -> None:
     job = make(name="limited", skip_first=2, keep_special=True, max_norm=3.0, column="text", hooks=["resid_post.1"])
     run(job)
     facts, folder = meta(job, "resid_post.1"), tiny("gpt2")

@@ -417,7 +417,7 @@ def test_a_sweep_reads_the_text_once(
     rest_of(stream)
     n_all, n_read = n_read, 0
     make_trainer(job).run()
-    # The sample covers the entire text, so taking the sample rereads no text.
+    # The sample covers the entire text, so the text is not reread for the sample.
     assert n_read == n_all > 200 * 64
 
 

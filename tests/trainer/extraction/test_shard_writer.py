@@ -18,7 +18,7 @@ from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffe
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
-    """Return rows from two hooks, with 3 and 2 dimensions. Each value is the row number, or minus that for hook two."""
+    """Return rows from two hooks with 3 and 2 dimensions. Each value is the row number, negated for the second hook."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
     return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)

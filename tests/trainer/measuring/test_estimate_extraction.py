@@ -23,7 +23,7 @@ def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_memory_parts_add_up_and_disk_space_time_and_rate_are_reported(
+def test_memory_parts_add_up_and_disk_space_and_time_and_rate_are_reported(
     job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["estimate", str(job_file), "--json"]) == 0

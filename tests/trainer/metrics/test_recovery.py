@@ -16,7 +16,7 @@ def test_each_feature_is_scored_by_its_most_similar_latent() -> None:
     assert mmcs(latents, features) == pytest.approx(sum(best) / 20, abs=1e-6)
 
 
-def test_the_order_and_norms_of_latents_and_surplus_latents_do_not_change_the_score() -> None:
+def test_surplus_latents_and_the_order_and_norms_of_latents_do_not_change_the_score() -> None:
     features = random_rows(20, 6, 1)
     decoder = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
     assert mmcs(decoder, features) == pytest.approx(1, abs=1e-6)

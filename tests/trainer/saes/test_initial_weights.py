@@ -70,7 +70,9 @@ def test_two_ranks_drawing_rows_in_blocks_get_the_same_rows_as_one_rank(
 
 @pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
 @pytest.mark.parametrize("normalize", ["mean_norm", "none"])
-def test_b_dec_mean_and_variance_are_computed_from_normalised_data(how: str, normalize: str, make_job: MakeJob) -> None:
+def test_b_dec_and_the_mean_and_variance_are_computed_from_normalised_data(
+    how: str, normalize: str, make_job: MakeJob
+) -> None:
     x, sae = sample(), new_topk()
     initialise(sae, x, x, make_job(sae={"b_dec_init": how, "normalize": normalize}).sae, seed=3)
     scale = unit_scale(x) if normalize == "mean_norm" else torch.ones(())

@@ -118,7 +118,7 @@ def test_auxk_produces_gradients_only_for_the_weights_of_dead_latents() -> None:
     assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
-def test_auxk_is_0_without_dead_latents_in_evaluation_or_if_disabled() -> None:
+def test_auxk_is_0_without_dead_latents_and_in_evaluation_and_if_disabled() -> None:
     alive, off, evaluated = random_topk(), random_topk(auxk_alpha=0.0), random_topk().eval()
     for sae in (off, evaluated):
         sae.n_tokens_since_fired[:] = 1000

@@ -365,7 +365,7 @@ _CARD: dict[str, tuple[Any, str]] = {
         'Digest of the stored features file; "" if none are stored or the report card is current.',
     ),
 }
-# JSON fields for a training run's progress, named like the metrics in the run's store.
+# JSON fields for a training run's progress, with the same names as the metrics in the run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
     PASSES: (
         float | None,

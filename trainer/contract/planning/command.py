@@ -67,7 +67,7 @@ class CommandProposal(Proposal[CommandJob]):
         return [*super().problems(), *self._program_problems()]
 
     def device_problems(self) -> list[Problem]:
-        # Ignore that this PyTorch cannot use the GPUs, because the program need not use this PyTorch.
+        # Ignore the problem that this PyTorch cannot use the GPUs, because the program need not use this PyTorch.
         return [problem for problem in super().device_problems() if problem.message != self.machine.cuda_problem]
 
     def _program_problems(self) -> list[Problem]:

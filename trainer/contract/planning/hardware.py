@@ -112,7 +112,7 @@ class MeasuredHardware(msgspec.Struct, frozen=True):
     # Speeds by device name. The file has the key `cards`, as in earlier versions.
     devices: dict[str, DeviceSpeeds] = msgspec.field(default_factory=dict, name="cards")
     buses: dict[str, Bus] = {}
-    # Whether GPU-to-GPU transfers hung or failed while transfers through host memory worked.
+    # Whether GPU-to-GPU transfers hung or failed although transfers through host memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:

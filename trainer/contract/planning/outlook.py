@@ -223,7 +223,7 @@ class ChosenGpus:
         return _lack_of_any(self._launch, self._gpus, self._ranks, needs_bytes)
 
     def excess(self, needs_bytes: int) -> str:
-        """Return a message if the job needs more memory than the GPUs have in total; otherwise ""."""
+        """Return a message if the job needs more memory per GPU than a GPU has in total; otherwise ""."""
         if not _exceeds(needs_bytes, self.capacity.total_bytes):
             return ""
         gpus = self.now if self._named else self._gpus
@@ -277,7 +277,7 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     """Return a message about the fullest GPU, such as `GPU 2 has 9.1 GiB free of 17.9 GiB needed`."""
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
-    # Say that no process uses the GPU, because waiting will not free memory that a driver or a desktop uses.
+    # If no process uses the GPU, say so, because waiting will not free memory that a driver or a desktop uses.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", although no process is using it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 

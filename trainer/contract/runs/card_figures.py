@@ -1,4 +1,4 @@
-"""The figures on a report card: how each is named, formatted and read, which direction is better, and the cautions.
+"""The figures on a report card: how each is named, formatted and read, which direction is better, and any cautions.
 
 To add a figure, add one entry to `_FIGURES`; the screen and the comparison of two report cards then show it.
 """

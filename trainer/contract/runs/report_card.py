@@ -504,7 +504,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Return when and on what data each part was measured, like `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when and on what data parts were measured, like `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -638,7 +638,7 @@ def _families(card: Card) -> str:
 
 
 def _stability(one: Stability) -> str:
-    """Return which share of latents is stable, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
+    """Return what share of latents is stable, like `46.0% of latents have a decoder cosine above 0.7 with …`."""
     n = len(one.others)
     which = f"with a latent of {'the other seed' if n == 1 else f'each of {n} other seeds, on average'}"
     matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"

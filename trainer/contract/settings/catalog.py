@@ -168,8 +168,8 @@ class BackendEntry(SettingsEntry, frozen=True):
     # The function, as `module:function`, that cancels the remaining cluster jobs of an attempt, given the attempt's
     # folder. Only the app loads it.
     cancel: str = ""
-    # The class, as `module:class`, for an attempt to run a command; "" if this backend cannot run commands. Only the
-    # app loads it.
+    # The class, as `module:class`, for attempts of a command; "" if this backend cannot run commands. Only the app
+    # loads it.
     program: str = ""
 
 

@@ -22,7 +22,7 @@ from trainer.contract.settings.typed import SIZES, parse_size
 ExitCode = Annotated[int, msgspec.Meta(ge=1, le=255)]
 StopSignal = Literal["TERM", "INT", "HUP", "QUIT", "USR1", "USR2"]
 _LONGEST_NAME = 80
-# Names in braces that are replaced with values in the arguments when the program starts.
+# Names that, written in braces in an argument, are replaced with values when the program starts.
 PLACEHOLDERS = ("gpus", "gpu_list", "job_id", "run_dir")
 # A job file may be at most 1 MiB in size.
 MOST_BYTES = 1_000_000

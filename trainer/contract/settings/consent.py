@@ -89,7 +89,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file would run without consent.
+    """Return the code that a job file would run but to which the user has not consented.
 
     `distrust` is the reason why other users may have written the file, or "". If a reason is given, only overrides from
     `--set` count as consent.

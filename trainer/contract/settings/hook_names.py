@@ -11,7 +11,7 @@ from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:
-    """Return a hook's names other than the given one: our name, its TransformerLens name and its module path.
+    """Return a hook's other names, out of three: our name, its TransformerLens name and its module path.
 
     The module path, and the TransformerLens name for a hook in BERT, can be determined only from the model. These two
     names are recorded in `folder` once the hook's rows have been stored.

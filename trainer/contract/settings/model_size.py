@@ -73,7 +73,7 @@ class ModelSize(msgspec.Struct, frozen=True):
 
 
 def model_size(path: str, revision: str | None = None) -> ModelSize | None:
-    """Return the size of a local model; None if the model is not on this machine or its files do not record it."""
+    """Return a local model's size; None if the model is not on this machine or its files do not record the size."""
     try:
         head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
         return _size_by(head, head.stat().st_mtime_ns)

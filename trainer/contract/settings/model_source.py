@@ -110,7 +110,10 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
-        """Return the operations per token in a forward pass, scaled up because it is slower than a step's matmuls."""
+        """Return the operations per token in a forward pass, scaled to the matmul throughput in a step.
+
+        The scaled number is larger, because a forward pass has a lower throughput than large matmuls.
+        """
         return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
 
     @property

@@ -83,7 +83,7 @@ class SourceSettings(msgspec.Struct, frozen=True):
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory that the source needs on a rank's device; stored rows need none beyond the page cache.
+        """Return the memory that the source needs on a rank's device; stored rows need none: the page cache holds them.
 
         `width` is the number of values per token, including the rows at all hooks and their targets.
         """

@@ -267,7 +267,7 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Rename a store and its WAL files to `<name>.<word>-1`, or with the next free number.
+    """Rename a store and its WAL files to `<name>.<word>-<number>`, with the lowest free number from 1.
 
     Return the new path, or None if the store itself is gone. A leftover write-ahead log is also moved or deleted
     because it would be replayed into the next store.

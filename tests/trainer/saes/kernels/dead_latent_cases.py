@@ -46,7 +46,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
-    """Return the tokens since each latent fired, with at most `n_different` distinct values among the dead latents."""
+    """Return the number of tokens since each latent fired, with at most `n_different` values among the dead latents."""
     generator = torch.Generator().manual_seed(n_latents + n_dead)
     silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
     dead = torch.randperm(n_latents, generator=generator)[:n_dead]

@@ -279,7 +279,7 @@ def test_a_gpu_without_bf16_still_uses_the_kernels_that_do_not_need_it(monkeypat
     torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
-# Architectures that are tested only in slow tests, because BatchTopK tests the same kernels in half the time.
+# Architectures that are tested only in slow tests, because BatchTopK uses the same kernels in half the time.
 SLOW = ("topk", "hierarchical_topk", "matryoshka_batch_topk")
 
 

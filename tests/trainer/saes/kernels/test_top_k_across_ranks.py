@@ -129,7 +129,7 @@ def test_the_largest_values_in_a_batch_are_found_if_ranks_hold_different_tokens(
 def test_the_nth_largest_value_over_all_ranks_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    # Each rank's values are spread over several tensors, some with fewer than n values.
+    # A rank's values may be spread over several tensors, some with fewer than n values.
     results = on_all(3, lambda group: nth_largest(parts[group.index].split(20), 17, group))
     assert results == [values.sort(descending=True).values[16]] * 3
 
