@@ -243,7 +243,7 @@ def make_parser(open_app: Command, words: Collection[str] | None = None) -> Comm
     parser.add_argument(
         "--plain", action="store_true", help="draw the app in ASCII, without block and braille characters"
     )
-    other = "in the app, also show the GPUs and jobs of this host, over ssh; may be repeated"
+    other = "in the app, also show the GPUs and jobs on this host, over ssh; may be repeated"
     parser.add_argument("--host", type=host, action="append", default=[], metavar="HOST", help=other)
     _add_only(parser)
     parser.set_defaults(command=open_app)

@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, data: DataDir, job_id: int, host: str = "") -> None:
         self.job_id = job_id
-        self._which = f"{job_id} of {host}" if host else str(job_id)
+        self._which = f"{job_id} on {host}" if host else str(job_id)
         self.saes: tuple[ComparedSae, ...] = ()
         self._live = LiveRun(data.run(job_id))
         self._output = data.sae(job_id)

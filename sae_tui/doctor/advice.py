@@ -120,7 +120,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         return _too_large(job, rows, data)
     if not best.fits_now:
         used = (
-            f"the current use by {join_words([f'GPU {index}' for index in best.gpus])}"
+            f"the current use of {join_words([f'GPU {index}' for index in best.gpus])}"
             if best.gpus
             else "other programs"
         )

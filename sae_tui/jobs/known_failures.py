@@ -159,7 +159,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("lost-rank", "another rank ended first: its log shows why; resume the job"),
     ),
     (
-        r"the GPUs do not exchange data",
+        r"the GPUs (?:do not|cannot) exchange data",
         Remedy("gpu-link", "run `sae-tui doctor --probe`; disable ACS and IOMMU in the BIOS, or use fewer GPUs", False),
     ),
     (

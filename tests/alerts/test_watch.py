@@ -158,7 +158,7 @@ def test_normal_or_unknown_readings_raise_no_alert(look):
 def test_a_gpu_that_needs_a_reset_raises_the_fatal_error_alert_until_it_is_reset():
     days = Days()
     wanted = gpus(replace(FINE, condition=replace(SOUND, recovery="a reset")))
-    assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver reports"]
+    assert days.last(3, wanted) == ["GPU 3 needs a reset, according to its driver"]
     assert [alert.kind for alert in days.alerts.active] == ["xid"]
     assert days.last(62, gpus(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error (cleared)"]
 
@@ -254,7 +254,7 @@ def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(watch_module, "KINDS", (KINDS[0]._replace(measure=fails), *KINDS[1:]))
     days = Days(stored=(alert(),))
     assert days.last(100, lost(3, of=4)) == [f"GPU 3 cannot be read: {faults.LOST}"]
-    assert "alerts of heat cannot be checked: ZeroDivisionError" in days.alerts.failure
+    assert "heat alerts cannot be checked: ZeroDivisionError" in days.alerts.failure
     assert {one.kind for one in days.alerts.active} == {"heat", "lost"}
 
 

@@ -76,7 +76,7 @@ def test_a_grid_of_training_jobs_is_an_array(shell):
         (["--array", "1-3%2", "--at-once", "2"], "--at-once: is also given by --array; leave out one of them"),
         (["--array", "3-1"], '--array: must be like 0-31, 0-31:2, 1,3,7 or 0-31%4, not "3-1"'),
         (["--array", "0-99", "--grid", "a=1,2,3,4,5,6,7,8,9,10,11"], "--grid: gives 1,100 jobs, but at most 1,000"),
-        (["--grid", "a=1,2", "--grid", "a=3"], "--grid: has a name twice; write all values of a name in one --grid"),
+        (["--grid", "a=1,2", "--grid", "a=3"], "--grid: names a variable twice; write all its values in one --grid"),
         (["--grid", "lr=1,2"], "--grid: lr is not used; write {lr} in the command or in --env"),
         (["--grid", "gpus=1,2"], "--grid: {gpus} has another meaning; choose another name"),
         (["--grid", "a"], '--grid: must be a name and values like lr=1e-3,3e-4, not "a"'),

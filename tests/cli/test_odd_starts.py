@@ -136,7 +136,7 @@ def test_a_foreign_package_named_trainer_is_reported_before_its_code_runs(tmp_pa
     env = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     shown = f"{tmp_path}/a\ufffd[2J/trainer/__init__.py"
-    message = f"`import trainer` finds {shown}, which is not the trainer of sae-tui"
+    message = f"`import trainer` finds {shown}, which is not sae-tui's trainer"
     fix = "rename it, or remove its folder from PYTHONPATH"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"sae-tui: error: {message}; {fix}\n")
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=env, timeout=60)

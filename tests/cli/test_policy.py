@@ -25,11 +25,11 @@ def test_validate_and_launch_refuse_a_job_that_the_policy_never_allows(shell):
     set_policy(shell, 'gpus_per_user = 1\nmax_time = "4h"\n')
     answer = shell.json("validate", shell.job_file, "--gpus", "0,1", "--set", "launch.time_limit=5:00:00", code=1)
     assert answer["errors"] == [
-        "launch.time_limit: is 5 h 00 min, but the policy of this machine allows at most 4 h 00 min; lower it",
-        "launch.gpus: asks for 2 GPUs, but the policy of this machine allows each user 1; ask for fewer",
+        "launch.time_limit: is 5 h 00 min, but this machine's policy allows at most 4 h 00 min; lower it",
+        "launch.gpus: asks for 2 GPUs, but this machine's policy allows each user only 1; ask for fewer",
     ]
     refused = shell.run("launch", shell.job_file, "--gpus", "0,1", code=1)
-    assert "allows each user 1; ask for fewer" in refused.stderr
+    assert "allows each user only 1; ask for fewer" in refused.stderr
 
 
 def test_validate_and_the_launch_screen_warn_about_a_job_that_has_to_wait(shell):

@@ -108,7 +108,7 @@ def test_a_small_difference_between_fractions_is_shown_in_percent() -> None:
 def test_the_limits_of_a_comparison_are_named() -> None:
     there = card(data={"place": "elsewhere"}, l0=16.0)
     assert list(limits_of(card(), there)) == [
-        "measured on rows of data/sample here, of elsewhere there",
+        "measured on rows from data/sample here, but from elsewhere there",
         "L0 is 32.0 here, 16.0 there: a higher L0 alone lowers the FVU",
     ]
     assert not list(limits_of(card(), card()))

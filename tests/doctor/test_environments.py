@@ -46,7 +46,7 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     monkeypatch.chdir(tmp_path)
     ours = Path(exits.__file__).parents[1]
     (imported,) = check_trainer_code(box_of(tmp_path))
-    assert (imported.level, imported.sentence) == ("ok", f"`import trainer` finds {ours}, of sae-tui")
+    assert (imported.level, imported.sentence) == ("ok", f"`import trainer` finds {ours}, which belongs to sae-tui")
     (tmp_path / "trainer.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "site" / "trainer-0.0.36.dist-info").mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     (tmp_path / "site" / "trainer-0.0.36.dist-info" / "top_level.txt").write_text("trainer\n")
     other, here = check_trainer_code(box_of(tmp_path))
     assert (other.level, here.level) == ("warning", "note")
-    assert other.sentence.startswith(f"{ours} also has files of trainer")
+    assert other.sentence.startswith(f"{ours} also contains files from trainer")
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 
@@ -66,7 +66,7 @@ def test_doctor_names_a_conflicting_package_by_its_file_list(tmp_path: Path, mon
         (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
         (folder / "RECORD").write_text(f"{folder.name}/METADATA,,\n{file},,\n")
     (other,) = check_trainer_code(box_of(tmp_path))
-    assert "also has files of taking, which may" in other.sentence
+    assert "also contains files from taking, which may" in other.sentence
 
 
 def test_an_environment_that_cannot_train_is_one_error_with_its_remedy(tmp_path: Path) -> None:

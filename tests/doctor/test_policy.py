@@ -23,7 +23,7 @@ def test_the_policy_in_force_is_shown_with_its_file_and_owner(sandbox):
     assert finding.level == "ok"
     assert finding.sentence == (
         "4 GPUs for each user, jobs of at most 24 h 00 min; jobs that leave their GPUs idle stop after 2 h 00 min"
-        f" ({file} of {file.owner()})"
+        f" ({file}, owned by {file.owner()})"
     )
 
 

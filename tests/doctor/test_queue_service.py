@@ -59,7 +59,7 @@ def test_a_user_without_a_home_folder_gets_an_error_and_no_file(sandbox, monkeyp
     monkeypatch.setattr(user.pwd, "getpwuid", unknown)
     monkeypatch.setattr(user.os, "getuid", lambda: 987_654)
     sandbox.file("run/systemd/system/.keep")
-    with pytest.raises(UserError, match="the user of id 987654 has no home folder; set HOME"):
+    with pytest.raises(UserError, match="the user with id 987654 has no home folder; set HOME"):
         install(sandbox.box())
     (finding,) = check_queue_service(sandbox.box())
     assert finding.level == "note"

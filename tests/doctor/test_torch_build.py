@@ -138,12 +138,12 @@ def test_a_rocm_build_on_a_machine_with_amd_gpus_is_ok(torch_says) -> None:
 def test_a_build_for_another_vendors_gpus_is_an_error_with_its_remedy(torch_says) -> None:
     (cuda,) = torch_says(source="amdsmi")
     assert cuda.level == "error"
-    assert cuda.sentence == "2.9.0 is built for CUDA, so no job can use the GPUs of AMD"
+    assert cuda.sentence == "2.9.0 is built for CUDA, so no job can use the AMD GPUs"
     assert cuda.remedy == "install a build of torch for ROCm; pytorch.org/get-started shows the command"
     (neither,) = torch_says(cuda=None, source="amdsmi")
     assert neither.sentence == "2.9.0 is built without ROCm, so no job can use the 2 GPUs"
     (rocm,) = torch_says(cuda=None, hip="6.4.43482")
-    assert rocm.sentence == "2.9.0 is built for ROCm, so no job can use the GPUs of NVIDIA"
+    assert rocm.sentence == "2.9.0 is built for ROCm, so no job can use the NVIDIA GPUs"
     assert rocm.remedy.startswith("install a build of torch for CUDA")
 
 

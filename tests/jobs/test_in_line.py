@@ -235,7 +235,7 @@ def test_a_lock_that_cannot_be_opened_makes_a_job_wait_without_holding_other_gpu
     lock = box.data.locks / "sae-tui-GPU-1.lock"
     lock.symlink_to("elsewhere")
     job_id = box.launch("steps=1", gpus=(0, 1))
-    message = f"GPU 1 cannot be reserved: {lock} of {getpass.getuser()} cannot be used (it is a symbolic link)"
+    message = f"GPU 1 cannot be reserved: {lock}, owned by {getpass.getuser()}, cannot be used (it is a symbolic link)"
     box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(message), "the reason")
     assert box.job(job_id).supervisor.is_alive()
     other = GpuLocks(box.data.locks, ["GPU-0"])

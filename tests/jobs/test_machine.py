@@ -119,7 +119,7 @@ def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_n
     command = away(box, state=JobState.RUNNING, config=command_file("sh"))
     other = away(box, state=JobState.RUNNING, host="gpu8")
     assert len([step for step in repair(box.data) if "is unchanged: its host gpu" in step]) == 3
-    with pytest.raises(UserError, match="there are no active jobs of host gpu9, only of gpu7 and gpu8"):
+    with pytest.raises(UserError, match="there are no active jobs from host gpu9, only from gpu7 and gpu8"):
         list(repair(box.data, "gpu9"))
     steps = [*repair(box.data, "gpu7")]
     assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in steps)
@@ -145,11 +145,11 @@ def test_a_job_is_not_resumed_on_another_hosts_gpus(box):
     box.wait_ended(job_id)
     box.control.update(job_id, host="gpu7", boot_id="another-boot", machine_id=None, gpu_source="simulated:2")
     with pytest.raises(
-        JobFileError, match="used GPU 0 of gpu7, which this host does not have; choose other GPUs with --gpus"
+        JobFileError, match="used GPU 0 on gpu7, which this host does not have; choose other GPUs with --gpus"
     ):
         box.resume(job_id, "train.n_steps=20")
     box.control.update(job_id, gpu_source="nvml")
-    with pytest.raises(UserError, match="used GPUs of gpu7, and the GPUs of this host cannot be read: "):
+    with pytest.raises(UserError, match="used GPUs on gpu7, and the GPUs on this host cannot be read: "):
         box.resume(job_id, "train.n_steps=20")
     assert box.job(job_id).state == JobState.FINISHED
 

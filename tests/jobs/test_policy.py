@@ -145,14 +145,14 @@ NOON, EVENING = 1_793_620_800.0, 1_793_656_800.0  # 2 November 2026, 12:00 and 2
     [
         (2, "4:00:00", NOON, []),
         (2, None, NOON, []),
-        (5, None, NOON, [("error", "launch.gpus: asks for 5 GPUs, but the policy of this machine allows each user 4; "
+        (5, None, NOON, [("error", "launch.gpus: asks for 5 GPUs, but this machine's policy allows each user only 4; "
                                    "ask for fewer")]),
-        (2, "13:00:00", NOON, [("error", "launch.time_limit: is 13 h 00 min, but the policy of this machine allows at "
+        (2, "13:00:00", NOON, [("error", "launch.time_limit: is 13 h 00 min, but this machine's policy allows at "
                                          "most 12 h 00 min; lower it")]),
-        (3, None, NOON, [("warning", "launch.gpus: asks for 3 GPUs, and the policy now allows 2, so the job waits for "
-                                     "daily 20:00-06:00")]),
-        (2, "5:00:00", NOON, [("warning", "launch.time_limit: is 5 h 00 min, and the policy now allows 4 h 00 min, so "
-                                          "the job waits for daily 20:00-06:00")]),
+        (3, None, NOON, [("warning", "launch.gpus: asks for 3 GPUs, but the policy allows only 2 now, so the job waits "
+                                     "for daily 20:00-06:00")]),
+        (2, "5:00:00", NOON, [("warning", "launch.time_limit: is 5 h 00 min, but the policy allows only 4 h 00 min now, "
+                                          "so the job waits for daily 20:00-06:00")]),
         (3, "5:00:00", EVENING, []),
     ],
 )  # fmt: skip
@@ -178,7 +178,7 @@ def test_a_job_without_a_time_limit_gets_the_policys_limit_and_a_longer_one_is_r
     policy = set_policy(box, 'max_time = "90m"')
     assert with_policy_limit(box.config(), policy).launch.time_limit == "1:30:00"
     assert with_policy_limit(box.config(time_limit="10"), policy).launch.time_limit == "10"
-    with pytest.raises(JobFileError, match=r"^launch.time_limit: is 3 h 00 min, but the policy of this machine allows"):
+    with pytest.raises(JobFileError, match=r"^launch.time_limit: is 3 h 00 min, but this machine's policy allows"):
         box.launch("steps=1", time_limit="3:00:00")
     assert box.control.jobs() == []
     job_id = box.launch("steps=1")
@@ -229,9 +229,7 @@ def test_a_job_that_does_not_use_its_gpu_is_reported_and_then_asked_to_stop(box,
     store_use(box, 3)
     job = box.wait_ended(job_id)
     assert job.state == JobState.STOPPED
-    assert job.error.startswith(
-        "kept its GPUs below 5 % utilisation for 3 s, which the policy of this machine does not"
-    )
+    assert job.error.startswith("kept its GPUs below 5 % utilisation for 3 s, which this machine's policy does not")
     (pointed_out,) = box.messages(job_id, "idle")
     assert pointed_out.startswith("has kept its GPUs below 5 % utilisation for ")
     # The ranks have saved and stopped.

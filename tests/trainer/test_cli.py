@@ -291,7 +291,7 @@ def test_a_run_folder_is_never_overwritten(job_file: Path, capsys: pytest.Captur
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "job.toml").write_text("mine")
     assert main(["run", str(tmp_path / "other.toml"), "--out", str(tmp_path / "out")]) == EXIT_USAGE
-    assert capsys.readouterr().err.startswith("--out: there is a run in")
+    assert capsys.readouterr().err.startswith(f"--out: {tmp_path / 'out'} already contains a run")
     assert (tmp_path / "out" / "job.toml").read_text() == "mine"
 
 

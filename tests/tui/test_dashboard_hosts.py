@@ -79,13 +79,13 @@ async def test_gpus_and_jobs_are_grouped_by_host_and_totals_include_all_hosts(ma
         await far_jobs(pilot)
         await wait_until(pilot, lambda: "mine" in text(app, JobsPanel))
         assert "3 hosts · 8 GPUs · 3 running · 0 waiting" in text(app, StatusLine)
-        assert title_of(app.screen.query_one(GpuPanel)) == "GPUs of gpu-box"
+        assert title_of(app.screen.query_one(GpuPanel)) == "GPUs on gpu-box"
         lines = [line.strip() for line in text(app, FarGpus).splitlines()]
         assert lines[0] == "gpu1    ● 2 GPUs · 40% · 16 of 160 GiB · 600 W"
         assert lines[1].startswith("0 NVIDIA H100") or lines[1].startswith("0 H100")
         assert lines[2].endswith("job 7 (theirs)")
         assert lines[3].startswith("me@gpu2 ●")
-        assert "91°C GPU 1 of gpu1" in text(app, AggregatePanel)
+        assert "91°C GPU 1 on gpu1" in text(app, AggregatePanel)
         assert "/ 402.0 GiB" in text(app, AggregatePanel)
         rows = [line.strip() for line in text(app, JobsPanel).splitlines()][1:]
         starts = ["gpu-box · this host, 1 job", "1 mine", "gpu1", "9 old", "7 theirs", "me@gpu2", "9 old", "7 theirs"]
@@ -109,7 +109,7 @@ async def test_a_filter_and_the_cursor_cover_all_hosts_and_skip_host_names(make_
         commands = ("rename 9 NAME", "note 9 TEXT", "tag 9 --add WORD", "priority 9 --to N", "after 9 OTHER", "hold 9",
                     "rm 9")  # fmt: skip
         assert messages_of(app)[-7:] == [f"! Job 9 is on gpu1, so use `{by_hand('gpu1', one)}`." for one in commands]
-        assert messages_of(app)[-8].startswith("! Only jobs of this host can be marked")
+        assert messages_of(app)[-8].startswith("! Only jobs on this host can be marked")
         await pilot.press("down", "down")
         assert table.cursor == "gpu1 7"
         await pilot.press("slash", *"theirs", "enter")
@@ -136,7 +136,7 @@ async def test_a_job_on_another_host_can_be_stopped_paused_and_resumed(make_app,
         assert "Stop" in text(app, Footer)
         await pilot.press("s")
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        assert "Stop job 7 (theirs) of gpu1?" in app.screen.query_one("#question").render().plain
+        assert "Stop job 7 (theirs) on gpu1?" in app.screen.query_one("#question").render().plain
         await pilot.press("y")
         await wait_until(pilot, lambda: any("On gpu1: job 7 will stop." in note for note in messages_of(app)))
         assert ["stop", "7"] in runs_of(folder)
@@ -229,7 +229,7 @@ async def test_a_read_only_app_changes_nothing_on_other_hosts_but_reads_their_lo
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
         await wait_until(pilot, lambda: "rank 0" in text(app, LogView))
         assert text(app, LogView).splitlines()[0] == "step 10 �[2J"
-        assert title_of(app.screen.query_one(LogView)).startswith("Job 7 of gpu1 · log of rank 0 · running · theirs")
+        assert title_of(app.screen.query_one(LogView)).startswith("Job 7 on gpu1 · log of rank 0 · running · theirs")
         assert all(words[0] == "stream" for words in runs_of(folder))
 
 

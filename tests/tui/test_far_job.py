@@ -116,7 +116,7 @@ async def test_everything_about_a_job_on_another_host_can_be_read(make_app, host
         await wait_until(
             pilot, lambda: isinstance(app.screen, CardScreen) and "0.2500 ± 0.0100" in text(app, CardPanel)
         )
-        assert title_of(app.screen.query_one(CardPanel)).startswith("Job 1 of gpu1 · Report card")
+        assert title_of(app.screen.query_one(CardPanel)).startswith("Job 1 on gpu1 · Report card")
         await pilot.press("f")
         await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen), 30)
         await wait_until(pilot, lambda: "Lämb" in text(app, LatentDetail))
@@ -196,7 +196,7 @@ async def test_a_job_on_another_host_is_compared_with_marked_jobs(make_app, data
         await pilot.press("space")
         await reach(pilot, "c")
         await wait_until(pilot, lambda: isinstance(app.screen, CompareScreen), 30)
-        await wait_until(pilot, lambda: "1 of gpu1" in text(app, ResultsPanel))
+        await wait_until(pilot, lambda: "1 on gpu1" in text(app, ResultsPanel))
 
 
 async def test_a_clone_opens_the_form_and_has_no_parent_here(make_app, hosts, data) -> None:
@@ -205,7 +205,7 @@ async def test_a_clone_opens_the_form_and_has_no_parent_here(make_app, hosts, da
         await reach(pilot, "y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen), 30)
         origin = app.screen.form.origin
-        assert (origin.was.name, origin.which, origin.parent) == ("theirs", "job 1 of gpu1", None)
+        assert (origin.was.name, origin.which, origin.parent) == ("theirs", "job 1 on gpu1", None)
         await wait_until(pilot, lambda: not list((data.root.parent / "tmp").iterdir()))
 
 
@@ -266,7 +266,7 @@ async def test_stopping_a_job_on_another_host_asks_for_confirmation_here(make_ap
             pilot, lambda: isinstance(app.screen, FarJobScreen) and "theirs too" in title_of(headline(app)), 30
         )
         await pilot.press("s")
-        await wait_until(pilot, lambda: "Stop job 2 (theirs too) of gpu1?" in question(app))
+        await wait_until(pilot, lambda: "Stop job 2 (theirs too) on gpu1?" in question(app))
 
 
 async def test_an_open_job_uses_the_current_settings_and_hosts(make_app, there, tmp_path) -> None:
@@ -306,7 +306,7 @@ async def test_a_lost_job_says_nothing_about_checkpoints_which_are_not_copied(ma
     async with app.run_test(size=SCREEN) as pilot:
         await wait_until(pilot, lambda: "theirs is lost" in text(app, JobsPanel), 30)
         await pilot.press("home", "enter")
-        await wait_until(pilot, lambda: "g resumes job 2 of gpu1" in shown(app), 30)
+        await wait_until(pilot, lambda: "g resumes job 2 on gpu1" in shown(app), 30)
         assert "its processes are gone" in shown(app)
 
 
@@ -331,5 +331,5 @@ async def test_a_copied_command_from_another_host_names_it_and_warns_about_secre
         await opened(pilot)
         await pilot.press("Y")
         await wait_until(pilot, lambda: app.clipboard.startswith("sae-tui run --host gpu1 "))
-        assert "launches this job of gpu1 was sent" in messages_of(app)
+        assert "launches this job on gpu1 was sent" in messages_of(app)
         assert messages_of(app).endswith("It may contain secrets.")

@@ -153,7 +153,7 @@ async def test_a_key_turns_the_process_under_the_cursor_into_a_job_after_confirm
         assert app.screen.question.startswith(f"Turn process {two[1].pid} of {user_name()}")
         await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
         await pilot.press("y")
-        await wait_until(pilot, lambda: any("is job 1 now" in note.message for note in app._notifications))
+        await wait_until(pilot, lambda: any("is now job 1" in note.message for note in app._notifications))
         with closing(Control(data.control_db)) as control:
             assert (control.job(1).gpu_ids, control.job(1).mode) == ((1,), "adopted")
             edits.kill(data, 1, control)

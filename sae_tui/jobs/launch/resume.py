@@ -245,7 +245,7 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
     reader = GpuReader(data, job.gpu_source)
     here = {sample.uuid for sample in reader.samples()}
     if reader.problem:
-        why = f"the GPUs of this host cannot be read: {reader.problem}"
+        why = f"the GPUs on this host cannot be read: {reader.problem}"
         raise UserError(f"job {job.id} used GPUs on {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"

@@ -72,7 +72,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"launch": {"gpus": "cpu:3"}},
             "launch.gpus",
-            "starts 3 processes on 2 cores, which is slower than one process per core",
+            "starts 3 processes on 2 cores; one process per core would be faster",
             "warning",
         ),
         (
@@ -135,7 +135,7 @@ def test_a_job_that_fits_has_no_problems(checked: Callable[..., list[Problem]], 
         (
             {"sae": {"normalize": "none"}},
             "sae.normalize",
-            "are for data with a spread of about 1 per dimension",
+            "assume a spread of about 1 per dimension",
             "warning",
         ),
         (

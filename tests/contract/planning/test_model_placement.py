@@ -83,7 +83,7 @@ def test_each_training_gpu_has_the_same_number_of_model_gpus(devices: int, count
         ),
         ("auto:3", 1, {}, "with 3 GPUs, only 2 works, not 1: each training GPU needs the same number of model GPUs"),
         ("auto:2", 2, {}, "with 2 GPUs, only 1 works, not 2: each training GPU needs the same number of model GPUs"),
-        ("auto", 1, {}, '1 GPU cannot spare 1; use 0 or "auto", or give launch.gpus at least 2'),
+        ("auto", 1, {}, '1 GPU cannot reserve 1 for the model; use 0 or "auto", or set launch.gpus to at least 2 GPUs'),
         ("cpu:4", 2, {}, '2 separate GPUs for the model are not possible with launch.gpus = "cpu:4"; use 0 or "auto"'),
         ("auto:4", 2, {"launch": {"backend": "slurm"}}, "are not possible with launch.backend"),
         ("auto:4", 2, {"parallel": {"mode": "dp"}}, "are not possible with parallel.mode"),

@@ -120,7 +120,7 @@ def test_an_l0_that_misses_its_target_is_shown_next_to_the_target() -> None:
     assert by_title(missed)["recipe"].startswith(
         "adam (beta1 0.9), learning rate 0.01; encoder and decoder updates are not tied"
     )
-    assert by_title(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
+    assert by_title(missed)["schedule"] == "rises over 5% of the steps, decays over the last 20%"
     assert by_title(missed)["steps"] == "391 of 500, 512 tokens each, seed 1"
     near = msgspec.structs.replace(missed, figures=card(l0=32.5).figures, threshold_set_on="held-out rows")
     assert by_title(near)["L0"].startswith("32.5, 32 asked (5 % ")

@@ -175,8 +175,8 @@ def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -
     found = inspect_shards(folder)
     assert (found.n_tokens, len(found.shards)) == (5, 1)
     assert found.notes == (
-        f"2 files of {folder} skipped, hidden: '.DS_Store' and '._a.safetensors'",
-        f"2 files of {folder} skipped, without a row: 'b.safetensors' and 'c.safetensors'",
+        f"skipped 2 files in {folder} (hidden): '.DS_Store' and '._a.safetensors'",
+        f"skipped 2 files in {folder} (without a row): 'b.safetensors' and 'c.safetensors'",
     )
 
 

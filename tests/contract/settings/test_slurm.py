@@ -56,7 +56,7 @@ def test_a_missing_sbatch_is_reported_for_the_backend_setting(make_job, tmp_path
         ({"partition": "--wrap=x"}, "launch.partition", 'must be a SLURM name, not "--wrap=x"'),
         ({"account": "a b"}, "launch.account", 'not "a b"'),
         ({"time_limit": "2h"}, "launch.time_limit", 'like "90" (minutes), "4:00:00" or "1-12" (days-hours), not "2h"'),
-        ({"sbatch_options": ["-p", "x"]}, "launch.sbatch_options", 'an option is like "--qos=high"'),
+        ({"sbatch_options": ["-p", "x"]}, "launch.sbatch_options", 'must look like "--qos=high"'),
         ({"sbatch_options": ["--qos=a\nb"]}, "launch.sbatch_options", "on one line"),
         ({"sbatch_options": ["--nodes=3"]}, "launch.sbatch_options", "--nodes is set by launch.nodes"),
         (

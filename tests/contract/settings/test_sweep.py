@@ -201,7 +201,7 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         (
             {"sae": {"d_sae": 64, "expansion_factor": [2, 4]}},
             "sae.expansion_factor",
-            "has no effect next to sae.d_sae",
+            "has no effect if sae.d_sae is set",
         ),
         ({"train": {"batch_size": [64, 128]}}, "train.batch_size", "not [64, 128]; all SAEs of a sweep share this"),
         ({"train": {"precision": ["fp32", "bf16"]}}, "train.precision", "all SAEs of a sweep share this setting"),

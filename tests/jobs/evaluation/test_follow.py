@@ -241,7 +241,9 @@ def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, jo
     now = seen(box, job_id)
     assert now
     assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
-    assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; earlier results are kept"
+    assert (
+        request.stop(box.data, job_id) == f"the evaluation of job {job_id} is being stopped; earlier results are kept"
+    )
     message = f"job {job_id} was not evaluated: it was stopped; earlier results are kept"
     assert request.wait_for_end(box.data, job_id) == (False, message)
     assert seen(box, job_id) is None

@@ -38,7 +38,7 @@ def test_a_lock_that_is_not_a_regular_file_is_rejected_at_once_and_its_owner_is_
         locks = GpuLocks(tmp_path, ["GPU-3", uuid])
         assert not locks.take()
         assert (locks.refused, locks.descriptors) == (uuid, ())
-        assert f"sae-tui-{uuid}.lock of " in locks.why
+        assert f"sae-tui-{uuid}.lock, owned by " in locks.why
         assert f"({reason}); ask " in locks.why
     assert GpuLocks(tmp_path, ["GPU-3"]).take()
 

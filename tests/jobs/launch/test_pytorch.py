@@ -39,6 +39,6 @@ def test_a_build_for_another_vendors_gpus_is_reported_with_a_remedy(tmp_path, mo
     monkeypatch.setattr("sae_tui.jobs.launch.pytorch.installed_build", lambda: Build("2.9.0+cu128", "cuda"))
     assert cuda_problem({"nvml"}) == cuda_problem({"nvml", "amdsmi"}) == ""
     assert cuda_problem({"amdsmi"}) == (
-        "PyTorch 2.9.0+cu128 is built for CUDA, so no job can use the GPUs of AMD; install a build of torch for "
+        "PyTorch 2.9.0+cu128 is built for CUDA, so no job can use the AMD GPUs; install a build of torch for "
         'ROCm; pytorch.org/get-started shows the command, or choose "cpu"'
     )

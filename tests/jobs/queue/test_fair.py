@@ -130,7 +130,7 @@ def test_a_job_waits_while_its_user_holds_all_the_gpus_that_the_policy_allows():
     found = turns([job(1, n_gpus=2)], board(8, *["ann"] * 3), NOW, standing)
     assert found[1].waits_for == "ann has 3 of 4 GPUs that the policy allows, and this job needs 2"
     found = turns([job(1, n_gpus=5)], board(8), NOW, standing)
-    assert found[1].waits_for == "it needs 5 GPUs, and the policy now allows 4 for each user"
+    assert found[1].waits_for == "it needs 5 GPUs, but the policy allows each user only 4 now"
 
 
 def test_gpus_held_by_a_users_jobs_in_other_data_folders_count_towards_the_limit():
@@ -170,7 +170,7 @@ def test_a_job_waits_if_its_time_limit_is_longer_than_currently_allowed():
     line = [job(1, config=long), job(2, config=short), job(3), job(4, config="[launch]\ntime_limit = 7")]
     assert starting(line, board(4), standing) == [2, 3, 4]
     assert turns(line, board(4), NOW, standing)[1].waits_for == (
-        "its time limit is 12 h 00 min, and the policy now allows 4 h 00 min"
+        "its time limit is 12 h 00 min, but the policy allows only 4 h 00 min now"
     )
     # A job launched before the policy was changed does not wait forever: its supervisor shortens its time limit.
     always = Limits(max_time_s=4 * HOUR_S)

@@ -252,7 +252,7 @@ def test_an_interrupted_deletion_leaves_either_the_complete_job_or_nothing(box, 
     messages = list(repair(box.data))
     assert (is_listed(box, job_id), files(box, job_id)) == ((True, [True, True]) if step < 5 else (False, [False] * 2))
     assert [line for line in messages if "deleted jobs were removed" in line] == (
-        ["0 MiB of deleted jobs were removed"] * (step == 5)
+        ["0 MiB of files from deleted jobs were removed"] * (step == 5)
     )
     assert (is_listed(box, other), files(box, other)) == (True, [True, True])
     if step < 5:

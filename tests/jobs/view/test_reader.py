@@ -358,7 +358,11 @@ def test_a_log_follower_knows_the_line_that_is_being_written(tmp_path):
     assert (follower.new_lines(), follower.unfinished) == (["30% |###", "next"], "")
 
 
-@given(st.lists(st.sampled_from(["a", "bc", " ", "\r", "\r", "\x1b[K", "\x1b[2K\r", "█"]), max_size=30).map("".join))
+@given(
+    st.lists(st.sampled_from(["a", "bc", " ", "\r", "\r", "\x1b[K", "\x1b[2K\r", "\x1b[2K", "█"]), max_size=30).map(
+        "".join
+    )
+)
 def test_a_redrawn_line_is_shown_as_a_terminal_would_show_it(text):
     screen = pyte.Screen(100, 1)
     pyte.Stream(screen).feed(text)

@@ -76,7 +76,7 @@ def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval
 ) -> None:
     job = make_job(train={"seed": [0, 1]}, sae={"k": [2, 4]})
     cards_of(trained(make_trainer, job, kept), job, kept).write()
-    assert kept.events[-1][2].startswith("latents with a decoder cosine above 0.7 over the seeds: ")
+    assert kept.events[-1][2].startswith("latents with a decoder cosine above 0.7 across seeds: ")
     cards = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("sae/*/card.json")}
     assert len(cards) == 4
     for label, card in cards.items():
@@ -138,7 +138,9 @@ def test_seeds_that_were_not_exported_and_wide_saes_are_not_compared(
     cards_of(trainer, job, kept).write()
     (_, level, message) = kept.events[-1]
     assert level == "info"
-    assert re.fullmatch("no stability across seeds: comparing [0-9]+ latents .*; `sae-train eval` adds it", message)
+    assert re.fullmatch(
+        "stability across seeds was not measured: comparing [0-9]+ latents .*; `sae-train eval` adds it", message
+    )
 
 
 @pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])

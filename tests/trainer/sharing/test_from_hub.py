@@ -61,7 +61,7 @@ def test_the_error_for_a_repository_with_several_saes_names_a_few_of_them(hub: H
         find(Path("ada/saes"))
     with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub contains no SAE that can be imported"):
         find(Path("ada/saes/layers.4"))
-    with pytest.raises(UserError, match="nothing at ada/other, and the hub has no model ada/other that you may see"):
+    with pytest.raises(UserError, match="nothing at ada/other, and the hub has no model ada/other you can access"):
         find(Path("ada/other"))
 
 
@@ -88,7 +88,9 @@ def test_paths_take_precedence_and_only_valid_names_are_requested_from_the_hub(h
         with pytest.raises(UserError, match="there is nothing at"):
             find(Path(path))
     (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match="nothing at runs/9/sae; give a folder, a file or hf:runs/9/sae of an SAE on"):
+    with pytest.raises(
+        UserError, match="nothing at runs/9/sae; give a folder or a file, or hf:runs/9/sae for an SAE on"
+    ):
         find(Path("runs/9/sae"))
     assert hub.asked == []
 

@@ -294,7 +294,10 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{60 * 'x'}, which",
     ),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
-    "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not floats"),
+    "whole numbers": (
+        replaced(lambda one: one.update(b_dec=torch.ones(32).int())),
+        "b_dec is int32, not a floating-point type",
+    ),
     "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
     "a number instead of a matrix": (
         replaced(lambda one: one.update({"encoder.weight": torch.ones(())})),

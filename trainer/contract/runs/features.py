@@ -138,7 +138,7 @@ _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
 _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
 _KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FILTERS = re.compile(r"(?<!\S)(?:stable|family):\S*")
-NO_STABILITY = "no stability over seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
+NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
 _CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND).items()}
 
 

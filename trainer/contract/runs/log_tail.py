@@ -22,7 +22,7 @@ LONGEST = 4 * 2**20
 _LONGEST_REDRAWN = 64 * 1024
 # Escape sequences: `_UP` moves the cursor up, and `_ERASE` erases the line, either from the cursor onwards or
 # completely.
-_UP, _ERASE = b"\x1b[A", re.compile(rb"\x1b\[[02]?K")
+_UP, _ERASE, _ERASE_ALL = b"\x1b[A", re.compile(rb"\x1b\[[02]?K"), b"\x1b[2K"
 
 
 class LogEnd(NamedTuple):
@@ -92,7 +92,10 @@ def readable(line: bytes) -> str:
     for state in reversed(line[-_LONGEST_REDRAWN:].split(b"\r")):
         if state.endswith(_UP):
             continue  # This text is on another line.
-        text = _ERASE.sub(b"", state).replace(b"\0", b"").decode(errors="replace")
+        before, is_erased, after = state.rpartition(_ERASE_ALL)
+        texts = [_ERASE.sub(b"", one).replace(b"\0", b"").decode(errors="replace") for one in (before, after)]
+        # The cursor stays where it is if the entire line is erased.
+        text = " " * len(texts[0]) + texts[1] if is_erased else texts[1]
         shown += text[len(shown) :]
         if _ERASE.search(state):
             break
