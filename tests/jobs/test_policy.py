@@ -151,8 +151,8 @@ NOON, EVENING = 1_793_620_800.0, 1_793_656_800.0  # 2 November 2026, 12:00 and 2
                                          "most 12 h 00 min; lower it")]),
         (3, None, NOON, [("warning", "launch.gpus: asks for 3 GPUs, but the policy allows only 2 now, so the job waits "
                                      "for daily 20:00-06:00")]),
-        (2, "5:00:00", NOON, [("warning", "launch.time_limit: is 5 h 00 min, but the policy allows only 4 h 00 min now, "
-                                          "so the job waits for daily 20:00-06:00")]),
+        (2, "5:00:00", NOON, [("warning", "launch.time_limit: is 5 h 00 min, but the policy allows only 4 h 00 min now,"
+                                          " so the job waits for daily 20:00-06:00")]),
         (3, "5:00:00", EVENING, []),
     ],
 )  # fmt: skip
