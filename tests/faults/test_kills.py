@@ -32,6 +32,7 @@ def test_a_killed_supervisors_job_saves_and_gives_bitwise_identical_results_once
     kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_restarted_job_gives_bitwise_identical_results(tmp_path, like) -> None:
     assert kills.rank_killed(tmp_path / "box", 1, like) < 60
 

@@ -178,7 +178,7 @@ def test_more_topics_than_features_without_a_parent_are_refused() -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 9), st.sampled_from([0.0, 0.5, 2.0]))
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_the_largest_accepted_number_of_active_features_can_be_reached(
     n: int, children: int, topics: int, skew: float
 ) -> None:

@@ -139,6 +139,7 @@ def test_captured_steps_are_bit_identical_to_eager_ones(architecture: str, train
     assert steps._n_captured == 2
 
 
+@pytest.mark.slow
 def test_captured_steps_are_bit_identical_if_kernels_sum_and_measure_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
     with use_kernels({SPARSE_PRODUCTS: triton_sparse, DEAD_LATENTS: triton_dead_latents}):
@@ -388,6 +389,7 @@ def test_a_step_is_captured_again_if_the_capacity_changes(monkeypatch: pytest.Mo
     run.assert_alike()
 
 
+@pytest.mark.slow
 def test_a_captured_step_that_overflows_is_skipped_and_dense_steps_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -293,7 +293,8 @@ SLOW = ("topk", "hierarchical_topk", "matryoshka_batch_topk")
         ),
         # The error kernels are also tested without other kernels: for one level, for several levels, and with a
         # penalty.
-        *((one, None) for one in ("batch_topk", "hierarchical_topk", "matryoshka_batch_topk", "jumprelu")),
+        *((one, None) for one in ("batch_topk", "matryoshka_batch_topk", "jumprelu")),
+        pytest.param("hierarchical_topk", None, marks=pytest.mark.slow),
     ],
     ids=lambda one: one if isinstance(one, str) else "with products" if one else "errors alone",
 )
