@@ -291,7 +291,8 @@ def _export(flags: argparse.Namespace) -> int:
     if push:
         checkpoints = [Path(path) for path in done.get("checkpoints", [done.get("checkpoint")])]
         out = Path(done["output_path"])
-        done["pushed"] = push.send(out, checkpoints, flags.format, _warn if flags.json else _say, done.get("saes"))
+        tell = _warn if flags.json else _say
+        done["pushed"] = push.send(out, checkpoints, flags.format, tell, done.get("saes"), flags.k)
     if flags.json:
         _say(json.dumps(done))
     return EXIT_FINISHED
@@ -305,7 +306,7 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         from trainer.training.export_set import export_set, is_set
 
     if is_set(flags.paths, flags.format):
-        if flags.k:
+        if flags.k is not None:
             raise UsageError("--k: not supported for a set of transcoders; leave it out")
         of_set = export_set(
             flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force, only=flags.only

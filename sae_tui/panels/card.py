@@ -23,7 +23,7 @@ from trainer.contract.runs.card_figures import (
     next_to_twins,
     title_of_group,
 )
-from trainer.contract.runs.report_card import LOWEST_DECADE, AtK, Card, SampledLatent, remarks, title_lines
+from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.catalog import METRICS
@@ -169,17 +169,15 @@ def _seed_blocks(over_seeds: Sequence[tuple[CardFigure, Spread]]) -> list[list[L
 
 def _k_blocks(card: Card) -> list[list[Line]]:
     """Return the FVU for each k with a bar, or [] for an SAE that is trained for a single k."""
-    figures, series = card.figures, METRICS["fvu"].series
-    if not figures.at_smaller_k:
+    at, series = card.figures.by_k, METRICS["fvu"].series
+    if not at:
         return []
-    k = card.target_l0 or round(figures.l0_quantiles[-1])
-    at = [*figures.at_smaller_k, AtK(k, figures.fvu, figures.fvu_error)]
-    largest = max((one.fvu for one in at if math.isfinite(one.fvu)), default=1.0)
+    largest = max((one.fvu for one in at if math.isfinite(one.fvu)), default=0.0) or 1.0
     rows: list[Line] = [
         (
             (f"{one.k:>6} ", "label"),
             (f"{bar(one.fvu / largest, _TITLE - 8)} ", "spark"),
-            (f"{in_form(one.fvu, series):>{_VALUE}}", "title"),
+            (f"{in_form(one.fvu, series) if math.isfinite(one.fvu) else '–':>{_VALUE}}", "title"),
             (fit(f" ± {in_form(one.fvu_error, series)}" if math.isfinite(one.fvu_error) else "", _ERROR), "dim"),
         )
         for one in at

@@ -111,9 +111,8 @@ def card_of(
     """Measure an SAE from a folder on rows from a source; raise `UserError` if the rows do not match the SAE."""
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
-    at_smaller_k = {k: partial(sae.reconstruct, k=k) for k in sae.smaller_ks}
-    place = source.place
-    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, place, at_smaller_k, is_trained_on=is_trained_on)
+    by_k = {k: partial(sae.reconstruct, k=k) for k in sae.ks}
+    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, by_k, is_trained_on=is_trained_on)
     return Card(
         name=name,
         label=label,

@@ -201,9 +201,9 @@ class _PartTimer:
         else:
             timed = self._begin()
             sae, place = learner.sae, hooks.source(learner.hook).place
-            at_smaller_k = {k: partial(_reconstruct, learner, k=k) for k in sae.settings.ks[:-1]}
+            by_k = {k: partial(_reconstruct, learner, k=k) for k in sae.settings.ks}
             how = partial(_reconstruct, learner)
-            figures, data = self._rows.measure(sae, how, sae.raw_decoder(), place, at_smaller_k)
+            figures, data = self._rows.measure(sae, how, sae.raw_decoder(), place, by_k)
             card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
             yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
         model = hooks.model(learner.hook)

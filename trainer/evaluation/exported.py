@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from trainer.activations.training_data import HALVES
+from trainer.contract.runs.card_versions import KS
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import KS, NOTHING_GIVEN, Given, SharedSae, scales_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
+
+# The maximum number of k values to measure.
+_MOST_KS = 16
 
 
 class ExportedSae:
@@ -61,11 +65,14 @@ class ExportedSae:
         return self._weights["W_enc"].T
 
     @property
-    def smaller_ks(self) -> list[int]:
-        """The values below k for which the SAE is also trained, in ascending order."""
-        stated = self.metadata.get(KS)
-        whole = [one for one in stated if type(one) is int] if isinstance(stated, list) else []
-        return sorted({one for one in whole if 0 < one < (self._k or 0)}) if self._form == "topk" else []
+    def ks(self) -> list[int]:
+        """The values of k, up to its own, that the SAE is trained for, ascending; [] for most SAEs."""
+        stated, k = self.metadata.get(KS), self._k or 0
+        if self._form != "topk" or not isinstance(stated, list):
+            return []
+        # The metadata may come from another person, and each k takes a pass over the rows.
+        smaller = sorted({one for one in stated if type(one) is int and 0 < one < k})
+        return [*smaller[: _MOST_KS - 1], k]
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None, k: int | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored.

@@ -108,21 +108,21 @@ def measure(
     w_dec: Tensor,
     grouped: Group | None = None,
     scales: Tensor | None = None,
-    at_smaller_k: Mapping[int, Reconstruct] = MappingProxyType({}),
+    by_k: Mapping[int, Reconstruct] = MappingProxyType({}),
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
-    targets. `at_smaller_k` maps each smaller k to a function that reconstructs with it. Raise `ValueError` if there are
-    no rows.
+    targets. `by_k` maps each k that the SAE is trained for to a function that reconstructs with it. Raise `ValueError`
+    if there are no rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
     of_all = torch.zeros(2, dtype=torch.float64)
     sums = Rebuilt()
     counted: list[RowFigures] = []
-    errors_at: dict[int, list[Tensor]] = {k: [] for k in at_smaller_k}
+    errors_at: dict[int, list[Tensor]] = {k: [] for k in by_k}
     d_in = 0
     for x, y in batches():
         acts, x_hat = reconstruct(x, y)
@@ -134,8 +134,9 @@ def measure(
         per_row = acts.per_token(fires.to(x_hat.dtype))
         error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
         counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
-        for k, other in at_smaller_k.items():
-            errors_at[k].append((target - other(x, y)[1].double() * factors).square().sum(1).cpu())
+        for k, other in by_k.items():
+            rebuilt = other(x, y)[1].double() * factors
+            errors_at[k].append((target - rebuilt).square().sum(1).cpu())
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
     others = [torch.cat(errors) for errors in errors_at.values()]
@@ -143,7 +144,7 @@ def measure(
     figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
     found = zip(errors_at, others, groups.others, strict=True)
     at = tuple(AtK(k, _fvu(error, spread), ratio_error(of_groups, groups.spread)) for k, error, of_groups in found)
-    figures = msgspec.structs.replace(figures, at_smaller_k=at)
+    figures = msgspec.structs.replace(figures, by_k=at)
     if scales is None:
         return figures
     return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))

@@ -116,14 +116,14 @@ class EvaluationRows:
         reconstruct: Reconstruct,
         w_dec: Tensor,
         place: str,
-        at_smaller_k: Mapping[int, Reconstruct],
+        by_k: Mapping[int, Reconstruct],
         *,
         is_trained_on: bool = True,
     ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
-            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, at_smaller_k)
+            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, by_k)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)

@@ -22,11 +22,14 @@ from trainer.saes.topk import TopK
 class Nested(TopK):
     """A TopK SAE that assigns each activation to one of `n_levels` levels; a subclass defines `_by_level`.
 
-    The loss is the mean squared error over all prefixes of the levels, including the full reconstruction. Its parts are
-    the loss terms "mse", for the full reconstruction, and "inner_mse", for all other prefixes.
+    The loss is the weighted mean of the squared errors of all prefixes of the levels, including the full
+    reconstruction. Its parts are the loss terms "mse", for the full reconstruction, and "inner_mse", for all other
+    prefixes.
     """
 
     n_levels: int
+    # The weight of the full reconstruction's error in the mean, relative to that of each other prefix.
+    full_weight = 1.0
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         centred = centre(x, self.input_bias)
@@ -76,7 +79,8 @@ class Nested(TopK):
         return decode(self._by_level(acts), self.W_dec, self.latents.group, self.n_levels)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        mean = (losses["mse"] + losses["inner_mse"]) / self.n_levels
+        weighted = torch.add(losses["inner_mse"], losses["mse"], alpha=self.full_weight)
+        mean = weighted / (self.full_weight + self.n_levels - 1)
         return super().objective(losses | {"mse": mean})
 
 

@@ -40,23 +40,20 @@ class SparseIndices:
     def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:
         self.latents, self.starts, self.filled = latents, starts, filled
         # If every token has the same number of entries, `tokens` may be None; it is then computed on first use.
+        self.is_even = tokens is None
         self._tokens = tokens
         self._sorted = _Sorted(latents, filled)
         self._tokens_by_latent: Tensor | None = None
 
     @property
-    def is_even(self) -> bool:
-        """Whether every token has the same number of entries."""
-        return self._tokens is None
-
-    @property
     def tokens(self) -> Tensor:
         if self._tokens is None:
-            self._tokens = torch.arange(len(self.starts), device=self.starts.device).repeat_interleave(self._per_token)
+            self._tokens = torch.arange(len(self.starts), device=self.starts.device).repeat_interleave(self.per_token)
         return self._tokens
 
     @property
-    def _per_token(self) -> int:
+    def per_token(self) -> int:
+        """The number of entries of each token, if it is the same for all tokens."""
         return len(self.latents) // max(len(self.starts), 1)
 
     def by_latent(self, d_sae: int) -> ByLatent:
@@ -69,7 +66,7 @@ class SparseIndices:
             order = self.by_latent(d_sae).order
             # On a GPU, one division replaces three operations and an index tensor. On a CPU, dividing is slower.
             divides = self._tokens is None and order.is_cuda
-            self._tokens_by_latent = order // self._per_token if divides else self.tokens.index_select(0, order)
+            self._tokens_by_latent = order // self.per_token if divides else self.tokens.index_select(0, order)
         return self._tokens_by_latent
 
     def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:

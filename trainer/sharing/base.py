@@ -17,7 +17,7 @@ from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import open_plain
 from trainer.contract.hub_cache import is_plain_file
 from trainer.contract.printable import printable
-from trainer.contract.runs.card_versions import archive, locked
+from trainer.contract.runs.card_versions import KS, archive, locked
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
@@ -28,8 +28,6 @@ from trainer.saes.base import Sae
 SCALES = "dimension_scales"
 # The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
-# The metadata key for the values of k that a HierarchicalTopK SAE is trained for.
-KS = "trained_for_k"
 # The sentence in the model card that refers to `card.json`.
 CARD_REST = " `card.json` has all figures."
 # The maximum length of an architecture name; longer names in imported files are truncated.

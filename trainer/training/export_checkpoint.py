@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +21,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.workload import Layout
 from trainer.contract.progress import stage, track
 from trainer.contract.runs.card_versions import FOLDER as VERSIONS
+from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
@@ -34,7 +36,7 @@ from trainer.contract.runs.checkpoint_manifest import (
 from trainer.contract.runs.features import CARD, FEATURES, STABILITY
 from trainer.contract.runs.how_far import HowFar, of_state
 from trainer.contract.runs.recipe import Recipe, recipe_of
-from trainer.contract.runs.report_card import TWINS, read_card
+from trainer.contract.runs.report_card import TWINS, Card, read_card
 from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
@@ -90,7 +92,9 @@ def export_checkpoint(
     out = out.resolve() if out.is_symlink() else out.absolute()
     state = read_state(checkpoint)
     labels = labels_of(job, only, kept_in(output_of(run_dir), state.position))
-    if k:
+    if k is not None:
+        if out.resolve() == output_of(run_dir).resolve():
+            raise UsageError("--out: is the run's own SAE, which keeps its k; choose another folder")
         _refuse_k(k, {label: member for label, member in members(job).items() if label in labels})
     folders = {label: out / label if label else out for label in labels}
     refuse_to_overwrite(out, folders, force)
@@ -238,38 +242,49 @@ def shared_saes(
     """
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
-        recipe = recipe_of_run(run_dir, state, label, learner.sae.d_in)
-        if recipe and k:
-            recipe = msgspec.structs.replace(recipe, target_l0=k)
-        training = training_facts(learner, position, recipe)
+        has_other_k = k is not None and k != learner.k
+        training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in, k))
         how_far = how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder)
-        training |= how_far.metadata() if how_far else {}
+        if how_far:
+            # The best held-out FVU of the run is that of the SAE's own k.
+            training |= (msgspec.structs.replace(how_far, best=None) if has_other_k else how_far).metadata()
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
-        # The max-activating examples are those at the SAE's own k.
-        features = output / label / FEATURES if of_these_weights and not k else None
+        # The max-activating examples and the twins' figures are those at the SAE's own k.
+        features = output / label / FEATURES if of_these_weights and not has_other_k else None
         card = read_card(output / label) if of_these_weights else None
         if card and card.stability:
             training[STABILITY] = msgspec.to_builtins(card.stability)
-        if card and card.twins and not k:
+        if card and card.twins and not has_other_k:
             training[TWINS] = msgspec.to_builtins(card.twins)
-        if k and k != learner.k:
-            at = next((one for one in card.figures.at_smaller_k if one.k == k), None) if card else None
-            measured = {held_out("fvu"): at.fvu} if at else {}
-        with learner.sae.using(k) if k and isinstance(learner.sae, TopK) else contextlib.nullcontext():
-            sae = shared_form(learner.sae, state.origin_of(label) | training | measured, k or learner.k, features)
+        if has_other_k:
+            measured = _held_out_at(k, card, output / label) if card else {}
+        own = learner.k if k is None else k
+        with learner.sae.using(own) if isinstance(learner.sae, TopK) else contextlib.nullcontext():
+            sae = shared_form(learner.sae, state.origin_of(label) | training | measured, own, features)
             yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 
 
-def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int) -> Recipe | None:
-    """Return an SAE's training recipe up to a checkpoint; None at step 0, or if the recipe is unknown."""
+def _held_out_at(k: int | None, card: Card, folder: Path) -> dict[str, float]:
+    """Return the held-out FVU at a k on the report card of the SAE in a folder, or {} if it was not measured."""
+    if not card.data.is_held_out or card.weights not in ("", weights_of(folder)):
+        return {}
+    return {held_out("fvu"): at.fvu for at in card.figures.by_k if at.k == k and math.isfinite(at.fvu)}
+
+
+def recipe_of_run(run_dir: Path, state: CheckpointState, label: str, d_in: int, k: int | None = None) -> Recipe | None:
+    """Return an SAE's training recipe up to a checkpoint; None at step 0, or if the recipe is unknown.
+
+    `k` replaces the target L0 if it is given.
+    """
     with contextlib.suppress(UserError):
         if (position := state.position).step:
             # The number of tokens per step does not depend on the number of ranks.
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
             facts: dict[str, Any] = {"is_transcoder": state.d_out is not None, "n_rows": state.n_train_rows}
-            return recipe_of(*of, **facts, device=_device_of(run_dir))
+            recipe = recipe_of(*of, **facts, device=_device_of(run_dir))
+            return recipe if k is None else msgspec.structs.replace(recipe, target_l0=k)
     return None
 
 

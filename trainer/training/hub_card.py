@@ -28,11 +28,13 @@ _HTML = re.compile(r"(?<!\\)<")
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
+def hub_card(
+    checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None, k: int | None = None
+) -> str:
     """Return the README.md for the repository `name`, with SAEs from `checkpoints` exported in the format `form`.
 
-    `labels` contains the exported SAEs' labels; None means all. The README.md includes the model card of each SAE that
-    was evaluated with these weights.
+    `labels` contains the exported SAEs' labels; None means all. `k` is the exported k, if it replaces the SAEs' own.
+    The README.md includes the model card of each SAE that was evaluated with these weights and this k.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
     models = {
@@ -44,7 +46,7 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
         facts["base_model"] = model
     # JSON strings and lists are valid YAML.
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
-    sections = [section for run in runs for section in _sections(*run, labels)]
+    sections = [section for run in runs for section in _sections(*run, labels, k)]
     body = "\n".join(sections)
     load = f"run `hf download {name} --local-dir my-sae`, and then, in {form}, `{catalog.FORMATS[form].use}`."
     return f"---\n{front}---\n\n{body}\nTo load it, {load}\n"
@@ -73,15 +75,19 @@ def _chosen(job: JobConfig, labels: Collection[str] | None) -> dict[str, JobConf
 
 
 def _sections(
-    checkpoint: Path, job: JobConfig, state: CheckpointState, labels: Collection[str] | None
+    checkpoint: Path, job: JobConfig, state: CheckpointState, labels: Collection[str] | None, k: int | None
 ) -> Iterator[str]:
     output = output_of(checkpoint.parent.parent)
     for label, member in _chosen(job, labels).items():
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
-        text = _card_text(card) if is_judged else ""
+        # The figures on the model card are those at the SAE's own k.
+        has_other_k = k is not None and k != member.sae.settings.n_active
+        text = _card_text(card) if is_judged and not has_other_k else ""
         # Omit the sentence about `card.json`, because this file is not uploaded.
-        yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
+        yield (
+            text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label, k)
+        )
 
 
 def _card_text(card: Path) -> str:
@@ -100,17 +106,18 @@ def _card_text(card: Path) -> str:
     return ""
 
 
-def _plain(checkpoint: Path, job: JobConfig, state: CheckpointState, label: str) -> str:
-    """Return the section for an SAE that was not evaluated."""
+def _plain(checkpoint: Path, job: JobConfig, state: CheckpointState, label: str, k: int | None) -> str:
+    """Return the section for an SAE that was not evaluated, at least not with this k."""
     origin = state.origin_of(label)
-    recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label))
+    recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label), k)
     lines = [
         f"- {fact.replace('_', ' ')}: {in_markdown(str(public_name(origin[fact])))}"
         for fact in ("model_name", "hook_name")
         if fact in origin
     ]
     title = f"{CARD_TITLE}: {in_markdown(' '.join(word for word in (job.name, label) if word))}"
-    what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
+    with_k = "" if k is None else f", with k = {k}"
+    what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens{with_k}."
     trained = [f"- {name}: {in_markdown(value, 1000)}" for name, value in recipe_lines(recipe)] if recipe else []
     run_dir, is_transcoder = checkpoint.parent.parent, state.d_out is not None
     how_far = how_far_of_sae(run_dir, _job_of(checkpoint), label, state, is_transcoder=is_transcoder)

@@ -18,9 +18,11 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths, working_folder
+from trainer.contract.runs.card_versions import KS
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.settings.architectures import HierarchicalTopKSettings
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of
@@ -87,6 +89,8 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
         sae["k"] = shared.k
+    if n_levels := _n_levels(shared):
+        sae |= {"architecture": "hierarchical_topk", "n_levels": n_levels}
     if shared.has_skip:
         sae["skip"] = True
     name = "".join(one if one.isprintable() else "?" for one in folder.absolute().name)[:60]
@@ -102,6 +106,15 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
 
 def _setting(job: JobConfig, name: str) -> object:
     return getattr(job.sae, name) if hasattr(job.sae, name) else getattr(job.sae.settings, name)
+
+
+def _n_levels(shared: SharedSae) -> int:
+    """Return how many k values a TopK SAE was trained for; 0 if it was trained for one, or with another largest k."""
+    stated = shared.metadata.get(KS)
+    if shared.form != "topk" or shared.k is None or not isinstance(stated, list):
+        return 0
+    n = len(stated)
+    return n if 1 <= n <= 16 and stated == list(HierarchicalTopKSettings(k=shared.k, n_levels=n).ks) else 0
 
 
 def _architecture(shared: SharedSae) -> str:

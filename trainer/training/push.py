@@ -38,12 +38,13 @@ class Push:
         form: str,
         tell: Callable[[str], None],
         labels: Collection[str] | None = None,
+        k: int | None = None,
     ) -> dict[str, Any]:
         """List the files, ask for confirmation, upload them and return the result; raise `UserError` if that fails.
 
-        `labels` contains the exported SAEs' labels; None means all.
+        `labels` contains the exported SAEs' labels; None means all. `k` is the exported k, if it is not the SAEs' own.
         """
-        files = self._written(out, form) | self._card(out, checkpoints, form, labels)
+        files = self._written(out, form) | self._card(out, checkpoints, form, labels, k)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
         place = self._repository
         visible = "public" if place.is_public else "private"
@@ -74,14 +75,14 @@ class Push:
         }
 
     def _card(
-        self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None
+        self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None, k: int | None
     ) -> dict[str, Path | bytes]:
         """Return the user's README.md in `out` if it exists, or a generated README.md if the repository has none."""
         if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
             return {MODEL_CARD: own}
         if self._repository.has_card:
             return {}
-        return {MODEL_CARD: hub_card(checkpoints, form, self._repository.name, labels).encode()}
+        return {MODEL_CARD: hub_card(checkpoints, form, self._repository.name, labels, k).encode()}
 
 
 def _files_in(out: Path) -> Iterator[Path]:

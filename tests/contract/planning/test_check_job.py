@@ -356,7 +356,7 @@ def test_the_error_for_a_transcoder_without_an_export_format_names_the_alternati
 def test_synthetic_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
     assert check(make_job(data={"source": "synthetic"}), machine) == []
     (problem,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
-    assert str(problem) == "data.active: must be at most 231.1 with these features, trees and topics, not 300"
+    assert str(problem) == "data.active: must be at most 243.2 with these features, trees and topics, not 300"
     (problem,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
     assert "one step needs 3,968 tokens, but synthetic data of 256 features has only 2,000" in problem.message
 

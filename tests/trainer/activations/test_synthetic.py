@@ -124,9 +124,9 @@ def test_extreme_settings_produce_finite_rows(settings: dict[str, Any]) -> None:
 
 
 def test_too_many_active_features_produce_a_one_sentence_error() -> None:
-    most = r"^data\.active: must be at most 231\.1 with these features, trees and topics, not 232$"
+    most = r"^data\.active: must be at most 243\.2 with these features, trees and topics, not 243\.3$"
     with pytest.raises(JobFileError, match=most):
-        synthetic(active=232)
+        synthetic(active=243.3)
 
 
 # Tests for trees and topics.

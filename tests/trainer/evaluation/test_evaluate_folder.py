@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 from support.layouts import D_IN as LAYOUTS_WIDTH
 from support.layouts import LAYOUTS
+from support.report_cards import put_card
 from support.saes import made
 
 from trainer.cli import main
+from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
@@ -254,15 +256,67 @@ def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_t
     (run / "job.toml").write_text(dump_job(job))
     (of_run,), (of_folder,) = cards(capsys, str(run)), cards(capsys, str(run / "sae"))
     for card in (of_run, of_folder):
-        at = card["figures"]["at_smaller_k"]
-        assert [one["k"] for one in at] == [2, 4]
-        assert at[0]["fvu"] > at[1]["fvu"] > card["figures"]["fvu"]
+        at = card["figures"]["by_k"]
+        assert [one["k"] for one in at] == [2, 4, 9]
+        assert at[0]["fvu"] > at[1]["fvu"] > at[2]["fvu"] == pytest.approx(card["figures"]["fvu"])
     config = run / "sae" / "cfg.json"
-    for at in of_run["figures"]["at_smaller_k"]:
+    for at in of_run["figures"]["by_k"]:
         config.write_text(json.dumps(json.loads(config.read_text()) | {"k": at["k"]}))
         (alone,) = cards(capsys, str(run / "sae"))
         assert alone["figures"]["fvu"] == pytest.approx(at["fvu"], rel=1e-4)
         assert alone["figures"]["fvu_error"] == pytest.approx(at["fvu_error"], rel=1e-3)
         assert alone["figures"]["l0"] <= at["k"]
     text = (run / "sae" / "README.md").read_text()
-    assert "| FVU at smaller k | 2: " in text
+    assert "| FVU by k | 2: " in text
+
+
+def test_figures_at_one_k_are_not_kept_on_the_card_of_another_k(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    job = make_job(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 3})
+    run = tmp_path / "run"
+    assert make_trainer(job, checkpoints=run / "checkpoints", output=run / "sae").run()
+    (run / "job.toml").write_text(dump_job(job))
+    out = tmp_path / "out"
+    assert main(["export", str(run), "--out", str(out)]) == 0
+    probing = {"n_sets": 1, "n_seeds": 1, "n_texts": 9, "k": {}, "dense": {"auc": 0.9, "of_sets": {}}}
+    put_card(out, probing=probing, weights=weights_of(out), spliced=None)
+    assert main(["export", str(run), "--out", str(out), "--k", "2", "--force"]) == 0
+    (card,) = cards(capsys, str(out), "--data", str(activations))
+    assert (card["figures"]["l0"], card["probing"]) == (2, None)
+    assert main(["export", str(run), "--out", str(out), "--force"]) == 0
+    (card,) = cards(capsys, str(out), "--data", str(activations))
+    assert card["probing"]["dense"]["auc"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ([1.5, "2", None, -3, 10**30, True, 3, 3], [3, 8]),
+        (7, []),
+        ({"a": 1}, []),
+        (list(range(1, 500)), list(range(1, 9))),
+    ],
+)
+def test_odd_values_of_k_in_a_foreign_file_are_ignored(
+    stated: object,
+    expected: list[int],
+    make_job: MakeJob,
+    make_trainer: MakeTrainer,
+    activations: Path,
+    tmp_path: Path,
+    capsys: Shown,
+) -> None:
+    assert make_trainer(make_job(sae={"architecture": "hierarchical_topk", "k": 8})).run()
+    config = tmp_path / "sae" / "cfg.json"
+    table = json.loads(config.read_text())
+    table["metadata"]["trained_for_k"] = stated
+    config.write_text(json.dumps(table))
+    few = tmp_path / "few"
+    few.mkdir()
+    # Three rows from one text have no standard error.
+    save_file({"activations": torch.randn(3, 16)}, few / "a.safetensors")
+    (card,) = cards(capsys, str(tmp_path / "sae"), "--data", str(few))
+    ks = [one["k"] for one in card["figures"]["by_k"]]
+    assert ks == expected
+    assert read_card(tmp_path / "sae") is not None

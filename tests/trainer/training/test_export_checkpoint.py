@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import extraction_job
 from support.extractions import run as extract
-from support.report_cards import FIGURES, put_card
+from support.report_cards import FIGURES, card_table, put_card
 from support.saes import peer
 from support.tiny_models import make_model, sentences
 from torch import Tensor
@@ -244,7 +244,7 @@ def test_an_sae_for_several_k_is_exported_with_a_smaller_k(
     form: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (learner,) = make_run(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 2}).learners.values()
-    figures, out = FIGURES | {"at_smaller_k": [{"k": 4, "fvu": 0.4}]}, tmp_path / "out"
+    figures, out = FIGURES | {"by_k": [{"k": 4, "fvu": 0.4}, {"k": 8, "fvu": 0.25}]}, tmp_path / "out"
     put_card(run_dir / "sae", figures=figures, weights=weights_of(run_dir / "sae"))
     assert export(run_dir, out, "--format", form, "--k", "4") == EXIT_FINISHED
     config = json.loads((out / "cfg.json").read_text())
@@ -259,6 +259,37 @@ def test_an_sae_for_several_k_is_exported_with_a_smaller_k(
     torch.testing.assert_close(x_hat, expected, rtol=1e-4, atol=1e-4)
     assert export(run_dir, out, "--format", form, "--k", "9", "--force") == EXIT_USAGE
     assert "--k: must be from 1 to the k, 8, not 9" in capsys.readouterr().err
+    assert export(run_dir, out, "--format", form, "--k", "0", "--force") == EXIT_USAGE
+    assert "--k: must be from 1 to the k, 8, not 0" in capsys.readouterr().err
+    assert export(run_dir, run_dir / "sae", "--format", form, "--k", "4", "--force") == EXIT_USAGE
+    assert "--out: is the run's own SAE, which keeps its k" in capsys.readouterr().err
+
+
+def test_a_held_out_fvu_from_other_rows_or_other_weights_is_not_exported(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path
+) -> None:
+    make_run(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 2})
+    figures, sae = FIGURES | {"by_k": [{"k": 4, "fvu": 0.4}]}, run_dir / "sae"
+    for name, parts in {
+        "weights": {"weights": "0" * 16},
+        "rows": {"weights": weights_of(sae), "data": card_table()["data"] | {"is_held_out": False}},
+    }.items():
+        put_card(sae, figures=figures, **parts)
+        assert export(run_dir, tmp_path / name, "--k", "4") == EXIT_FINISHED
+        metadata = json.loads((tmp_path / name / "cfg.json").read_text())["metadata"]
+        assert "heldout_fvu" not in metadata, name
+
+
+def test_the_model_card_of_an_export_with_a_smaller_k_shows_no_figures_of_the_full_k(
+    make_run: MakeRun, run_dir: Path
+) -> None:
+    make_run(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 2})
+    (run_dir / "sae" / "README.md").write_text("# Sparse autoencoder\n\nFVU 0.1\n")
+    checkpoint = newest_whole(run_dir / "checkpoints")
+    assert "FVU 0.1" in hub_card([checkpoint], "saelens", "me/sae", k=8)
+    card = hub_card([checkpoint], "saelens", "me/sae", k=4)
+    assert "FVU" not in card
+    assert "with k = 4." in card
 
 
 def test_an_sae_for_a_single_k_is_not_exported_with_a_different_k(

@@ -108,7 +108,7 @@ IMPORT_CHECK: Described = {
     "warnings": (list_of(str), "Implausible metrics, each with the likely reason."),
 }
 _AT_K = typed(
-    "At a smaller k",
+    "At a k",
     AtK,
     {
         "k": "Number of largest activations of each row that are used.",
@@ -146,9 +146,9 @@ _FIGURES = typed(
         "max_decoder_cosine": "Mean over latents of the largest cosine similarity with any other decoder direction;"
         " null if undefined.",
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
-        "at_smaller_k": "The FVU for each smaller k that the SAE is trained for; empty for most SAEs.",
+        "by_k": "The FVU for each k that the SAE is trained for; empty for most SAEs.",
     },
-    {"at_smaller_k": list_of(_AT_K)},
+    {"by_k": list_of(_AT_K)},
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(

@@ -28,6 +28,8 @@ from trainer.contract.runs.report_card import Card, card_from
 FOLDER = ".cards"
 MOST_CARDS = 20
 MOST_FEATURES_BYTES = 2**30
+# The key in an exported SAE's metadata for the values of k that it is trained for.
+KS = "trained_for_k"
 # File name extensions for weight files.
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
@@ -62,10 +64,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def weights_of(folder: Path) -> str:
-    """Return a digest of the names and contents of the weight files in a folder; "" if there are none."""
+    """Return a digest of the names and contents of the weight files in a folder; "" if there are none.
+
+    Exports of an SAE with different values of k have the same weights but different digests.
+    """
     files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS and file.name != FEATURES]
     digests = [f"{file.name}\0{_digest_of(file)}\0" for file in files if file.is_file() and not file.is_symlink()]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
+    return hashlib.sha256("".join([*digests, _other_k(folder)]).encode()).hexdigest()[:16] if digests else ""
+
+
+def _other_k(folder: Path) -> str:
+    """Return the k of an SAE that is trained for several k and was exported with a smaller one, otherwise ""."""
+    config = read_json(folder / "cfg.json", dict[str, Any]) or {}
+    metadata = config.get("metadata")
+    ks = metadata.get(KS) if isinstance(metadata, dict) else None
+    return f"k\0{config.get('k')}\0" if isinstance(ks, list) and ks and config.get("k") != ks[-1] else ""
 
 
 def versions(folder: Path) -> list[Version]:

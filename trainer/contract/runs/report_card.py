@@ -67,7 +67,7 @@ class AtK(msgspec.Struct, frozen=True):
     """The FVU and its standard error if only the k largest activations of each row are used."""
 
     k: int
-    fvu: float
+    fvu: float = math.nan
     fvu_error: float = math.nan
 
 
@@ -88,7 +88,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     If training left out dimensions or scaled them down, all metrics are measured on rows transformed in the same way,
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
 
-    `at_smaller_k` lists the FVU for each smaller k that the SAE is trained for, in ascending order of k.
+    `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
     """
 
     n_tokens: int
@@ -108,7 +108,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     density_histogram: list[int]
     max_decoder_cosine: float = math.nan
     fvu_all_dimensions: float | None = None
-    at_smaller_k: tuple[AtK, ...] = ()
+    by_k: tuple[AtK, ...] = ()
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
@@ -445,7 +445,7 @@ def _without_unknown(value: Any) -> Any:
     """Remove null entries, which represent non-finite numbers, so that the fields get their default values."""
     if isinstance(value, dict):
         return {name: _without_unknown(one) for name, one in value.items() if one is not None}
-    return value
+    return [_without_unknown(one) for one in value] if isinstance(value, list) else value
 
 
 def as_table(card: Card) -> dict[str, Any]:
@@ -587,7 +587,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     dimensions = _of_dimensions(card)
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
-        *([("FVU at smaller k", _at_smaller_k(one))] if one.at_smaller_k else []),
+        *([("FVU by k", _by_k(one))] if one.by_k else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
@@ -612,9 +612,9 @@ def facts(card: Card) -> list[tuple[str, str]]:
     ]
 
 
-def _at_smaller_k(one: Figures) -> str:
-    """Return the FVU for each smaller k, like `8: 0.3776 ± 0.0031, 16: 0.2886 ± 0.0024`."""
-    return ", ".join(f"{at.k}: {_with_error(at.fvu, at.fvu_error)}" for at in one.at_smaller_k)
+def _by_k(one: Figures) -> str:
+    """Return the FVU for each k, like `8: 0.3776 ± 0.0031, 16: 0.2886 ± 0.0024`."""
+    return ", ".join(f"{at.k}: {_with_error(at.fvu, at.fvu_error)}" for at in one.by_k)
 
 
 def family_words(families: Mapping[str, int]) -> str:

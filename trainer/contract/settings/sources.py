@@ -354,7 +354,7 @@ class SyntheticSettings(SourceSettings, frozen=True):
 
     @property
     def most_active(self) -> float:
-        """The largest accepted `active`: 95 % of its value if all features fire as often as `Synthetic` allows."""
+        """The mean number of active features if all fire as often as `Synthetic` allows, rounded down to 4 digits."""
         share = 1 / max(1, self.topics)
         inside = MOST_DRAWS * (1 - SHARE_OF_TOPIC + SHARE_OF_TOPIC / share)
         outside = MOST_DRAWS * (1 - SHARE_OF_TOPIC)
@@ -364,7 +364,8 @@ class SyntheticSettings(SourceSettings, frozen=True):
             level = min(left, level)
             found, left = found + fires * level, left - level
             fires, level = fires * MOST_GIVEN_PARENT, level * max(1, self.children)
-        return 0.95 * found
+        digits = 10.0 ** (3 - math.floor(math.log10(found)))
+        return math.floor(found * digits) / digits
 
     def shape(self) -> DataShape:
         if self.topics > self.n_roots:
