@@ -149,6 +149,18 @@ def test_an_imported_sae_has_the_same_weights_when_exported_again(kind: str, tmp
         torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-6)
 
 
+def test_an_imported_sae_for_several_k_can_be_exported_with_a_smaller_k(tmp_path: Path, data: Path) -> None:
+    shared("saelens", "hierarchical_topk", tmp_path / "theirs", torch.randn(300, 32))
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    job = load_job(tmp_path / "run" / "job.toml")
+    assert (job.sae.architecture, job.sae.settings.ks) == ("hierarchical_topk", (2, 4, 8))
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again"), "--k", "4"]) == EXIT_FINISHED
+    assert json.loads((tmp_path / "again" / "cfg.json").read_text())["k"] == 4
+    # An export with a smaller k no longer has the k values of its metadata, so it is imported as a TopK SAE.
+    assert command(tmp_path / "again", tmp_path / "other", data) == EXIT_FINISHED
+    assert load_job(tmp_path / "other" / "job.toml").sae.architecture == "topk"
+
+
 SAELENS: dict[str, dict[str, Any]] = {
     "standard": {"apply_b_dec_to_input": False},
     "topk": {"k": 5, "rescale_acts_by_decoder_norm": True},
