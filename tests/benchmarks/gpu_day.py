@@ -48,7 +48,7 @@ TINY = {"C": (64, 512, 8, 256)}
 FIRST = {"A": ("topk", "topk:dead", "batch_topk:dead"), "B": ("topk", "topk:dead"), "C": ("topk:dead",)}
 KINDS = (
     "topk", "topk:dead", "batch_topk", "batch_topk:dead", "matryoshka_batch_topk", "matryoshka_batch_topk:dead",
-    "jumprelu", "gated", "standard",
+    "jumprelu", "gated", "standard", "hierarchical_topk", "hierarchical_topk:dead",
 )  # fmt: skip
 KINDS_OF_CPU = ("jumprelu",)
 # Files with kernel cases that need a fake driver, treat a CPU as a GPU, or need more memory than is available. A CPU is

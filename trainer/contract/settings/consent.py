@@ -36,7 +36,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name by which the code is trusted, and a description."""
+    """A setting that runs code, the name used to trust the code, and a description."""
 
     path: str
     name: str
@@ -89,7 +89,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return the code that a job file would run but to which the user has not consented.
+    """Return the code that a job file would run, and that the user has not allowed.
 
     `distrust` is the reason why other users may have written the file, or "". If a reason is given, only overrides from
     `--set` count as consent.
