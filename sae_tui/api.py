@@ -39,7 +39,7 @@ from trainer.contract.store.rows import Rank
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0
-# `Job.log()` returns at most this many lines; the whole log is in `Job.log_file`.
+# By default, `Job.log()` returns at most this many lines; the whole log is in `Job.log_file`.
 MOST_LINES = 100_000
 
 

@@ -135,7 +135,10 @@ def _finite(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, 
 
 
 def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:
-    """Return the axis range, reaching at least `least_top`; a flat series gets a margin above and below."""
+    """Return the axis range, reaching at least `least_top`.
+
+    A flat series gets a margin above it and, unless the axis starts at 0, below it.
+    """
     low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
