@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trainer.contract.output import SafeParser
 from trainer.contract.settings.catalog import (
-    EXPORTED_K,
     IS_TRANSCODER,
     READ_FORMATS,
     SAES_CONFIG,
@@ -129,7 +128,8 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; may be repeated"
     )
-    command.add_argument("--k", type=int, metavar="K", help=EXPORTED_K)
+    k = "write a hierarchical_topk SAE with this k instead of the largest k that it was trained for"
+    command.add_argument("--k", type=int, metavar="K", help=k)
     command.add_argument(
         "--push", metavar="REPO", help="also upload the files to NAME or OWNER/NAME on the Hugging Face hub"
     )

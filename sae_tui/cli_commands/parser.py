@@ -512,8 +512,6 @@ def _add_import_flags(take: argparse.ArgumentParser) -> None:
 
 
 def _add_export(add: Add) -> None:
-    from trainer.contract.settings.catalog import EXPORTED_K
-
     share = add("export", "sharing.export", "Export a job's SAE for other tools")
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
@@ -527,7 +525,8 @@ def _add_export(add: Add) -> None:
     share.add_argument(
         "--only", action="append", default=[], metavar="LABEL", help="export only this SAE of a sweep; may be repeated"
     )
-    share.add_argument("--k", type=positive, metavar="K", help=EXPORTED_K)
+    k = "write a hierarchical_topk SAE with this k instead of the largest k that it was trained for"
+    share.add_argument("--k", type=positive, metavar="K", help=k)
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

@@ -86,8 +86,10 @@ def left(terminal: Terminal) -> bool:
 
 
 def test_a_signal_restores_the_terminal_in_a_dialog_or_while_the_app_is_suspended(start) -> None:
-    with_dialog, stopped = start("--demo"), start("--demo", controlling=True)
+    with_dialog = start("--demo")
+    # The app changes the mode soon, so read the mode before anything else is started.
     before = with_dialog.mode
+    stopped = start("--demo", controlling=True)
     with_dialog.wait_for("RTX 3080", 60)
     with_dialog.press("?", ",")
     with_dialog.process.send_signal(signal.SIGTERM)

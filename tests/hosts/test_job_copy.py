@@ -151,7 +151,8 @@ def test_a_job_is_copied_and_followed(there: DataDir, tmp_path: Path) -> None:
             log.write("third line\n")
         wait_for(lambda: reader.poll() and reader.view and reader.view.stop_requested and reader.view.step == 210)
         wait_for(lambda: reader.log_tail(0, 1) == ["third line"])
-        assert reader.series["fvu", 0][-1].value == 0.5
+        # The step and the metrics arrive in separate messages.
+        wait_for(lambda: (reader.poll(), reader.series["fvu", 0][-1].value)[1] == 0.5)
         assert [event.message for event in reader.events].count("new") == 1
         assert [event.message for event in reader.events].count("was renamed") == 1
         reader.close()

@@ -150,12 +150,15 @@ def test_a_run_without_checkpoints_restarts_but_damaged_checkpoints_are_refused(
     assert "is damaged (step-00000010 is damaged and skipped: tensors.safetensors" in capsys.readouterr().err
     again = ["run", str(run_dir / "job.toml"), "--out", str(run_dir)]
     assert main(again) == EXIT_USAGE
-    assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
+    assert capsys.readouterr().err.endswith("choose another folder, or resume the run\n")
     shutil.rmtree(run_dir / "checkpoints")
     # Each command suggests a fix, which must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
-    assert "and it has no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
+    assert (
+        "already contains a run, which has no checkpoint; remove the folder, choose another, or `resume` it from the beginning"
+        in told
+    )
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
     out, err = capsys.readouterr()
     assert "warning: the run had saved no checkpoint, so it starts from the beginning" in err

@@ -373,7 +373,7 @@ async def test_a_draft_outlives_the_app_until_it_is_launched_or_discarded(make_a
     assert left.stat().st_mode & 0o777 == 0o600
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        assert any("Your draft is restored" in one.message for one in app._notifications)
+        assert any("Your draft is restored" in str(one.message) for one in app.notices)
         assert [screen.query_one(f"#row-{one}", SettingRow).text for one in ("sae-k", "train-lr")] == ["24", "auto"]
     assert left.exists()
     async with (app := make_app(4)).run_test(size=WIDE) as pilot:

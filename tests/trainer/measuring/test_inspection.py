@@ -146,7 +146,7 @@ def test_headers_are_reported_without_reading_any_row(tmp_path: Path, capsys: py
     torch.save(torch.full((9, 4), torch.nan, dtype=torch.float64), tmp_path / "a" / "a.pt")
     (tmp_path / "a" / ".hidden").touch()
     assert main(["inspect", "--headers", str(tmp_path / "a")]) == 0
-    note = f"1 file of {tmp_path / 'a'} skipped, hidden: '.hidden'"
+    note = f"skipped 1 file in {tmp_path / 'a'} (hidden): '.hidden'"
     assert capsys.readouterr().out.splitlines()[:2] == ["9 rows, d_in 4, F64", note]
     assert main(["inspect", "--headers", "--json", str(tmp_path / "a")]) == 0
     check_answer("trainer inspect", answer := json.loads(capsys.readouterr().out))

@@ -86,7 +86,7 @@ def test_a_mirror_gets_all_metric_rows_and_is_closed(make_job: MakeJob, tmp_path
     (toy,) = Toy.opened
     assert {step: values for _, step, values in toy.kept} == {1: {"loss": 1.0}, 2: {"loss": 0.5}}
     assert toy.is_closed
-    assert told(tmp_path) == [("info", "the metrics are also in toy: a list")]
+    assert told(tmp_path) == [("info", "the metrics are also sent to toy: a list")]
 
 
 @pytest.mark.parametrize("where", ["open", "log"])

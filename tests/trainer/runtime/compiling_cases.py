@@ -55,7 +55,7 @@ def test_until_training_starts_each_compiled_kernel_is_reported_as_a_phase(
     assert progress.phases == [f"compiling kernels, {number} of {n_kernels()}" for number in (1, 2)]
     assert progress.place == (progress.phases[-1], 7)
     assert all(map(is_before_first_step, progress.phases))
-    assert f"compiling 2 of {n_kernels()} kernels for the first time on this machine" in capsys.readouterr().out
+    assert f"compiling kernel 2 of {n_kernels()} for the first time on this machine" in capsys.readouterr().out
     progress.heartbeat("training", 8, 80)
     _double.warmup(x, x, 64, grid=(1,))
     assert progress.place == ("training", 8)

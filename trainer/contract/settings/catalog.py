@@ -470,8 +470,6 @@ WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
 IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"
-# The help text for a flag shared by both export commands.
-EXPORTED_K = "write a hierarchical_topk SAE with this k instead of the largest k that it was trained for"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

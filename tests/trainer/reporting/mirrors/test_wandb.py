@@ -23,7 +23,7 @@ def test_without_a_login_each_sae_gets_an_offline_run_to_upload_later(
         monkeypatch.setenv("WANDB_MODE", mode)
     run_dir = train("wandb")
     place = f"offline; `wandb sync {run_dir}/wandb/offline-run-*` uploads it"
-    assert told(run_dir) == [("info", f"the metrics are also in wandb: {place}")]
+    assert told(run_dir) == [("info", f"the metrics are also sent to wandb: {place}")]
     ids = {}
     for label in ("k=2", "k=4"):
         (run,) = [run for run in runs(run_dir) if run["name"] == f"sae {label}"]
