@@ -155,10 +155,8 @@ def test_a_run_without_checkpoints_restarts_but_damaged_checkpoints_are_refused(
     # Each command suggests a fix, which must work.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
-    assert (
-        "already contains a run, which has no checkpoint; remove the folder, choose another, or `resume` it from the beginning"
-        in told
-    )
+    remedy = "remove the folder, choose another, or `resume` it from the beginning"
+    assert f"already contains a run, which has no checkpoint; {remedy}" in told
     assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
     out, err = capsys.readouterr()
     assert "warning: the run had saved no checkpoint, so it starts from the beginning" in err

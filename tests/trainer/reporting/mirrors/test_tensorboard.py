@@ -30,7 +30,7 @@ def test_each_sae_in_a_sweep_has_the_same_curves_as_in_the_store(train: Callable
             assert read(run_dir / "tensorboard" / label, name) == pytest.approx(own)
     assert read(run_dir / "tensorboard" / "k=4", "step_ms/0") == pytest.approx(stored(run_dir, "step_ms"))
     assert told(run_dir) == [
-        ("info", f"the metrics are also in tensorboard: tensorboard --logdir {run_dir}/tensorboard")
+        ("info", f"the metrics are also sent to tensorboard: tensorboard --logdir {run_dir}/tensorboard")
     ]
 
 

@@ -20,7 +20,7 @@ def test_a_run_and_its_resumed_attempt_form_a_single_run_in_a_local_project(trai
     assert curve == pytest.approx(stored(run_dir, "fvu@k=2"))
     assert list(curve) == [5, 10, 15, 20, 25, 30]
     assert name == f"sae-{(run_dir / 'mirror.id').read_text().strip()}"
-    place = f'the metrics are also in trackio: trackio show --project sae-tui, run "{name}"'
+    place = f'the metrics are also sent to trackio: trackio show --project sae-tui, run "{name}"'
     assert told(run_dir) == [("info", place)] * 2
 
 
