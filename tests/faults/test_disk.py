@@ -75,7 +75,7 @@ def test_a_full_disk_loses_neither_the_last_good_checkpoint_nor_a_row(train, sma
     training = train(n_ranks=2, prepare=onto_small_disk, checkpoint_every=SAVE_EVERY)
     training.says("checkpoint saved")
     filler = fill(training.paths.root)
-    training.says("metrics cannot be stored and wait in memory: the disk with ")
+    training.says("metrics cannot be stored and are kept in memory for now: the disk with ")
     training.says("iB are free; free some space on its disk and try again; training continues")
     at, before = training.step(), saved_steps(training)
     training.go_on(3 * SAVE_EVERY)

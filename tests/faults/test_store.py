@@ -26,7 +26,7 @@ def sae_of(training: Training) -> Path:
 def test_a_store_locked_for_30_s_loses_no_row(train) -> None:
     training = train()
     with locked_store(training.paths.metrics_db):
-        training.says("metrics cannot be stored and wait in memory: the store ")
+        training.says("metrics cannot be stored and are kept in memory for now: the store ")
         began = time.monotonic()
         while time.monotonic() - began < LOCKED_S:
             training.go_on(50)

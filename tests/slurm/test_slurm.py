@@ -71,7 +71,7 @@ def test_a_job_saves_and_stops_near_its_time_limit(submission, cluster) -> None:
     cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
     assert one.until_ended() == [EXIT_STOPPED]
     assert any(one.paths.checkpoints.iterdir())
-    assert one.told[-1] == "its time limit in SLURM is near, so it saves and stops"
+    assert one.told[-1] == "its SLURM time limit is near, so it saves and stops"
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_model_card_contains_no_path_from_this_machine(
     assert "- dataset path: corpus.jsonl\n" in card
     assert str(tmp_path) not in card
     assert "rows; no rows are left out because of their norm.\n" in card
-    assert "rows of more than" not in card
+    assert "rows with more than" not in card
     figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
     assert figures["rare"] is None
     assert " rows, – rare, " in card
