@@ -175,7 +175,7 @@ def _compared(found: Sequence[_Measured], device: torch.device) -> list[_Measure
     except Exception as error:
         lack = first_line(error)
     if lack:
-        notes.append(f"no stability across seeds: {lack}")
+        notes.append(f"stability across seeds was not measured: {lack}")
     try:
         compared |= write_twins(folders)
     except Exception as error:

@@ -278,8 +278,8 @@ def _lack(gpus: Sequence[PlannedGpu], needs_bytes: int) -> str:
     fullest = min(gpus, key=lambda gpu: _or_inf(gpu.memory_free_bytes))
     has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
     # If no process uses the GPU, say so, because waiting will not free memory that a driver or a desktop uses.
-    nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", although no process is using it"
-    return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
+    idle = "" if fullest.busy or fullest.memory_total_bytes is None else ", although no process is using it"
+    return f"GPU {fullest.index} has {has} free of {needs} needed{idle}"
 
 
 def _excess(gpus: Sequence[PlannedGpu], ranks: int, needs_bytes: int, *, named: bool) -> str:

@@ -107,7 +107,7 @@ class TopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
 class HierarchicalTopKSettings(_SelectsTopK, ArchitectureSettings, frozen=True):
     """HierarchicalTopK with AuxK (Balagansky et al. 2025, arXiv 2505.24473)."""
 
-    k: Annotated[int, about("Latents active per token; the SAE can be read with fewer.", unit="latents", ge=1)] = 64
+    k: Annotated[int, about("Latents active per token; the SAE can be used with fewer.", unit="latents", ge=1)] = 64
     n_levels: Annotated[
         int, about("Number of k values that the SAE is trained for: k, k / 2, k / 4 and so on.", ge=1, le=16)
     ] = 4
