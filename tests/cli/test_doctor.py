@@ -49,7 +49,7 @@ def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None
 def test_a_finding_shows_a_sign_and_its_level_and_is_followed_by_its_remedy(quick_torch) -> None:
     lines = quick_torch.run("doctor").stdout.splitlines()
     (driver,) = [place for place, line in enumerate(lines) if " driver " in line]
-    assert lines[driver].startswith("• note     driver         4 GPUs on this machine are simulated")
+    assert lines[driver].startswith("• note     driver         this machine has 4 simulated GPUs")
     assert lines[driver + 1] == " " * 26 + "→ leave out --demo to check the real machine"
     assert lines[-1].endswith(" ok")
 

@@ -242,7 +242,7 @@ def test_processes_left_behind_by_a_program_end_with_it(box):
     job_id = run_python(box, f'subprocess.Popen(["sleep", "{mark}"], start_new_session=True)')
     assert box.wait_ended(job_id).state == JobState.FINISHED
     assert with_text(mark) == []
-    assert box.messages(job_id, "left-behind") == ["1 process that its program left behind were ended with it"]
+    assert box.messages(job_id, "left-behind") == ["1 process left behind by its program ended with it"]
 
 
 def test_a_job_launched_by_a_command_outlives_the_command(box):

@@ -131,7 +131,7 @@ async def test_d_opens_the_doctor_for_this_machine_and_escape_returns(make_app, 
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("d")
         await wait_until(pilot, lambda: isinstance(app.screen, DoctorScreen) and app.screen.done)
-        assert "4 GPUs on this machine are simulated" in text(app, "#findings")
+        assert "this machine has 4 simulated GPUs" in text(app, "#findings")
         assert app.screen.query_one(KeyedTable).has_focus
         await pilot.press("escape")
         await pilot.pause()

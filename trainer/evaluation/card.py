@@ -141,7 +141,7 @@ Densities are counted in {BINS_PER_DECADE} bins per power of ten.{CARD_REST}
 
 def _left_out(data: EvaluationData) -> str:
     """Return a clause listing the rows left out of all metrics."""
-    others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
+    others = [f"{plural(data.not_finite, 'row')} with values that are not finite"] if data.not_finite else []
     others += [f"zero rows ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
         left_out = f"; {join_words(others)} are left out" if others else ""

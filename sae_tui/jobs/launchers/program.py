@@ -233,7 +233,7 @@ class ProgramAttempt(RankStates["Program | AttachedProgram"]):
         """Return what a user should know about an attempt that has ended."""
         notes = []
         if self._left_behind:
-            notes.append(f"{plural(self._left_behind, 'process')} that its program left behind were ended with it")
+            notes.append(f"{plural(self._left_behind, 'process')} left behind by its program ended with it")
         if removed := self._log.removed_bytes:
             notes.append(f"{gibibytes(removed)} were removed from the middle of its log")
         return notes
