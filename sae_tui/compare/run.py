@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import members, parse_job, to_table
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.rows import Job
+from trainer.contract.store.rows import DROPPED, Job
 
 MOST_POINTS = 500
 
@@ -129,7 +129,10 @@ class Run:
         self._live.close()
 
     def _saes(self, job: Job) -> Iterator[ComparedSae]:
+        """Yield the job's SAEs, except those dropped by `train.halving`."""
         for member, settings in settings_of(job.config).items():
+            if f"{DROPPED}@{member}" in self._live.latest:
+                continue
             label = f"{self._which} {member}" if member else self._which
             # The job may have been renamed after its job file was written, so use its current name.
             latest = self._latest(member) | self._card(member)

@@ -15,7 +15,7 @@ from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView, overfitting_words, spread_of
 from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.watcher import JobDetail
-from sae_tui.panels.curves import judged, members_of
+from sae_tui.panels.curves import judged, members_of, of_member
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.job_columns import devices
 from sae_tui.widgets.lines import Line, Span, cut
@@ -29,7 +29,7 @@ from trainer.contract.settings.series import (
     series_named,
     title_of,
 )
-from trainer.contract.store.rows import Job
+from trainer.contract.store.rows import DROPPED, Job
 from trainer.contract.store.seeds import without_seed
 from trainer.contract.store.states import JobState
 
@@ -54,7 +54,9 @@ def headline_title(detail: JobDetail, width: int) -> Line:
     """Return the job's name, its state and its host; a long name is truncated first."""
     job, member, members = detail.view, detail.member, members_of(detail)
     is_ranked = states.is_ranked(job) and not (job.seeds and job.seeds.are_all)
-    shown = _which(member, members, job.best_sae if is_ranked else "")
+    dropped = detail.series.get((of_member(DROPPED, member), 0), ())
+    note = f"dropped at step {count(dropped[-1].step)}" if dropped else ""
+    shown = _which(member, members, note or "the best" * (is_ranked and member == job.best_sae))
     word, sign, style = states.describe_state(job)
     mode = "" if kind_of(job.config).is_program else f", {job.mode}"
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}{mode}"
@@ -171,11 +173,11 @@ def _dead(detail: JobDetail, member: str) -> str:
     )
 
 
-def _which(member: str, members: Sequence[str], best: str) -> str:
+def _which(member: str, members: Sequence[str], note: str) -> str:
     """Return which SAE of a sweep is shown, like `k=16 (2 of 3, the best)`, or "" for a single SAE."""
     if member not in members:
         return ""
-    return f"{member} ({members.index(member) + 1} of {len(members)}{', the best' * (member == best)})"
+    return f"{member} ({members.index(member) + 1} of {len(members)}{note and f', {note}'})"
 
 
 def _failure_text(job: Job) -> str:

@@ -30,12 +30,14 @@ from trainer.contract.paths import refuse_link
 from trainer.contract.runs.checkpoint_manifest import (
     FILES,
     MANIFEST,
+    NONE_HALVED,
     RANDOM,
     STATE,
     TENSORS,
     Best,
     BufferPlace,
     CheckpointState,
+    Halved,
     Position,
     best_first,
     damage,
@@ -93,6 +95,7 @@ class Checkpoints:
         held_out: str = "",
         cool_down: CoolDown | msgspec.UnsetType = msgspec.UNSET,
         best: Best | msgspec.UnsetType = msgspec.UNSET,
+        halved: Halved = NONE_HALVED,
     ) -> Path:
         """Write a checkpoint atomically and return its folder; raise `UserError` if it cannot be written."""
         refuse_link(self._folder)
@@ -117,6 +120,7 @@ class Checkpoints:
                 self._n_train_rows,
                 cool_down,
                 best,
+                halved,
             )
             write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))

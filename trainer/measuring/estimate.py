@@ -16,6 +16,7 @@ from trainer.contract.planning.forecast import UNKNOWN_MEMORY, DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
+from trainer.contract.planning.step_time import run_seconds
 from trainer.contract.planning.training import check_division
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.wording import plural
@@ -43,7 +44,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        return self.placed.settled.work.total_steps * self.placed.settled.time.total_s
+        return run_seconds(self.placed.settled.work, self.placed.settled.time)
 
     @property
     def tokens_per_s(self) -> float:

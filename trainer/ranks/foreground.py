@@ -34,7 +34,7 @@ from trainer.contract.settings.job_file import dump_job, members
 from trainer.contract.settings.series import CRITERION, SHARES_LEFT_OUT, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, SeriesReader, best_sae, value_of_sae
-from trainer.contract.store.rows import Event
+from trainer.contract.store.rows import DROPPED, Event
 from trainer.contract.store.seeds import as_json, seeds_in
 
 POLL_S = 0.2
@@ -292,12 +292,15 @@ def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     """Return a run's result for `--json`: paths, steps, tokens and metrics.
 
-    For a sweep, the metrics describe the best SAE, and `saes` contains the metrics for each SAE.
+    For a sweep, the metrics describe the best SAE, and `saes` contains the metrics for each SAE. An SAE dropped by
+    `train.halving` has no folder.
     """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()
-    saes = {
-        label: {"output_path": str(spec.output_dir / label)}
+    dropped = {label: int(latest[name]) for label in labels if (name := f"{DROPPED}@{label}") in latest}
+    saes: dict[str, dict[str, Any]] = {
+        label: {"output_path": None if label in dropped else str(spec.output_dir / label)}
+        | {DROPPED: dropped.get(label)}
         | {name: latest.get(f"{name}@{label}") for name in measured_names()}
         for label in labels
     }

@@ -13,8 +13,18 @@ from trainer.contract.runs.checkpoint_manifest import Best
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, OVERFITTING, PASSES
 from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.declare import show
-from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
+from trainer.contract.settings.series import (
+    COOLED_FVU,
+    HELD_OUT,
+    NOT_FINITE,
+    OUTLIERS,
+    PER_RANK,
+    log_words,
+    series_named,
+    title_of,
+)
 from trainer.contract.store.metrics_store import MetricRow
+from trainer.contract.store.rows import DROPPED
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
@@ -144,6 +154,16 @@ class Report:
                     f"{title_of(name)} {log_words(one, series_named(name))}" for name, one in values.items()
                 )
                 rank_log.say("  ".join([f"step {step}", *([label] if label else []), shown]))
+
+    def halved(self, step: int, fvus: Mapping[str, float], dropped: Mapping[str, int], results: Iterable[str]) -> None:
+        """Record the FVUs of cooled-down copies, and the SAEs dropped because of them."""
+        for label, fvu in fvus.items():
+            self._rows(step, {f"{COOLED_FVU}@{label}": fvu})
+        for label in dropped.keys() & self.values.keys():
+            self._rows(step, {f"{DROPPED}@{label}": step})
+            del self.values[label]
+        for words in results:
+            self.log("halving", f"step {step}, comparison of cooled-down copies: {words}")
 
     def how_far(self, step: int, best: Best | None, passes: float | None) -> None:
         """Record the number of passes over the training rows, and the best held-out FVU with its step."""

@@ -418,6 +418,10 @@ class Sae(nn.Module, ABC):
         """Set the host's upper bound from the counts of all latents, so that all ranks make the same decisions."""
         self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
+    def note_since_fired_of(self, other: Sae) -> None:
+        """Set the host's upper bound to that of an SAE with the same counts."""
+        self._longest_since_fired = other._longest_since_fired
+
     @torch.no_grad()
     def since_fired_slack(self) -> Tensor:
         """Return the amount by which the host's upper bound exceeds the true maximum, float64 [1] on the device.

@@ -91,7 +91,7 @@ def export_checkpoint(
     # Follow a symbolic link given as --out, but no links inside its target folder.
     out = out.resolve() if out.is_symlink() else out.absolute()
     state = read_state(checkpoint)
-    labels = labels_of(job, only, kept_in(output_of(run_dir), state.position))
+    labels = labels_of(job, only, kept_in(output_of(run_dir), state.position), state.halved.dropped)
     if k is not None:
         if out.resolve() == output_of(run_dir).resolve():
             raise UsageError("--out: is the run's own SAE, which keeps its k; choose another folder")
@@ -101,7 +101,7 @@ def export_checkpoint(
     stage("reading the checkpoint")
     tensors, position = load(checkpoint)
     notes = dict.fromkeys(notes_on_unfinished(run_dir, job, state))
-    notes |= dict.fromkeys(notes_on_others(job, labels, only))
+    notes |= dict.fromkeys(notes_on_others(job, labels, only, state.halved.dropped))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of, k=k)
@@ -142,9 +142,11 @@ def kept_in(output: Path, position: Position) -> Callable[[str], bool]:
     return lambda label: exported_tokens(output / label) == position.tokens
 
 
-def notes_on_others(job: JobConfig, written: Sequence[str], only: Sequence[str]) -> Iterator[str]:
+def notes_on_others(
+    job: JobConfig, written: Sequence[str], only: Sequence[str], dropped: Collection[str]
+) -> Iterator[str]:
     """Yield a note if SAEs are not written because they are random twins or differ only in the seed."""
-    labels = [*members(job)]
+    labels = [label for label in members(job) if label not in dropped]
     trained = without_twins(labels)
     others = [label for label in trained if label not in written and not only]
     if others:
@@ -154,15 +156,20 @@ def notes_on_others(job: JobConfig, written: Sequence[str], only: Sequence[str])
         yield f"random twins are not written; write one with --only {twins[0]}"
 
 
-def labels_of(job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool]) -> list[str]:
+def labels_of(
+    job: JobConfig, only: Sequence[str], is_kept: Callable[[str], bool], dropped: Mapping[str, float] = NOTHING
+) -> list[str]:
     """Return the labels of a job's SAEs, limited to `only` if given; raise `JobFileError` for an unknown label.
 
-    Without `only`, leave out random twins, and select one of the SAEs that differ only in the seed: the lowest seed
-    whose training did not fail (`is_kept` is true), or the lowest seed if all failed.
+    The SAEs in `dropped` have no weights, so they cannot be chosen. Without `only`, leave out random twins, and select
+    one of the SAEs that differ only in the seed: the lowest seed whose training did not fail (`is_kept` is true), or
+    the lowest seed if all failed.
     """
-    labels = [*members(job)]
+    labels = [label for label in members(job) if label not in dropped]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has a single SAE, without a label; leave out --only")])
+    if gone := [f"{one} was dropped at step {dropped[one]} (train.halving)" for one in only if one in dropped]:
+        raise JobFileError([Problem("--only", f"{each}; the SAEs are {', '.join(labels)}") for each in gone])
     unknown = [Problem("--only", f"no SAE is called {one}; the SAEs are {', '.join(labels)}") for one in only]
     if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
         raise JobFileError(wrong)
@@ -370,10 +377,10 @@ def learners_of(
 ) -> Iterator[tuple[str, Learner]]:
     """Yield the label and the learner of each SAE, or only of the SAEs in `labels`; the learner is in its export form.
 
-    Only one learner is in memory at a time.
+    SAEs that have been dropped are left out. Only one learner is in memory at a time.
     """
     for label, member in members(job).items():
-        if labels is not None and label not in labels:
+        if label in state.halved.dropped or (labels is not None and label not in labels):
             continue
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)

@@ -89,9 +89,9 @@ def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) 
     """Yield the name, step and SAE of each transcoder, one at a time, since they may not all fit in memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
-        tensors, position = load(checkpoint)
+        (tensors, position), state = load(checkpoint), read_state(checkpoint)
         with usable(checkpoint):
-            labels = labels_of(job, only, kept_in(output_of(run_dir), position))
-            for label, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint), None, labels):
+            labels = labels_of(job, only, kept_in(output_of(run_dir), position), state.halved.dropped)
+            for label, sae in shared_saes(run_dir, job, tensors, state, None, labels):
                 name = " ".join(word for word in (run_dir.name if len(checkpoints) > 1 else "", label) if word)
                 yield name, position.step, sae

@@ -28,7 +28,7 @@ from trainer.contract.paths import RESERVE
 from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout, Workload
-from trainer.contract.runs.checkpoint_manifest import Best, CheckpointState, Position, resumed_state
+from trainer.contract.runs.checkpoint_manifest import NONE_HALVED, Best, CheckpointState, Position, resumed_state
 from trainer.contract.runs.data_record import news_of_data
 from trainer.contract.runs.how_far import RESUMED, HowFar
 from trainer.contract.runs.recipe import Recipe, recipe_of
@@ -56,6 +56,7 @@ from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
 from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.graph_replay import replay_for
+from trainer.training.halving import Halving
 from trainer.training.held_out import HeldOut
 from trainer.training.intervals import EndedInterval, IntervalRecorder, PendingIntervals
 from trainer.training.learner import Learner
@@ -110,6 +111,7 @@ class Trainer:
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
+        self._halving = Halving(self._layout, resumed.halved if resumed else NONE_HALVED)
         progress.heartbeat("preparing", at.step, at.tokens)
         self._open_data(resumed)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
@@ -127,7 +129,8 @@ class Trainer:
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, capacity=parallel.capacity)
         self._wanted_shares: Shares | None = None
-        self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
+        kept = [label for label in self._layout.members if label not in self._halving.done.dropped]
+        self.report = Report(progress, parallel.is_main, kept, expected_step_s)
         self._prepare_writes(checkpoints, resumed)
         bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._report_data(resumed, bad_rows)
@@ -143,6 +146,8 @@ class Trainer:
         )
         self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
+        if self._is_finishing:
+            self._halving.stop()
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
@@ -161,6 +166,7 @@ class Trainer:
                 self._train_step()
                 self._pending.follow()
                 self._resample()
+                self._halve()
                 if self._is_due(self._train.log_every) or self._is_save_due():
                     self._end_interval()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
@@ -235,7 +241,7 @@ class Trainer:
         )
         saved = self.position if resumed else None
         self._saving = Saving(self._train, own, parallel, self.report, self.data, saved)
-        self._saving.cool_down = self._cool_down
+        self._saving.cool_down, self._saving.halved = self._cool_down, self._halving.done
         if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
             self._saving.best = resumed.best
         self._exporter = Exporter(self.output, origins, self.recipe_of, self.report)
@@ -261,6 +267,8 @@ class Trainer:
     def _cut_until_it_fits(self) -> None:
         """Halve the micro-batches until a pass fits in memory on all ranks, without changing the tokens per step."""
         sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
+        # The copies for a comparison have to fit as well.
+        learners += [self._new_learner(label) for label in self._halving.competing]
         width = self._source.n_hooks * (self._source.d_in + (self._source.d_out or 0))
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
         for learner in learners:
@@ -283,15 +291,15 @@ class Trainer:
 
     def _new_learners(self) -> dict[str, Learner]:
         own = self._layout.members_by_rank[self._parallel.rank]
-        shape = self._source.d_in, self._source.d_out
-        learners = {
-            label: Learner(member, *shape, self._parallel, self._job.hook_number(member))
-            for label, member in own.items()
-        }
+        learners = {label: self._new_learner(label) for label in own if label not in self._halving.done.dropped}
         if self._cool_down:
             for learner in learners.values():
                 learner.cool_down(self._cool_down)
         return learners
+
+    def _new_learner(self, label: str) -> Learner:
+        member, shape = self._layout.members[label], (self._source.d_in, self._source.d_out)
+        return Learner(member, *shape, self._parallel, self._job.hook_number(member))
 
     def _origins(self) -> dict[str, dict[str, Any]]:
         """Return metadata about each SAE's data, by label."""
@@ -348,7 +356,8 @@ class Trainer:
     def _train_step(self) -> None:
         self._recorder.begin_step(self.position, self._batches.waited_s)
         batches = (self._batches.next() for _ in self._cut.token_slices)
-        agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._requests)
+        learners = [*self.learners.values(), *self._halving.copies.values()]
+        agreed = take_step(learners, self._parallel, self.position.step, batches, self._requests)
         self._stopping, self._saving.granted, finishing = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
         if finishing and not self._is_finishing and not self._is_over():
@@ -362,6 +371,7 @@ class Trainer:
     def _begin_cool_down(self) -> None:
         """Start the cool-down, and request a save so that the run has the same last step even if it is resumed."""
         self._is_finishing = True
+        self._halving.stop()
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
             left = plural(self.total_steps - self.position.step, "step")
@@ -393,6 +403,27 @@ class Trainer:
             self._heartbeat("resampling")
             for sampler, learners in self._of_hooks(due):
                 sampler.revive(learners, self.position.step, self._train.seed, self.report)
+
+    def _halve(self) -> None:
+        """Start to compare the competing SAEs if this is due, or end a comparison and drop the worse SAEs."""
+        step = self.position.step
+        if self._halving.begins_after(step):
+            self._halving.begin(step, self._copy_of)
+        elif self._halving.ends_after(step):
+            self._pending.drain()
+            self._heartbeat("evaluating")
+            measured = evaluate(self._halving.copies, self._held_out, self._parallel, self._cut.largest)
+            fvus = {label: values[held_out(CRITERION)] for label, values in measured.items()}
+            decisions = self._halving.decide(step, fvus)
+            self._saving.halved = self._halving.done
+            for label in [label for label in self.learners if label in self._halving.done.dropped]:
+                del self.learners[label]
+            self.report.halved(step, fvus, self._halving.done.dropped, [one.words for one in decisions])
+
+    def _copy_of(self, label: str) -> Learner:
+        copy = self._new_learner(label)
+        copy.state.copy_from(self.learners[label].state)
+        return copy
 
     # Between steps
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.activations.training_data import TrainingData
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import Best, BufferPlace, CheckpointState, Position
+from trainer.contract.runs.checkpoint_manifest import NONE_HALVED, Best, BufferPlace, CheckpointState, Position
 from trainer.contract.settings.job import Train
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.settings.series import CRITERION, held_out
@@ -66,6 +66,7 @@ class Saving:
         # Values stored in checkpoints along with the weights, for resumed runs.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
+        self.halved = NONE_HALVED
 
     def take_request(self) -> bool:
         """Return and clear the pending save request, if the timer or a new best FVU has caused one on rank 0."""
@@ -142,7 +143,14 @@ class Saving:
         criterion, began = self._report.mean(held_out(CRITERION)), time.monotonic()
         key, unset = self._data.held_out_key(), msgspec.UNSET
         folder = self._checkpoints.save(
-            whole.tensors, position, criterion, whole.stream, key, self.cool_down or unset, self.best or unset
+            whole.tensors,
+            position,
+            criterion,
+            whole.stream,
+            key,
+            self.cool_down or unset,
+            self.best or unset,
+            self.halved,
         )
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
         self._failures, self._save_s = 0, time.monotonic() - began

@@ -73,6 +73,17 @@ class ShardedState:
             raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
         if since_fired is not None:
             self._sae.note_since_fired(since_fired)
+        self._load_optimizer_and_scale(tensors)
+
+    def copy_from(self, other: ShardedState) -> None:
+        """Copy the state of an SAE with the same settings and the same shards; all replicas must call this."""
+        other._stepped.restore()
+        tensors = {name: tensor.clone() for name, tensor in other.tensors()}
+        self._sae.load_state_dict(under(tensors, "sae."))
+        self._sae.note_since_fired_of(other._sae)
+        self._load_optimizer_and_scale(tensors)
+
+    def _load_optimizer_and_scale(self, tensors: dict[str, Tensor]) -> None:
         self._load_optimizer(under(tensors, "optimizer."))
         self._loss_scale.load(under(tensors, "loss_scale."))
 

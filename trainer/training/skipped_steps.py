@@ -52,7 +52,7 @@ class Skips:
         narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
         cure = f"choose a lower rate{narrow}"
         where = "train.lr: the gradient is not finite"
-        if self.given_up | {label} == self._report.values.keys():
+        if self._report.values.keys() <= self.given_up | {label}:
             raise UserError(f"{where}, {when}; {cure}")
         if label not in self.given_up:
             self.given_up.add(label)
@@ -60,5 +60,5 @@ class Skips:
 
     def end_where_none_learns(self) -> None:
         """Raise `UserError` if all SAEs on all ranks have been given up on."""
-        if self.given_up == self._report.values.keys():
+        if self._report.values.keys() <= self.given_up:
             raise UserError("train.lr: the gradients of all SAEs are no longer finite; choose a lower rate")

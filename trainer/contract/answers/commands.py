@@ -27,7 +27,14 @@ _SPEED = {
 }
 _NOTES = (list_of(str), "Notes on the result.")
 
-_SAE_OF_A_SWEEP = fields("SAE of a sweep", {"output_path": _OUTPUT} | metrics())
+_SAE_OF_A_SWEEP = fields(
+    "SAE of a sweep",
+    {
+        "output_path": (str | None, "Absolute path of the SAE's folder; null if the SAE was dropped."),
+        "dropped_at_step": (int | None, "Step at which train.halving dropped the SAE; null if it did not."),
+        **metrics(),
+    },
+)
 _RUN = fields(
     "Result of a run",
     {

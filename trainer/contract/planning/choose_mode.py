@@ -83,7 +83,8 @@ def _ways(work: Workload) -> Iterator[tuple[str, int]]:
         yield work.mode, work.latent_ranks
         return
     yield work.mode, 1
-    if 1 < work.ranks <= len(work.members):
+    # In "sweep" mode, the devices of SAEs that are dropped would be idle.
+    if 1 < work.ranks <= len(work.members) and not work.job.train.halving:
         yield "sweep", 1
     if work.is_elementwise:
         for sharing in range(2, work.ranks + 1):

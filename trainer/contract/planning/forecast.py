@@ -8,6 +8,7 @@ import msgspec
 
 from trainer.contract.planning.choose_mode import PlannedResources, Settled, settle
 from trainer.contract.planning.hardware import MeasuredHardware
+from trainer.contract.planning.step_time import run_seconds
 from trainer.contract.planning.workload import Workload
 
 COUNTS = (1, 2, 4, 8)
@@ -59,7 +60,7 @@ def forecast(
         settled, is_measured = settle_on(work.on(ranks), box, capacity, memory_of)
         rate = settled.work.tokens_per_step / settled.time.total_s
         alone = alone or rate
-        seconds = settled.work.total_steps * settled.time.total_s
+        seconds = run_seconds(settled.work, settled.time)
         cost = None if price_per_gpu_hour is None else ranks * seconds / 3600 * price_per_gpu_hour
         rows.append(Forecast(ranks, settled, rate, seconds, rate / alone, is_measured, cost))
     return [row for row in rows if row.ranks in tuple(counts)]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.planning import activation_memory, graph_capture
+from trainer.contract.planning.halving import contests_of
 from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import ONE_PROCESS, Workload
@@ -66,8 +67,8 @@ class Memory(msgspec.Struct, frozen=True):
 def estimate(work: Workload) -> Memory:
     """Return the memory that the most demanding rank needs.
 
-    All SAEs in a sweep keep their weights, gradients and optimizer state. Only the largest SAE's activations are
-    included because the SAEs are processed sequentially.
+    All SAEs in a sweep, and the copies compared by `train.halving`, keep their weights, gradients and optimizer state.
+    Only the largest SAE's activations are included because the SAEs are processed sequentially.
     """
     return _fullest(work, is_compiled=False)
 
@@ -83,7 +84,8 @@ def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
 
 
 def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
-    of_ranks = [list(saes.values()) for saes in work.members_by_rank]
+    copied = [work.members[label] for contest in contests_of(work) for labels in contest.values() for label in labels]
+    of_ranks = [[*saes.values(), *copied] for saes in work.members_by_rank]
     # In every mode except "sweep", all ranks need the same memory.
     some = [saes for saes in (of_ranks if work.mode == "sweep" else of_ranks[:1]) if saes]
     estimates = [_estimate_of(work, saes, is_compiled=is_compiled) for saes in some]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from trainer.contract.planning import activation_memory, first_look, graph_capture, latent_capacity, memory
+from trainer.contract.planning.halving import trained_share
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -97,6 +98,11 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     # rows before their passes.
     busy_s = slowest.update_s + slowest.exchange_s
     return msgspec.structs.replace(slowest, passes_s=max(slowest.passes_s, source_s(work, speeds) - busy_s))
+
+
+def run_seconds(work: Workload, time: StepTime) -> float:
+    """Return the expected duration of all steps in seconds; dropped SAEs shorten the later steps."""
+    return work.total_steps * time.total_s * trained_share(work)
 
 
 def source_s(work: Workload, speeds: Speeds) -> float:

@@ -13,6 +13,7 @@ from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory, model_placement
 from trainer.contract.planning.check_job import Machine, Proposal
 from trainer.contract.planning.forecast import DeviceMemory
+from trainer.contract.planning.halving import halving_problems
 from trainer.contract.planning.hardware import MeasuredHardware
 from trainer.contract.planning.model_placement import ModelPlacement, refusal_of_model_gpus
 from trainer.contract.planning.outlook import Outlook, outlook
@@ -73,6 +74,7 @@ class TrainingProposal(Proposal[JobConfig]):
         problems += _check_rows(job)
         problems += _check_saes(work)
         problems += _check_length(work)
+        problems += halving_problems(work)
         # If the number of ranks is wrong, skip the memory problems, because an estimate for the wrong number would be
         # meaningless.
         unknown = ("launch.gpus", "parallel.", "data.model_gpus")

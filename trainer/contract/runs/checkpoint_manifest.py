@@ -68,6 +68,16 @@ class Best(msgspec.Struct, frozen=True):
         return has_cooled and fvu > (1 + noise) * self.fvu
 
 
+class Halved(msgspec.Struct, frozen=True):
+    """The number of comparisons made by `train.halving`, and the step after which each dropped SAE was dropped."""
+
+    n_rungs: Count = 0
+    dropped: dict[str, Count] = {}
+
+
+NONE_HALVED = Halved()
+
+
 class CheckpointState(msgspec.Struct, frozen=True):
     """A checkpoint's contents, except for its tensors.
 
@@ -76,7 +86,8 @@ class CheckpointState(msgspec.Struct, frozen=True):
     SAE's label to its data source. `data` records the shards, `n_train_rows` is the number of training rows, and
     `held_out` identifies the rows on which `heldout_fvu` was measured; checkpoints from older versions lack these three
     fields. `cool_down` is set if the user requested an early finish. `best` is set once held-out rows have been
-    evaluated for the first time.
+    evaluated for the first time. `halved` lists the SAEs that have been dropped; the checkpoint has no tensors for
+    them.
     """
 
     position: Position
@@ -90,6 +101,7 @@ class CheckpointState(msgspec.Struct, frozen=True):
     n_train_rows: Count | None = None
     cool_down: CoolDown | msgspec.UnsetType = msgspec.UNSET
     best: Best | msgspec.UnsetType = msgspec.UNSET
+    halved: Halved = NONE_HALVED
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
         """Return the cool-down for a run of `planned` steps, or None if there is none or its length has changed."""

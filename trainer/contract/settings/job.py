@@ -257,6 +257,14 @@ class Train(msgspec.Struct, frozen=True):
             advanced=True,
         ),
     ] = False
+    halving: Annotated[
+        bool,
+        about(
+            "Drops the worse SAEs of a sweep early, by the held-out FVU of cooled-down copies; for lists of learning"
+            " rates and other learning settings.",
+            advanced=True,
+        ),
+    ] = False
     log_every: Annotated[int, about("Logs metrics every N steps.", unit="steps", advanced=True, ge=1)] = 10
     eval_every: Annotated[
         int, about("Evaluates on held-out data every N steps; 0: only at the end.", unit="steps", ge=0)

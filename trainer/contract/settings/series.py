@@ -22,6 +22,8 @@ USAGE = CPU_PERCENT, HOST_MEMORY, GPU_PERCENT, GPU_MEMORY = (
     "gpu_percent",
     "gpu_memory_bytes",
 )
+# The FVU of an SAE's cooled-down copy; see `train.halving`.
+COOLED_FVU = "cooled_fvu"
 # Titles for other series in a run: the loss terms, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
@@ -41,6 +43,8 @@ _TITLES = {
     "data_ms": "waiting for data, ms",
     "rank_tokens_per_s": "tokens/s of the rank",
     "rank_memory_bytes": "memory of the rank, bytes",
+    COOLED_FVU: "FVU of a cooled-down copy",
+    "dropped_at_step": "step at which the SAE was dropped",
     CPU_PERCENT: "CPU, % of a core",
     HOST_MEMORY: "memory, bytes",
     GPU_PERCENT: "GPU, %",

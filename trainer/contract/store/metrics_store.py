@@ -15,7 +15,7 @@ import msgspec
 
 from trainer.contract.store.database import as_text, explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
-from trainer.contract.store.rows import Count, Event, Time, convert, readable
+from trainer.contract.store.rows import DROPPED, Count, Event, Time, convert, readable
 from trainer.contract.store.seeds import by_seeds, values_by_seed
 from trainer.contract.store.twins import without_twins
 
@@ -297,10 +297,12 @@ def best_sae(latest: Mapping[str, float]) -> str:
 
     The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches. SAEs that differ only in the
     seed are compared by their mean FVU, and the lowest seed is returned. A group with an SAE that has no FVU, because
-    its training failed, comes after complete groups. Random twins do not count.
+    its training failed, comes after complete groups. Random twins and dropped SAEs do not count.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
-    labels = without_twins({key.partition("@")[2]: None for key in latest if "@" in key})
+    dropped = _of_saes(latest, DROPPED)
+    known_labels = dict.fromkeys(key.partition("@")[2] for key in latest if "@" in key)
+    labels = [label for label in without_twins(known_labels) if label not in dropped]
     known = by_seeds(labels)
 
     def rank(group: str) -> tuple[bool, float]:

@@ -17,6 +17,8 @@ _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that contai
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
+# The series with the step at which an SAE of a sweep was dropped; see `train.halving`.
+DROPPED = "dropped_at_step"
 # Columns with a run's latest metrics; all other metrics are only in the run's own store.
 VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")

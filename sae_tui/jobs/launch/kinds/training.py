@@ -19,6 +19,7 @@ from trainer.contract.planning.forecast import DeviceMemory
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.model_placement import place_model
 from trainer.contract.planning.outlook import Outlook
+from trainer.contract.planning.step_time import run_seconds
 from trainer.contract.planning.workload import Layout, Workload, steps_of, with_model_gpus
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
@@ -132,7 +133,7 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
     alike = of_same_shape(job, work.shape, look.devices, look.mode, device, past)
     if rate := next((done.tokens_per_s for done in alike if done.tokens_per_s), None):
         return work.total_tokens / rate, True
-    return max(1.0, work.total_steps * look.settled.time.total_s), False
+    return max(1.0, run_seconds(work, look.settled.time)), False
 
 
 def _factors(work: Workload) -> list[int]:
