@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.rows import EvaluationRows
 
-# The largest number of activations to hold at a time, in fp64: 2^24 take 128 MiB.
+# The largest number of activations to compute at a time: 2^24 take 64 MiB.
 _AT_ONCE = 2**24
 # A latent whose variance is a smaller share of its mean square counts as constant; the rest is rounding.
 _LEAST_VARIANCE = 1e-12
@@ -37,6 +37,29 @@ class FiringCorrelations(NamedTuple):
     rows: str
 
 
+class _Fired(NamedTuple):
+    """The nonzero activations in some rows, in fp64, sorted by latent, and how many of them each latent has.
+
+    Only a few latents fire on a row, so this takes a fraction of the time and memory of dense products.
+    """
+
+    acts: Tensor
+    rows: Tensor
+    latents: Tensor
+    counts: Tensor
+
+    @classmethod
+    def in_rows(cls, acts: Tensor) -> _Fired:
+        of_latents = acts.T.contiguous()
+        latents, rows = of_latents.nonzero(as_tuple=True)
+        counts = latents.bincount(minlength=len(of_latents))
+        return cls(of_latents[latents, rows].double(), rows, latents, counts)
+
+    def by_latent(self, values: Tensor) -> Tensor:
+        """Return the sum of the values for each latent, [d_sae]."""
+        return torch.segment_reduce(values, "sum", lengths=self.counts, initial=0.0)
+
+
 @torch.no_grad()
 def firing_correlations(
     saes: Mapping[str, ExportedSae], partners: Mapping[Pair, Tensor], rows: EvaluationRows
@@ -53,10 +76,12 @@ def firing_correlations(
     for acts in _activations(saes, rows):
         n_rows += len(next(iter(acts.values())))
         for label, own in acts.items():
-            totals[label] += own.sum(0)
-            squares[label] += own.square().sum(0)
-        for (one, other), partner in partners.items():
-            products[one, other] += (acts[one] * acts[other][:, partner]).sum(0)
+            fired = _Fired.in_rows(own)
+            totals[label] += fired.by_latent(fired.acts)
+            squares[label] += fired.by_latent(fired.acts.square())
+            for pair in (one for one in partners if one[0] == label):
+                of_partners = acts[pair[1]][fired.rows, partners[pair][fired.latents]]
+                products[pair] += fired.by_latent(fired.acts * of_partners)
     deviations = {label: _deviation(totals[label], squares[label], n_rows) for label in saes}
     of_pairs = {}
     for (one, other), partner in partners.items():
@@ -68,7 +93,7 @@ def firing_correlations(
 
 
 def _activations(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator[dict[str, Tensor]]:
-    """Yield the activations [n, d_sae] of every SAE on the same rows, in fp64, a few rows at a time."""
+    """Yield the activations [n, d_sae] of every SAE on the same rows, a few rows at a time."""
 
     @contextlib.contextmanager
     def measuring_half(half: int) -> Iterator[None]:
@@ -80,7 +105,7 @@ def _activations(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Itera
     n_at_once = max(1, _AT_ONCE // sum(sae.d_sae for sae in saes.values()))
     for x, _ in rows.batches(measuring_half, "firing across seeds"):
         for some in x.split(n_at_once):
-            yield {label: sae.encode(some).values.double() for label, sae in saes.items()}
+            yield {label: sae.encode(some).values for label, sae in saes.items()}
 
 
 def _deviation(total: Tensor, squares: Tensor, n_rows: int) -> Tensor:
