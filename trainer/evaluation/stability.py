@@ -21,8 +21,9 @@ from torch.nn.functional import normalize
 
 from trainer.contract.progress import track
 from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import STABLE_COSINE, Card, Stability, read_card
-from trainer.contract.store.seeds import by_seeds
+from trainer.contract.store.seeds import by_seeds, names_seed
 from trainer.contract.store.twins import without_twins
 from trainer.evaluation.card import write_card
 from trainer.evaluation.exported import ExportedSae, read_exported
@@ -74,8 +75,9 @@ def write_stability(
     """
     done, wide = {}, 0
     most = MOST_LATENTS[device.type] if most is None else min(most, MOST_LATENTS[device.type])
-    for labels in by_seeds(without_twins(folders)).values():
-        cards = {label: card for label in labels if (card := read_card(folders[label]))}
+    measured = {label: card for label in without_twins(folders) if (card := read_card(folders[label]))}
+    for labels in _groups(measured):
+        cards = {label: measured[label] for label in labels}
         if len(cards) < 2 or (keeps_rows and _are_compared(cards)):
             continue
         if (widest := max(card.figures.d_sae for card in cards.values())) > most:
@@ -88,6 +90,32 @@ def write_stability(
                 whole = msgspec.structs.replace(cards[label], stability=stability)
                 done[label] = write_card(folders[label], whole, {STABILITY: cosines}, replaces=cards[label])
     return done, f"comparing {wide:,} latents with all others takes too long here" if wide else ""
+
+
+def _groups(cards: Mapping[str, Card]) -> Iterator[list[str]]:
+    """Yield the labels of SAEs that differ only in the seed.
+
+    The labels of a sweep over seeds name the seed. Other labels are the names that someone gave to folders, so these
+    SAEs are grouped by their metadata; if two have the same seed, only the first one is in the group.
+    """
+    yield from by_seeds(filter(names_seed, cards)).values()
+    by_metadata: dict[bytes, dict[int, str]] = {}
+    for label, card in cards.items():
+        if not names_seed(label) and card.recipe and (experiment := _experiment(card, card.recipe)):
+            by_metadata.setdefault(experiment, {}).setdefault(card.recipe.seed, label)
+    yield from ([*by_seed.values()] for by_seed in by_metadata.values())
+
+
+def _experiment(card: Card, recipe: Recipe) -> bytes:
+    """Return what SAEs that differ only in the seed have in common, or b"" if their metadata does not say it.
+
+    The weight of a fixed sparsity penalty is unknown, and random twins are not compared.
+    """
+    if recipe.target_l0 is None or recipe.freeze != "off":
+        return b""
+    without_seed = msgspec.structs.replace(recipe, seed=0)
+    facts = (card.architecture, card.origin, card.figures.d_in, card.figures.d_sae, without_seed)
+    return msgspec.json.encode(facts, order="deterministic")
 
 
 def _are_compared(cards: Mapping[str, Card]) -> bool:
