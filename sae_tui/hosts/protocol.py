@@ -21,6 +21,7 @@ from trainer.contract.process import Pid
 from trainer.contract.store.job_store import RequestKind
 from trainer.contract.store.metrics_store import Heartbeat
 from trainer.contract.store.rows import Count, Duration, Event, FewAtOnce, Job, JobId, Number, Rank, Time, WorldSize
+from trainer.contract.store.seeds import Seeds, Spread
 from trainer.contract.store.states import JobState
 
 PROTOCOL = 1
@@ -36,6 +37,7 @@ _MOST_ITEMS = {"after": 100, "tags": 20, "gpu_ids": MOST_GPUS, "gpu_uuids": MOST
 MOST_EVENTS, MOST_RANKS, MOST_SENT_POINTS, PART_BYTES = 100, 500, 5000, 256 << 10
 LARGEST_FILE, LARGEST_FEATURES = 8 << 20, 512 << 20
 MOST_CURVES, MOST_SAES, MOST_GONE = 5000, 200, 2000
+MOST_SEEDS, MOST_SPREADS = 100, 50  # per job
 
 # A job's files that can be read from another host. A label is a folder name, which has at most 255 bytes. Unlike `$`,
 # `\Z` does not match before a trailing line break.
@@ -112,6 +114,26 @@ class RemoteGpus(msgspec.Struct, frozen=True, tag="gpus"):
     problem: str = ""
 
 
+class FarSpread(msgspec.Struct, frozen=True):
+    """The mean of a metric over `n` seeds and its standard deviation, as in `Spread`."""
+
+    mean: float
+    sd: Annotated[float, Meta(ge=0)]
+    n: FewAtOnce
+
+
+class FarSeeds(msgspec.Struct, frozen=True):
+    """The SAEs that differ only in the seed, with the spreads of the metrics in `FarJob`, as in `Seeds`."""
+
+    labels: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MOST_SEEDS)]
+    are_all: bool
+    spreads: Annotated[dict[str, FarSpread], Meta(max_length=MOST_SPREADS)]
+
+    def view(self) -> Seeds:
+        spreads = {name: Spread(one.mean, one.sd, one.n) for name, one in self.spreads.items()}
+        return Seeds(self.labels, self.are_all, spreads)
+
+
 class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The job fields shown in the jobs list, with the same names as in `JobView`."""
 
@@ -152,6 +174,8 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str = ""
     # This is a separate field because older versions do not know the state `imported`.
     imported: bool = False
+    # Older versions send no seeds, and ignore this field.
+    seeds: FarSeeds | None = None
 
     def view(self, host: str) -> JobView:
         """Return this record as the view of a job on `host`; fields that were not sent are empty."""
@@ -159,6 +183,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         fields = msgspec.structs.asdict(self)
         if fields.pop("imported"):
             fields["state"] = JobState.IMPORTED
+        fields["seeds"] = self.seeds.view() if self.seeds else None
         return JobView(config="", host=host, device=device, gpu_source="auto", **fields)
 
 
@@ -250,6 +275,7 @@ Message = Hello | RemoteGpus | Jobs | Log | JobRow | Curves | RunState | FilePar
 _STORED = (JobRow, Curves, RunState, FilePart, UpToDate)
 
 
+_FAR_FIELDS = frozenset(FarJob.__struct_fields__)
 # The sensors in a GPU list that are not `RemoteGpu` fields.
 OTHERS = frozenset(one.name for one in columns()) - frozenset(RemoteGpu.__struct_fields__)
 
@@ -271,8 +297,14 @@ def far_job(job: JobView) -> FarJob:
     fields = {name: getattr(short, name) for name in FarJob.__struct_fields__ if name != "imported"}
     if job.state is JobState.IMPORTED:
         fields |= {"state": JobState.FINISHED, "imported": True}
+    fields["seeds"] = _far_seeds(job.seeds) if job.seeds else None
     fields["progress"] = min(1.0, max(0.0, job.progress))
     return _clean(FarJob(**fields), LONGEST_TEXT)
+
+
+def _far_seeds(seeds: Seeds) -> FarSeeds:
+    known = {name: FarSpread(one.mean, one.sd, one.n) for name, one in seeds.spreads.items() if name in _FAR_FIELDS}
+    return FarSeeds(seeds.labels[:MOST_SEEDS], seeds.are_all, known)
 
 
 def short_lists(job: J) -> J:

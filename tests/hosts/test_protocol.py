@@ -13,8 +13,11 @@ from sae_tui.hosts.protocol import (
     LONGEST_LOG_LINE,
     LONGEST_TEXT,
     MOST_JOBS,
+    MOST_SEEDS,
     FarJob,
     FarProcess,
+    FarSeeds,
+    FarSpread,
     Hello,
     Jobs,
     Log,
@@ -31,8 +34,10 @@ from sae_tui.jobs.view.reader import JobView, judged_value
 from sae_tui.panels.far_gpus import FarHost, process_lines, state_words
 from sae_tui.panels.gpu_lines import gpu_lines
 from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.job_columns import judged_span
 from sae_tui.panels.jobs import job_row
 from trainer.contract.printable import printable_json
+from trainer.contract.store.seeds import Seeds, Spread
 from trainer.contract.store.states import JobState
 
 TEXTS = st.text(max_size=20) | st.sampled_from(
@@ -50,14 +55,23 @@ GPUS = st.builds(
     power_limit_w=st.none() | st.floats(0, 1e9), healthy=st.booleans(), reason=TEXTS, holder=TEXTS,
     use=st.sampled_from(["dim", "good", "warn"]), processes=st.lists(PROCESSES, max_size=2).map(tuple),
 )  # fmt: skip
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+SEEDS = st.builds(
+    FarSeeds,
+    labels=st.lists(TEXTS, min_size=1, max_size=3).map(tuple), are_all=st.booleans(),
+    spreads=st.dictionaries(
+        st.sampled_from(["fvu", "heldout_fvu", "from a newer version"]),
+        st.builds(FarSpread, mean=FINITE, sd=FINITE.map(abs), n=st.integers(0, 100_000)), max_size=2,
+    ),
+)  # fmt: skip
 JOBS = st.builds(
     FarJob,
     id=st.integers(0, 999_999_999), name=TEXTS, state=st.sampled_from(JobState), user=TEXTS,
     gpu_ids=st.lists(st.integers(0, 100_000), max_size=4).map(tuple), world_size=st.integers(1, 100_000),
-    step=COUNTS, total_steps=st.none() | COUNTS, loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    step=COUNTS, total_steps=st.none() | COUNTS, loss=st.none() | FINITE, heldout_fvu=st.none() | FINITE,
     tokens_per_s=st.none() | st.floats(0, 1e12), progress=st.floats(0, 1), eta_s=st.none() | st.floats(0, 1e12),
     priority=st.integers(-(2**63), 2**63 - 1), held=st.booleans(), waits_for=st.none() | TEXTS,
-    tags=st.lists(TEXTS, max_size=3).map(tuple), note=TEXTS,
+    tags=st.lists(TEXTS, max_size=3).map(tuple), note=TEXTS, seeds=st.none() | SEEDS,
 )  # fmt: skip
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Hello, protocol=st.integers(0, 100_000), version=TEXTS),
@@ -184,6 +198,38 @@ def test_held_out_values_are_sent_and_older_hosts_messages_without_them_are_read
     assert (far.fvu, far.heldout_fvu, far.heldout_l0, far.k, far.d_sae) == (0.08, 0.1341, 36.4, "32", "1,536")
     (older,) = decode(b'{"type":"jobs","jobs":[{"id":7,"name":"far","state":"running","fvu":0.08}]}').jobs
     assert (judged_value(older.view("gpu1"), "fvu"), older.view("gpu1").k) == ((0.08, True), "")
+
+
+def test_the_spread_over_seeds_is_sent_and_messages_without_it_or_with_unknown_fields_are_read() -> None:
+    labels = tuple(f"seed={seed}" for seed in range(MOST_SEEDS + 1))
+    spreads = {"heldout_fvu": Spread(0.146, 0.0017, 3), "no column": Spread(1.0, 2.0, 3)}
+    view = job(7, heldout_fvu=0.146, seeds=Seeds(labels, True, spreads))
+    line = line_of(jobs_message([view], ""))
+    (told,) = decode(line).jobs
+    far = told.view("gpu1")
+    assert far.seeds == Seeds(labels[:MOST_SEEDS], True, {"heldout_fvu": Spread(0.146, 0.0017, 3)})
+    assert judged_span(far, "fvu") == judged_span(view, "fvu") == ("0.146(2)", "text")
+    table = json.loads(line)
+    # An older host sends no seeds, and an older app does not know this field.
+    table["jobs"][0]["from_a_newer_version"] = table["jobs"][0].pop("seeds")
+    (older,) = decode(json.dumps(table).encode()).jobs
+    assert older.view("gpu1").seeds is None
+    assert judged_span(older.view("gpu1"), "fvu") == ("0.146", "text")
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        {"labels": [], "are_all": True, "spreads": {}},
+        {"labels": ["seed=0"] * (MOST_SEEDS + 1), "are_all": True, "spreads": {}},
+        {"labels": ["seed=0"], "are_all": True, "spreads": {"fvu": {"mean": 0.1, "sd": -0.1, "n": 2}}},
+        {"labels": ["seed=0"], "are_all": True, "spreads": {"fvu": {"mean": 1e999, "sd": 0.1, "n": 2}}},
+    ],
+)
+def test_impossible_spreads_over_seeds_are_rejected(seeds) -> None:
+    row = {"id": 7, "name": "far", "state": "running", "fvu": 0.08, "seeds": seeds}
+    with pytest.raises(ValueError, match="seeds"):
+        decode(json.dumps({"type": "jobs", "jobs": [row]}).replace("Infinity", "1e999").encode())
 
 
 def test_an_imported_job_appears_finished_to_older_apps_and_imported_to_this_one() -> None:

@@ -33,6 +33,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.settings.job_file import any_job_of, dump_job, job_of
 from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.states import JobState
 
 SCREEN = (120, 40)
@@ -128,6 +129,26 @@ async def test_everything_about_a_job_on_another_host_can_be_read(make_app, host
         await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
         await pilot.press("escape")
         assert app.screen is job
+
+
+async def test_means_over_seeds_on_another_host_are_shown_with_their_deviations(make_app, hosts, there) -> None:
+    config = dump_job(job_of({"name": "x", "data": {"path": "data/sample"}, "train": {"seed": [0, 1]}}))
+    job_id = record_job(there, "their seeds", JobState.FINISHED, config=config, step=20, total_steps=20)
+    there.run(job_id).create()
+    writer = SeriesWriter(there.run(job_id).metrics_db)
+    values = {"fvu": 0.15, "fvu@seed=0": 0.15, "fvu@seed=1": 0.14}
+    values |= {f"heldout_{name}": value for name, value in values.items()}
+    writer.write([MetricRow(name, 20, value) for name, value in values.items()], Heartbeat("finished", 20, 20, 9, 0.0))
+    writer.close()
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "their seeds" in text(app, JobsPanel), 30)
+        (row,) = [row for row in text(app, JobsPanel).splitlines() if "their seeds" in row]
+        assert "0.145(7)" in row
+        await pilot.press("end", "up", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarJobScreen), 30)
+        await wait_until(pilot, lambda: "2 seeds: held-out FVU 0.1450 ± 0.0071" in text(app, Headline), 30)
+        assert "best" not in headline(app).plain
 
 
 def wait_to_send_features(folder: Path, may_send: Path) -> None:

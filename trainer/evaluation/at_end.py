@@ -94,7 +94,7 @@ class Cards:
 
     def _stability(self, folders: Mapping[str, Path], most: int) -> dict[str, tuple[str, str, None]]:
         try:
-            cards, lack = write_stability(folders, self._parallel.device, most)
+            cards, lack = write_stability(folders, self._rows_of, self._parallel.device, most)
         except Exception as error:
             message = f"stability across seeds was not measured: {first_line(error)}; `sae-train eval` adds it"
             return {STABILITY: ("warning", message, None)}
@@ -128,13 +128,9 @@ class Cards:
             return level, f"no report card{of_label}: {first_line(error)}; `sae-train eval` writes it", None
 
     def _write_one(self, folder: Path, label: str) -> Card:
-        device = self._parallel.device
-        most = most_rows(self._at.tokens, self._parallel.world_size)
         hook = self._trainer.learners[label].hook
-        own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
-        rows = EvaluationRows(own, outliers, self._job, device, most, self._stop, copies)
-        source, sae = self._source.of_hook(hook), read_exported(folder, device)
-        card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
+        source, sae = self._source.of_hook(hook), read_exported(folder, self._parallel.device)
+        card = card_of(sae, folder, self._rows_of(label), source, name=self._job.name, label=label, step=self._at.step)
         try:
             timed = timer(self._at.step, self._parallel.device)
             data = folder_of([*self._job.hooks.values()][hook])
@@ -145,6 +141,12 @@ class Cards:
         except Exception as error:
             rank_log.say(f"no max-activating examples for {folder}: {first_line(error)}")
         return write_card(folder, card)
+
+    def _rows_of(self, label: str) -> EvaluationRows:
+        hook = self._job.hook_number(members(self._job)[label])
+        own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
+        most = most_rows(self._at.tokens, self._parallel.world_size)
+        return EvaluationRows(own, outliers, self._job, self._parallel.device, most, self._stop, copies)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.

@@ -30,10 +30,11 @@ from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import load_as, members, to_table
 from trainer.evaluation.card import write_card
-from trainer.evaluation.evaluate_folder import cards_in, saes_in
+from trainer.evaluation.evaluate_folder import MeasuredSae, cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
+from trainer.evaluation.rows import EvaluationRows
 from trainer.evaluation.stability import write_stability
 from trainer.evaluation.twins import write_twins
 from trainer.sharing.base import NOTHING_GIVEN, Given
@@ -95,7 +96,7 @@ def evaluate(
         with Progress("evaluating"):
             on = _device(device)
             cards = cards_in(path.absolute(), on, data, targets, given, allows_code=allows_code)
-            return [one.as_json() for one in _compared([_written(*one) for one in cards], on)]
+            return [one.as_json() for one in _compared([_written(one) for one in cards], on)]
     if data and RunPaths(path).job_file.exists():
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
         raise UsageError(f"--data: {message}")
@@ -118,7 +119,7 @@ def evaluate(
     with Progress(
         "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
     ):
-        found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on)
+        found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on, keeps_rows=keeps_rows)
     return [one.as_json() for one in found]
 
 
@@ -134,10 +135,11 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code
 
 
 class _Measured(NamedTuple):
-    """A report card, the folder it was written to (None if it was not written), and notes for the user."""
+    """A report card, the folder it was written to (None if it was not written), its rows, and notes for the user."""
 
     card: Card
     written_to: Path | None
+    rows: EvaluationRows
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -160,17 +162,18 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> _Measured:
     else:
         reason = "there is no SAE" if there is None else "there is an SAE from another checkpoint"
         notes.append(f"not written: {reason} in {one.folder}")
-    return _Measured(card, one.folder if is_same else None, notes)
+    return _Measured(card, one.folder if is_same else None, one.rows, notes)
 
 
-def _compared(found: Sequence[_Measured], device: torch.device) -> list[_Measured]:
+def _compared(found: Sequence[_Measured], device: torch.device, *, keeps_rows: bool = False) -> list[_Measured]:
     """Compare the SAEs that differ only in the seed, and SAEs with their random twins; return the changed results."""
     folders = {one.card.label: one.written_to for one in found if one.written_to}
+    rows = {one.card.label: one.rows for one in found}
     compared: dict[str, Card] = {}
     notes = []
     # A failed comparison must not lose the report cards, which are complete without it.
     try:
-        stable, lack = write_stability(folders, device)
+        stable, lack = write_stability(folders, rows.__getitem__, device, keeps_rows=keeps_rows)
         compared |= stable
     except Exception as error:
         lack = first_line(error)
@@ -201,8 +204,8 @@ def is_folder_of_saes(path: Path) -> bool:
     return bool(saes_in(path)) and not RunPaths(path).job_file.exists()
 
 
-def _written(folder: Path, card: Card) -> _Measured:
-    return _Measured(write_card(folder, card), folder, [f"written to {folder}"])
+def _written(one: MeasuredSae) -> _Measured:
+    return _Measured(write_card(one.folder, one.card), one.folder, one.rows, [f"written to {one.folder}"])
 
 
 def _device(name: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -34,6 +35,14 @@ from trainer.training.thresholds import SET_ON
 _ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
 
+class MeasuredSae(NamedTuple):
+    """An SAE's folder, its report card, and the rows on which it was measured."""
+
+    folder: Path
+    card: Card
+    rows: EvaluationRows
+
+
 def cards_in(
     path: Path,
     device: torch.device,
@@ -42,8 +51,8 @@ def cards_in(
     given: Given = NOTHING_GIVEN,
     *,
     allows_code: bool = False,
-) -> Iterator[tuple[Path, Card]]:
-    """Measure the SAE in a folder, or the SAEs in its subfolders; yield each SAE's folder and report card.
+) -> Iterator[MeasuredSae]:
+    """Measure the SAE in a folder, or the SAEs in its subfolders, one at a time.
 
     An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
     Without `data`, the held-out rows of the SAEs' run are used. `given` overrides settings in the SAEs' files. Raise
@@ -70,7 +79,8 @@ def cards_in(
         sae = read_exported(folder, device, given)
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
-        yield folder, card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
+        card = card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
+        yield MeasuredSae(folder, card, rows[hook])
 
 
 def saes_in(path: Path) -> list[Path]:

@@ -75,12 +75,13 @@ class Evaluation(NamedTuple):
     `cards` yields the report card after each part, at least once; `card.parts` lists the parts measured so far.
     `features(n)` returns the tensors that `trainer.contract.runs.features` reads, and the parts measured for them. The
     tensors contain `n` texts for each latent, or only promoted tokens if n is 0. Both results are empty if the data's
-    tokens are unknown.
+    tokens are unknown. `rows` are the rows on which the SAE is measured.
     """
 
     folder: Path
     cards: Iterator[Card]
     features: Callable[[int], tuple[dict[str, Tensor], dict[str, Part]]]
+    rows: EvaluationRows
 
 
 def evaluations_of(
@@ -133,7 +134,8 @@ def evaluations_of(
                 "training": how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
                 "weights": weights,
             }
-            yield Evaluation(folder, one.cards(facts, version.card if version else None, n_tokens), one.features)
+            cards = one.cards(facts, version.card if version else None, n_tokens)
+            yield Evaluation(folder, cards, one.features, rows[learner.hook])
 
 
 class _Hooks:

@@ -81,16 +81,19 @@ class EvaluationRows:
         return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
 
     def batches(
-        self, measuring_half: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+        self,
+        measuring_half: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
+        stage: str = ROWS,
     ) -> Iterator[Pair]:
         """Yield inputs and targets in fp32 on the device; every call yields the same rows.
 
-        The context manager `measuring_half(half)` is active while the held-out rows in that half are yielded.
+        The context manager `measuring_half(half)` is active while the held-out rows in that half are yielded. `stage`
+        names the pass in the command's progress.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
-        for x, y, labels in track(self._stored(measuring_half), ROWS, n_batches):
+        for x, y, labels in track(self._stored(measuring_half), stage, n_batches):
             if self._stop.is_set():
                 raise StopAsked("a stop was requested")
             moved = on_device((x, y), self._device)
@@ -102,6 +105,11 @@ class EvaluationRows:
             self._note(labels, moved, ordinary)
             if len(ordinary[0]):
                 yield ordinary
+
+    @property
+    def digest(self) -> str:
+        """A digest of the rows in the last complete pass."""
+        return self._digest.hexdigest()[:16]
 
     def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
         """Store the measured rows' labels, and hash the rows."""

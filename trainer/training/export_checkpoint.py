@@ -261,7 +261,9 @@ def shared_saes(
         features = output / label / FEATURES if of_these_weights and not has_other_k else None
         card = read_card(output / label) if of_these_weights else None
         if card and card.stability:
-            training[STABILITY] = msgspec.to_builtins(card.stability)
+            # Decoder directions do not depend on k, but the activations do.
+            no_rows: dict[str, Any] = {"firing_correlation": None, "n_rows": 0, "rows": ""} if has_other_k else {}
+            training[STABILITY] = msgspec.to_builtins(msgspec.structs.replace(card.stability, **no_rows))
         if card and card.twins and not has_other_k:
             training[TWINS] = msgspec.to_builtins(card.twins)
         if has_other_k:

@@ -12,6 +12,7 @@ import pytest
 from support.features import features_file
 from support.report_cards import FIGURES, card_table
 
+from trainer.contract.runs.card_figures import figures_of
 from trainer.contract.runs.features import CARD, FEATURES, Features
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import (
@@ -55,6 +56,23 @@ def test_a_card_from_an_older_version_is_read_without_the_newer_fields(tmp_path:
     assert read
     assert by_title(read)["latents"].startswith("2.0% did not fire in 1,000 rows, ")
     assert by_title(read)["CE score"].startswith("0.9500: ")
+
+
+def test_the_firing_correlation_is_shown_unless_the_card_is_from_an_older_version(tmp_path: Path) -> None:
+    older = {"others": ["seed=1"], "share": 0.5, "median": 0.7, "encoder_share": 0.25, "pw_mcc": 0.6}
+    cosines = "50.0% of latents have a decoder cosine above 0.7 with a latent of the other seed; 25.0% of the encoder "
+    cosines += "directions; PW-MCC 0.600"
+    measured = older | {"firing_correlation": 0.4567, "n_rows": 1200, "rows": "1f"}
+    firing = "; mean firing correlation 0.457 in 1,200 rows"
+    for stability, words, value in ((older, cosines, None), (measured, cosines + firing, 0.4567)):
+        (tmp_path / CARD).write_text(json.dumps(card_table(stability=stability)))
+        read = read_card(tmp_path)
+        assert read
+        assert by_title(read)["stability"] == words
+        assert as_table(read)["stability"]["firing_correlation"] == value
+        found = {one.name: one for one in figures_of(read)}
+        assert ("firing_correlation" in found) == (value is not None)
+    assert (found["firing_correlation"].text, found["firing_correlation"].condition) == ("0.457", "1f")
 
 
 AT_NO_TIME = {"rows": {"measured": 1e300, "step": 1, "n": 1, "unit": "rows"}}

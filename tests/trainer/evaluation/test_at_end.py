@@ -21,6 +21,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
+from trainer.evaluation import stability
 from trainer.evaluation.at_end import MOST_ROWS, Cards, most_rows
 from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
 from trainer.evaluation.stability import nearest
@@ -83,7 +84,7 @@ def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval
         k, seed = label.split(",")
         other = f"{k},seed={1 - int(seed[-1])}"
         own, theirs = (load_file(tmp_path / "sae" / one / "sae_weights.safetensors")["W_dec"] for one in (label, other))
-        best, _ = nearest(own, theirs)
+        best = nearest(own, theirs)[0].cosine
         assert card["stability"]["others"] == [other]
         assert card["stability"]["share"] == pytest.approx(float((best > 0.7).double().mean()))
         assert card["stability"]["median"] == pytest.approx(float(best.quantile(0.5)), rel=1e-4)
@@ -93,7 +94,36 @@ def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval
     assert main(["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--json"]) == 0
     by_eval = {card["label"]: card for card in json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]}
     for label, card in cards.items():
-        assert by_eval[label]["stability"]["median"] == pytest.approx(card["stability"]["median"], rel=1e-3)
+        own, again = card["stability"], by_eval[label]["stability"]
+        assert again["median"] == pytest.approx(own["median"], rel=1e-3)
+        assert (own["n_rows"], own["rows"]) == (card["figures"]["n_tokens"], again["rows"])
+        assert again["firing_correlation"] == pytest.approx(own["firing_correlation"], rel=1e-3)
+
+
+def test_keep_rows_correlates_activations_only_if_that_was_not_done(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(train={"seed": [0, 1]})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    compared, compare = [], stability.firing_correlations
+
+    def note(saes, *others):
+        compared.append([*saes])
+        return compare(saes, *others)
+
+    monkeypatch.setattr(stability, "firing_correlations", note)
+    evaluation = ["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--keep-rows"]
+    assert main(evaluation) == 0
+    assert compared == []
+    file = tmp_path / "sae" / "seed=1" / "card.json"
+    card = json.loads(file.read_text())
+    for name in ("firing_correlation", "n_rows", "rows"):
+        del card["stability"][name]
+    file.write_text(json.dumps(card))
+    assert main(evaluation) == 0
+    assert compared == [["seed=0", "seed=1"]]
+    assert json.loads(file.read_text())["stability"]["firing_correlation"] is not None
 
 
 def test_report_cards_from_the_run_and_from_eval_include_the_random_twins_figures(

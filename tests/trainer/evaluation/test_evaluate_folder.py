@@ -247,6 +247,27 @@ def test_saes_with_different_seeds_are_compared_even_without_a_run(
     assert read_card(alone / "freeze=off,seed=0").stability is not None
 
 
+def test_renamed_saes_are_compared_if_their_metadata_differ_only_in_the_seed(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    job = make_job(train={"seed": [0, 1, 2]})
+    assert make_trainer(job, kept, output=tmp_path / "seeds").run()
+    assert make_trainer(make_job(train={"seed": 3, "lr": 1e-3}), kept, output=tmp_path / "other").run()
+    fixed = make_job(train={"seed": [0, 1]}, sae={"architecture": "standard", "k": 4, "sparsity_coefficient": 0.1})
+    assert make_trainer(fixed, kept, output=tmp_path / "fixed").run()
+    alone = tmp_path / "alone"
+    names = {"first": "seeds/seed=0", "second": "seeds/seed=1", "third": "seeds/seed=2", "third-again": "seeds/seed=2"}
+    names |= {"lr": "other", "fixed-0": "fixed/seed=0", "fixed-1": "fixed/seed=1"}
+    for name, place in names.items():
+        shutil.copytree(tmp_path / place, alone / name)
+    found = {card["label"]: card["stability"] for card in cards(capsys, str(alone), "--data", str(activations))}
+    compared = {label: sorted(one["others"]) for label, one in found.items() if one}
+    assert compared == {"first": ["second", "third"], "second": ["first", "third"], "third": ["first", "second"]}
+    named = {card["label"]: card for card in cards(capsys, str(tmp_path / "seeds"), "--data", str(activations))}
+    for label, own in (("seed=0", found["first"]), ("seed=1", found["second"]), ("seed=2", found["third"])):
+        assert own | {"others": None} == named[label]["stability"] | {"others": None}
+
+
 def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_that_k(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:

@@ -217,8 +217,8 @@ def test_the_checkpoint_and_the_report_cards_record_the_hook_for_each_sae(
     assert [hook_name(tmp_path / "out" / label) for label in LABELS] == names
     at_end = [json.loads((tmp_path / "run" / "sae" / label / "card.json").read_text()) for label in LABELS]
     again = [msgspec.to_builtins([*one.cards][-1]) for one in evaluations_of(tmp_path / "run", CPU)]
-    by_folder = [msgspec.to_builtins(card) for _, card in cards_in(tmp_path / "run" / "sae", CPU)]
-    one_folder = [msgspec.to_builtins(next(cards_in(tmp_path / "run" / "sae" / label, CPU))[1]) for label in LABELS]
+    by_folder = [msgspec.to_builtins(one.card) for one in cards_in(tmp_path / "run" / "sae", CPU)]
+    one_folder = [msgspec.to_builtins(next(cards_in(tmp_path / "run" / "sae" / label, CPU)).card) for label in LABELS]
     for name, *cards in zip(names, at_end, again, by_folder, one_folder, strict=True):
         assert [card["origin"]["hook_name"] for card in cards] == [name] * 4
         for card in cards:

@@ -292,6 +292,19 @@ def test_the_model_card_of_an_export_with_a_smaller_k_shows_no_figures_of_the_fu
     assert "with k = 4." in card
 
 
+def test_an_export_with_another_k_states_the_stability_of_the_decoder_but_not_of_the_activations(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path
+) -> None:
+    make_run(sae={"architecture": "hierarchical_topk", "k": 8, "n_levels": 2}, train={"seed": [0, 1]})
+    stability = Stability(others=("seed=1",), share=0.5, pw_mcc=0.6, firing_correlation=0.4, n_rows=1000, rows="1f")
+    put_card(run_dir / "sae" / "seed=0", stability=json.loads(msgspec.json.encode(stability)))
+    for k, expected in (("8", (0.5, 0.4, 1000, "1f")), ("4", (0.5, None, 0, ""))):
+        assert export(run_dir, tmp_path / k, "--k", k) == EXIT_FINISHED
+        (file,) = (tmp_path / k).rglob("cfg.json")
+        stated = json.loads(file.read_text())["metadata"]["stability"]
+        assert tuple(stated[name] for name in ("share", "firing_correlation", "n_rows", "rows")) == expected
+
+
 def test_an_sae_for_a_single_k_is_not_exported_with_a_different_k(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +328,7 @@ def test_the_lowest_of_several_seeds_is_exported_unless_another_one_is_named(
     assert {folder.name for folder in out.iterdir() if folder.is_dir()} == {"k=2,seed=1", "k=4,seed=1"}
     metadata = json.loads((out / "k=2,seed=1" / "cfg.json").read_text())["metadata"]
     assert (metadata["stability"]["share"], metadata["stability"]["others"]) == (0.5, ["k=2,seed=3"])
+    assert metadata["stability"]["firing_correlation"] is None
     other = tmp_path / "other"
     assert main(["export", str(run_dir), "--out", str(other), "--only", "k=4,seed=3", "--json"]) == EXIT_FINISHED
     done = json.loads(capsys.readouterr().out.splitlines()[-1])

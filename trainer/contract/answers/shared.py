@@ -309,6 +309,10 @@ _STABILITY = typed(
         "median": "Median of this cosine over the latents.",
         "encoder_share": "The same share for encoder directions.",
         "pw_mcc": "Mean cosine under the best one-to-one matching; null without scipy, or above 4,096 latents.",
+        "firing_correlation": "Mean correlation of the activations of a latent that fires and its nearest latent in "
+        "each SAE; null if it was not measured.",
+        "n_rows": "Number of rows on which the activations were correlated; 0 if they were not.",
+        "rows": 'Digest of these rows; "" if there are none.',
     },
 )
 _KNOWN = typed(

@@ -156,6 +156,8 @@ _FIGURES = (
               _of("stability", "share")),
     _Declared("pw_mcc", "latents", Series("PW-MCC over seeds", better="higher", format=".3f"),
               _of("stability", "pw_mcc")),
+    _Declared("firing_correlation", "latents", Series("firing correlation", better="higher", format=".3f"),
+              _of("stability", "firing_correlation"), condition=_of("stability", "rows")),
     _Declared("f1", "latents", Series("F1, known features", better="higher", format=".3f", prominence="key"),
               _of("known", "f1"), _of("known", "f1_error"), _of_data),
     _Declared("precision", "latents", Series("precision", better="higher", format=".3f"), _of("known", "precision"),

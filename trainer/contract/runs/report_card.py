@@ -205,6 +205,10 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     over the other SAEs. `share` is the share of latents whose average exceeds `STABLE_COSINE`, and `median` is the
     median of these averages. `encoder_share` is the same share for encoder directions. `pw_mcc` is the mean cosine
     under the best one-to-one matching of decoder directions, averaged over the other SAEs; None if it was not computed.
+
+    `firing_correlation` is a mean over the latents that fire: the correlation over `n_rows` rows of a latent's
+    activations with those of the latent that has the nearest decoder direction in another SAE, averaged over the other
+    SAEs. It is None if it was not measured, as by older versions. `rows` is a digest of these rows.
     """
 
     others: tuple[str, ...]
@@ -212,6 +216,9 @@ class Stability(msgspec.Struct, frozen=True, kw_only=True):
     median: float = math.nan
     encoder_share: float = math.nan
     pw_mcc: float | None = None
+    firing_correlation: float | None = None
+    n_rows: int = 0
+    rows: str = ""
 
 
 class KnownFeatures(msgspec.Struct, frozen=True, kw_only=True):
@@ -643,7 +650,10 @@ def _stability(one: Stability) -> str:
     which = f"with a latent of {'the other seed' if n == 1 else f'each of {n} other seeds, on average'}"
     matched = "" if one.pw_mcc is None else f"; PW-MCC {one.pw_mcc:.3f}"
     of_encoder = f"{one.encoder_share:.1%} of the encoder directions"
-    return f"{one.share:.1%} of latents have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
+    cosines = f"{one.share:.1%} of latents have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
+    if one.firing_correlation is None:
+        return cosines
+    return f"{cosines}; mean firing correlation {one.firing_correlation:.3f} in {plural(one.n_rows, 'row')}"
 
 
 def _twin(twin: Twin) -> str:

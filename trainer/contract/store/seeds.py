@@ -57,6 +57,11 @@ def spread_of(values: Sequence[float]) -> Spread | None:
         return None
 
 
+def names_seed(label: str) -> bool:
+    """Return whether the label of an SAE names its seed, like `k=16,seed=1`."""
+    return any(part.startswith(_SEED) for part in label.split(","))
+
+
 def without_seed(label: str) -> str:
     """Return the label of an SAE without its seed, like `k=16` for `k=16,seed=1`."""
     return ",".join(part for part in label.split(",") if not part.startswith(_SEED))
