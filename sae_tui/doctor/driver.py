@@ -21,7 +21,9 @@ def check_driver(box: CheckedMachine) -> Iterator[Finding]:
     """Report whether the driver works; on a machine without GPUs, a missing driver is not an error."""
     gpus = box.gpus
     if gpus.source_name == "simulated":
-        sentence = f"this machine has {plural(len(gpus.samples), 'simulated GPU')}; jobs on simulated GPUs run on the CPU"
+        sentence = (
+            f"this machine has {plural(len(gpus.samples), 'simulated GPU')}; jobs on simulated GPUs run on the CPU"
+        )
         yield Finding("note", "driver", sentence, "leave out --demo to check the real machine")
     elif gpus.problem:
         yield _without(gpus.problem, gpus.remedy, gpus_on_the_bus(box))

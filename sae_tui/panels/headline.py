@@ -223,6 +223,9 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     elif job.output_path and job.state.is_final:
         message, style = job.output_path, "accent"
     space = max(10, width - len(lost) - 1)
+    forecast = detail.forecasts.get(detail.member)
+    if forecast and forecast.end and cell_len(longer := f"{message}; {forecast.words}") <= space:
+        message = longer
     first, *more = wrap(message, space) or [""]
     overfits = wrap(overfitting_words(job), max(10, width - 1)) if job.overfitting else []
     return [
