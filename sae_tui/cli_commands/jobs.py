@@ -231,7 +231,7 @@ def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[s
     """Yield the lines about what is expected of a job's SAE, as pairs (title, text)."""
     if forecast is None:
         return
-    if not job.state.is_final:
+    if job.total_steps is None or job.step < job.total_steps:
         yield "forecast", forecast.words
     if not forecast.doubled:
         yield "twice the size", "too few different runs on this data to say"

@@ -75,14 +75,18 @@ class Forecaster:
         known = [other for other in jobs if other.state is JobState.FINISHED and other.id != job.id]
         recipes = {label: one for label, one in recipes_of(job).items() if one.total_steps == job.total_steps}
         curves = {label: curve_of(series.get((_stored(label), 0), ()), one) for label, one in recipes.items()}
-        return {label: self._forecast(job, recipes[label], curve, known) for label, curve in curves.items() if curve}
+        return {
+            label: self._forecast(recipes[label], curve, known)
+            for label, curve in curves.items()
+            if curve and (curve[-1][0] == 1 or not job.state.is_final)
+        }
 
-    def _forecast(self, job: Job, recipe: Recipe, curve: Curve, known: Iterable[Job]) -> Forecast:
+    def _forecast(self, recipe: Recipe, curve: Curve, known: Iterable[Job]) -> Forecast:
         past = self.past_runs(recipe, known)
-        if not job.state.is_final:
+        share, fvu = curve[-1]
+        if share < 1:
             end = at_end(recipe, curve, past)
             return Forecast(end, doubled(recipe, end, past) if end else {})
-        fvu = curve[-1][1]
         return Forecast(None, doubled(recipe, Estimate(fvu, fvu, fvu, 1), [*past, PastRun(recipe, curve)]))
 
     def past_runs(self, recipe: Recipe, known: Iterable[Job]) -> list[PastRun]:
