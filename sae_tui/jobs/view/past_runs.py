@@ -26,8 +26,8 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 # The newest similar SAEs are used, from the newest finished jobs. Reading a job's curve takes 1 ms, and parsing its
-# settings 0.5 ms.
-MOST_RUNS, MOST_JOBS = 30, 300
+# settings another 1 ms.
+MOST_RUNS, MOST_JOBS = 30, 100
 # The settings that change a run's final FVU, with their names in sentences.
 SIZES = {"k": "k", "tokens": "the tokens", "d_sae": "d_sae"}
 Series = Mapping[tuple[str, int], Sequence[Point]]
