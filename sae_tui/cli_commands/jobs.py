@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.arrays import ArrayView, fold
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.logs import n_logs_of
+from sae_tui.jobs.view.past_runs import SIZES, Forecast, Forecaster, mean_forecast
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value, spread_of
 from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract import wording
@@ -63,6 +65,7 @@ from trainer.contract.settings.series import (
     series_named,
     title_of,
 )
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.seeds import as_json, by_seeds, without_seed
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes, plural, ranges
@@ -172,7 +175,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     now = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
         shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
-        shown |= _how_far(reader)
+        shown |= _how_far(reader) | _forecast_fields(_forecast(context, reader))
         shown |= {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(now)})
         return code
@@ -181,6 +184,7 @@ def show_job(context: CommandContext, flags: argparse.Namespace) -> int:
     is_program = kind_of(reader.view.config).is_program
     values |= {name: value for name, value in _how_far(reader).items() if value is not None}
     values["energy"] = energy_words(reader.view, context.settings)
+    values |= dict(_forecast_texts(reader.view, _forecast(context, reader)))
     if postmortem:
         values["error"] = postmortem.error
     show_fields((_field_title(name, is_program=is_program), value) for name, value in values.items())
@@ -205,6 +209,36 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
     newest = {name: points[-1].value if points else None for name, points in curves.items()}
     step = newest[BEST_STEP]
     return newest | {BEST_STEP: None if step is None else int(step)}
+
+
+def _forecast(context: CommandContext, reader: JobReader) -> Forecast | None:
+    """Return the forecast for a job's SAE or, in a sweep, for the SAEs that its metrics belong to; None if unknown."""
+    job = reader.view
+    assert job is not None
+    with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
+        found = Forecaster(context.data).forecasts(job, reader.series, control.jobs([JobState.FINISHED]))
+    own = [found[label] for label in (job.seeds.labels if job.seeds else [job.best_sae]) if label in found]
+    return mean_forecast(own) if own else None
+
+
+def _forecast_fields(forecast: Forecast | None) -> dict[str, Any]:
+    """Return the value expected at the end, and with twice each setting; each is null if it is unknown."""
+    twice = forecast.doubled if forecast else {}
+    return {"forecast": forecast and forecast.end, "twice": {name: twice.get(name) for name in SIZES}}
+
+
+def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[str, str]]:
+    """Yield the lines about what is expected of a job's SAE, as pairs (title, text)."""
+    if forecast is None:
+        return
+    if job.total_steps is None or job.step < job.total_steps:
+        yield "forecast", forecast.words
+    if not forecast.doubled:
+        yield "twice the size", "too few different runs on this data to say"
+    now = forecast.end.heldout_fvu if forecast.end else job.heldout_fvu
+    for name, estimate in forecast.doubled.items():
+        runs = f"by a power law fitted to {plural(estimate.past_runs, 'run')} on this data"
+        yield f"twice {SIZES[name]}", f"held-out FVU {now:#.3g} → {estimate.words}, {runs}"
 
 
 def _card_fields(shown: Sequence[Card]) -> list[dict[str, Any]]:

@@ -29,12 +29,15 @@ from trainer.contract.settings.series import (
     series_named,
     title_of,
 )
+from trainer.contract.store.metrics_store import TRAINING
 from trainer.contract.store.rows import DROPPED, Job
 from trainer.contract.store.seeds import without_seed
 from trainer.contract.store.states import JobState
 
 # The maximum number of a program's metrics in the headline.
 _MOST_OWN = 3
+# Phases that say no more than the state, so the forecast may replace them.
+_ROUTINE = (TRAINING, "evaluating", "saving")
 
 
 class Headline(DetailPanel):
@@ -225,6 +228,10 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     elif job.output_path and job.state.is_final:
         message, style = job.output_path, "accent"
     space = max(10, width - len(lost) - 1)
+    if detail.member in detail.forecasts and detail.forecasts[detail.member].end:
+        expected = detail.forecasts[detail.member].words
+        wordings = [f"{message}; {expected}", *[expected] * (message in _ROUTINE), message]
+        message = next((words for words in wordings if cell_len(words) <= space), message)
     first, *more = wrap(message, space) or [""]
     overfits = wrap(overfitting_words(job), max(10, width - 1)) if job.overfitting else []
     return [

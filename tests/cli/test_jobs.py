@@ -20,9 +20,12 @@ from support import box
 from support.answers import check_answer
 from support.commands import command_file
 from support.environments import answer, answering
+from support.tui import record_job
 
 from trainer.contract.exits import Exit
+from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -162,7 +165,7 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert job["created"] <= job["started"] <= job["ended"]
     assert (Path(job["output_path"]) / "cfg.json").exists()
     (listed,) = shell.json("jobs")
-    only_in_job = ("events", "ranks", "cause", "card", "passes", "best_step", "best_heldout_fvu")
+    only_in_job = ("events", "ranks", "cause", "card", "passes", "best_step", "best_heldout_fvu", "forecast", "twice")
     expected = {name: value for name, value in job.items() if name not in only_in_job}
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
@@ -178,6 +181,46 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert shell.json("validate", shell.job_file, *wider)["memory_measured"] is None
     assert "in job 1, libraries included" in shell.run("validate", shell.job_file, "--gpus", "0,1").stdout
     assert re.search(r"^peak_memory +0\.", shell.run("job", 1).stdout, re.MULTILINE)
+
+
+def record_curve(shell, state: JobState, k: int, *curve: float) -> int:
+    """Record a job with a held-out FVU after every quarter of its steps, for each value in `curve`."""
+    raw = {"data": {"path": "/rows"}, "sae": {"d_sae": 64, "k": k}, "train": {"n_steps": 100, "batch_size": 64}}
+    fields = {"step": 25 * len(curve), "total_steps": 100, "heldout_fvu": curve[-1], "d_in": 8}
+    # Commands cannot tell whether a supervisor on another host is alive, so they keep the job's state.
+    job_id = record_job(shell.data, "run", JobState.QUEUED, host="elsewhere", config=dump_job(job_of(raw)), **fields)
+    with closing(Control(shell.data.control_db)) as control:
+        assert control.transition(job_id, JobState.STARTING)
+        assert control.transition(job_id, JobState.RUNNING)
+        assert state is JobState.RUNNING or control.transition(job_id, state)
+    shell.data.run(job_id).create()
+    rows = [MetricRow("heldout_fvu", 25 * place, value) for place, value in enumerate(curve, 1)]
+    with closing(SeriesWriter(shell.data.run(job_id).metrics_db)) as writer:
+        writer.write(rows, Heartbeat("training", fields["step"], 100, 64 * fields["step"], 0.0))
+    return job_id
+
+
+def test_a_job_shows_the_quality_expected_from_past_runs(shell):
+    shell.data.create()
+    first = record_curve(shell, JobState.RUNNING, 4, 0.4, 0.3)
+    assert shell.json("job", first)["forecast"] is None
+    assert "too few similar past runs to say" in shell.run("job", first).stdout
+    for k in (2, 3, 4, 6, 8):
+        record_curve(shell, JobState.FINISHED, k, 0.5 + k / 1000, 0.4, 0.35, 0.32 - k / 1000)
+    job = shell.json("job", first)
+    assert job["forecast"] == {"heldout_fvu": pytest.approx(0.3 * 0.316 / 0.4, rel=0.01), "past_runs": 5} | {
+        limit: job["forecast"][limit] for limit in ("low", "high")
+    }
+    assert job["forecast"]["low"] < job["forecast"]["heldout_fvu"] < job["forecast"]["high"]
+    assert job["twice"]["k"]["heldout_fvu"] < job["forecast"]["heldout_fvu"]
+    assert (job["twice"]["tokens"], job["twice"]["d_sae"]) == (None, None)
+    text = shell.run("job", first).stdout
+    assert re.search(
+        r"^forecast +held-out FVU 0\.23\d \(.*\) expected at the end, from 5 past runs$", text, re.MULTILINE
+    )
+    assert re.search(
+        r"^twice k +held-out FVU 0\.23\d → 0\.23\d \(.* fitted to 5 runs on this data$", text, re.MULTILINE
+    )
 
 
 ENDLESS = ("--gpus", "cpu", "--set", "train.n_steps=100000000", "--wait")

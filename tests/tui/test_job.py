@@ -72,6 +72,25 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "step 200" in screen.query_one(LogPanel).plain
 
 
+@pytest.mark.parametrize(("width", "is_shown"), [(120, True), (80, True), (60, False)])
+async def test_a_running_job_shows_the_fvu_expected_at_its_end_if_there_is_space(make_app, data, width, is_shown):
+    fields = {"config": job_file(), "total_steps": 400, "d_in": 384, "d_out": None}
+    for gain in (0.79, 0.8, 0.81):
+        past = record_job(data, "past", JobState.FINISHED, step=400, **fields)
+        data.run(past).create()
+        rows = [MetricRow("heldout_fvu", step, fvu) for step, fvu in ((100, 0.3), (200, 0.2), (400, 0.2 * gain))]
+        with closing(SeriesWriter(data.run(past).metrics_db)) as writer:
+            writer.write(rows, Heartbeat("finished", 400, 400, 0, 0.0))
+    job_id = record_job(data, "minilm", JobState.RUNNING, **fields)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(width, 24)) as pilot:
+        headline = (await opened(pilot, app, job_id)).query_one(Headline)
+        await wait_until(pilot, lambda: "50%" in headline.plain)
+        words = "held-out FVU 0.140 (0.137–0.144) expected at the end, from 3 past runs"
+        assert (words in headline.plain) == is_shown
+
+
 async def test_a_job_shows_its_energy_and_its_price(make_app, data) -> None:
     measured = {"energy_wh": 1234.0, "energy_s": 100.0, "energy_known_s": 83.0, "energy_counted_s": 83.0}
     job_id = record_job(data, "minilm", JobState.FINISHED, total_steps=400, **measured)

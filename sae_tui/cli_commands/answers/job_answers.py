@@ -14,7 +14,9 @@ from sae_tui.doctor.base import Finding
 from sae_tui.hosts.protocol import Message
 from sae_tui.jobs.energy import Energy
 from sae_tui.jobs.launch.ways import JobRow
+from sae_tui.jobs.view.past_runs import SIZES
 from sae_tui.jobs.view.postmortem import Postmortem
+from sae_tui.jobs.view.quality import Estimate
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
 from trainer.contract.runs.features import ActivatingExample, Feature, LogitChange, Token
@@ -153,6 +155,16 @@ _CAUSE = typed(
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
+_ESTIMATE = typed(
+    "Expected held-out FVU",
+    Estimate,
+    {
+        "heldout_fvu": "Expected value; in a sweep over seeds, the mean over the seeds.",
+        "low": "Lower end of the 80 % band.",
+        "high": "Upper end of the 80 % band.",
+        "past_runs": "Number of runs that this is based on.",
+    },
+)
 _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
     "weights", "parts",
@@ -162,6 +174,21 @@ _WHOLE_JOB = fields(
     _JOB
     | {
         **HOW_FAR,
+        "forecast": (
+            or_null(_ESTIMATE),
+            "Held-out FVU expected at the end of the run, from past runs on this machine; null if there are too few"
+            " similar runs, before the first evaluation, and after the end.",
+        ),
+        "twice": (
+            fields(
+                "With larger settings",
+                {
+                    name: (or_null(_ESTIMATE), f"Held-out FVU expected with twice {words}; null if unknown.")
+                    for name, words in SIZES.items()
+                },
+            ),
+            "Held-out FVU expected with one setting doubled, by a power law fitted to finished runs on the same data.",
+        ),
         "events": (list_of(_EVENT), "Events, oldest first."),
         "ranks": (list_of(_RANK), "Its processes."),
         "cause": (or_null(_CAUSE), "Why it failed; null if it did not fail."),

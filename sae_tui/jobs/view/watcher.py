@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.revive import revive
+from sae_tui.jobs.view.past_runs import Forecast, Forecaster
 from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.program_use import ProgramUse
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
@@ -43,6 +44,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     member: str = ""  # The label of the displayed SAE in a sweep, or "" for a single SAE.
     ranks: tuple[Rank, ...] = ()  # The processes of all attempts.
     use: ProgramUse | None = None  # A command's use of this machine, or None until it is read.
+    forecasts: Mapping[str, Forecast] = {}  # The forecasts for the SAEs, by label.
 
 
 class Watcher:
@@ -72,6 +74,7 @@ class Watcher:
         self._idle: Mapping[str, str] = {}
         self._unmended = ""
         self._detail_reader: JobReader | None = None
+        self._forecaster = Forecaster(data)
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
     @property
@@ -125,7 +128,7 @@ class Watcher:
         self.jobs, self.news, self._problem = jobs.jobs, jobs.news, problem
         self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
-        return self._read_detail(self._detail_reader) or changed
+        return self._read_detail(self._detail_reader, jobs.jobs) or changed
 
     def _reader(self, reader: JobReader | None) -> JobReader | None:
         """Return the reader for the followed job; reuse `reader` if it reads that job."""
@@ -137,7 +140,7 @@ class Watcher:
             reader = JobReader(self._data, followed[0], mends=self._mends)
         return reader
 
-    def _read_detail(self, reader: JobReader | None) -> bool:
+    def _read_detail(self, reader: JobReader | None, jobs: Sequence[JobView]) -> bool:
         followed = self._followed
         if reader is None or followed is None:
             return False
@@ -153,8 +156,9 @@ class Watcher:
         view = reader.view
         plan = read_plan(self._data.run(view.id).attempt(view.attempt) / "plan.json")
         self.detail = JobDetail(
-            view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan, ranks=reader.ranks
-        )
+            view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan, ranks=reader.ranks,
+            forecasts=self._forecaster.forecasts(view, series, jobs),
+        )  # fmt: skip
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
