@@ -13,6 +13,7 @@ from support.workloads import workload
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.halving import (
+    LAST_SHARE,
     LEAST_BEGIN,
     contests,
     halving_problems,
@@ -63,7 +64,7 @@ def test_random_twins_do_not_compete(make_job: MakeJob) -> None:
 @given(n_candidates=st.integers(2, 64), more=st.floats(1, 1e5))
 def test_comparisons_follow_each_other_and_leave_one_candidate(n_candidates: int, more: float) -> None:
     n_rungs = len(rungs(1000, n_candidates))
-    steps = int(more * LEAST_BEGIN * 5 * 2 ** (n_rungs - 1)) + 1
+    steps = int(more * LEAST_BEGIN / LAST_SHARE * 2 ** (n_rungs - 1)) + 1
     found = rungs(steps, n_candidates)
     assert found[0].begin >= LEAST_BEGIN
     assert all(one.begin < one.end <= other.begin for one, other in itertools.pairwise(found))

@@ -21,11 +21,12 @@ from trainer.contract.store.seeds import by_seeds
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import join_words
 
-# The share of a run's steps after which the last losers are dropped, and the length of a copy's cool-down as a share of
-# the steps before it.
-LAST_SHARE, COOL_DOWN_SHARE = 0.2, 0.25
-# The least number of steps before the first comparison.
-LEAST_BEGIN = 2 * FEWEST_COOL_DOWN_STEPS
+# The share of a run's steps after which the last comparison begins, and the length of the copies' cool-down as a share
+# of the steps before it. A shorter cool-down favours rates that are too low, and an earlier comparison favours rates
+# that are too high.
+LAST_SHARE, COOL_DOWN_SHARE = 0.15, 0.75
+# The minimum number of steps before the first comparison.
+LEAST_BEGIN = 15
 # The settings in [sae] in which the SAEs of a contest may differ. With a difference in any other one, such as k, an SAE
 # may have a lower FVU without being better.
 _MAY_DIFFER = (
