@@ -1,7 +1,7 @@
 """Measures the held-out FVU over training time for several trainers with default settings, on the same rows.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
-        [--seeds 0] [--json FOLDER] [--save FOLDER]
+        [--seeds 0] [--rates 1] [--json FOLDER] [--save FOLDER]
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. If the files contain
 `document` [n_tokens], entire texts with at least 16,384 rows in total are held out; the same texts are held out for all
@@ -14,6 +14,8 @@ L0 regardless of their thresholds, and the share of latents that fire neither on
 training rows. With several seeds, a second table shows the mean FVU at equal L0, its standard deviation over seeds and
 its standard error over held-out texts. Times include only training steps. The CPU time is divided by the number of
 threads, which makes it equal to the wall time on an idle machine.
+
+With --rates, sparsify is trained once for each multiple of its learning rate; the best of these is a tuned peer.
 
 With --tokens, each recipe trains on that number of rows, and may choose how many rows each step has. Without --tokens,
 each step has --batch rows. With --json, every curve is stored in FOLDER, and peers with a stored curve are not rerun.
@@ -133,7 +135,13 @@ def main() -> None:
     for seed in options.seeds:
         data = Data(x, seed, options.device, documents)
         setup = peers.Setup(*shape, options.device, seed=seed, own_steps=bool(options.tokens))
-        results.append([found_or_run(name, setup, data, options) for name in names])
+        results.append(
+            [
+                found_or_run(name, dataclasses.replace(setup, rate=rate), data, options)
+                for name in names
+                for rate in (options.rates if peers.RECIPES[name].has_rate else [1.0])
+            ]
+        )
         Console(width=150).print(table(results[-1]))
     if len(results) > 1:
         Console(width=150).print(over_seeds(results))
@@ -158,6 +166,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0], help="multiples of sparsify's learning rate")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="store curves here, and reuse the curves of peers")
@@ -168,20 +177,22 @@ def parse() -> argparse.Namespace:
 
 def found_or_run(name: str, setup: peers.Setup, data: Data, options: argparse.Namespace) -> Result:
     of_seed = f"-{setup.seed}" if len(options.seeds) > 1 else ""
-    path = options.json / f"{file_name(name)}{of_seed}.json" if options.json else None
-    recipe = peers.RECIPES[name]
+    recipe, shown = peers.RECIPES[name], name if setup.rate == 1 else f"{name} × {setup.rate:g}"
+    path = options.json / f"{file_name(shown)}{of_seed}.json" if options.json else None
     stored = read(path) if path and recipe.module != "trainer" and not options.again else None
     if stored and stored.setup == dataclasses.asdict(setup) and stored.final.step == setup.n_steps:
-        print(f"{name}: from {path}")
+        print(f"{shown}: from {path}")
         return stored
-    result = Result(name, recipe.kind, recipe.is_peer, recipe.version(), dataclasses.asdict(setup), options.threads, [])
+    result = Result(
+        shown, recipe.kind, recipe.is_peer, recipe.version(), dataclasses.asdict(setup), options.threads, []
+    )
     trainer = peers.build(name, setup, data.sample)
     for point in train(trainer, setup, data, options.every):
-        print(f"{name}: step {point.step} FVU {point.fvu_at_k:.4f} after {point.cpu_s:.1f} s", flush=True)
+        print(f"{shown}: step {point.step} FVU {point.fvu_at_k:.4f} after {point.cpu_s:.1f} s", flush=True)
         result.curve.append(point)
         write(path, result)
     if options.save and trainer.writes_sae and setup.seed == options.seeds[0]:
-        folder = options.save / file_name(name)
+        folder = options.save / file_name(shown)
         folder.mkdir(parents=True, exist_ok=True)
         trainer.save(folder)
     return result

@@ -28,6 +28,8 @@ class Setup:
     seed: int = 0
     # Whether a trainer may choose its own batch size; such a trainer gets the same tokens in different batches.
     own_steps: bool = False
+    # A factor on the default learning rate of recipes whose rate can be tuned.
+    rate: float = 1.0
 
     @property
     def n_tokens(self) -> int:
@@ -59,6 +61,8 @@ class Recipe(ABC):
     # Whether this is another tool's trainer rather than our own or a loop written for these benchmarks.
     is_peer = True
     writes_sae = True
+    # Whether the recipe uses `Setup.rate`.
+    has_rate = False
 
     @abstractmethod
     def __init__(self, setup: Setup, sample: Tensor) -> None:

@@ -18,6 +18,7 @@ class Sparsify(Recipe):
     """The training step of `Trainer.fit` with the default optimizer; `fit` itself requires a language model."""
 
     name, package, module = "sparsify topk Signum", "eai-sparsify", "sparsify"
+    has_rate = True
 
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -32,7 +33,7 @@ class Sparsify(Recipe):
         from schedulefree import ScheduleFreeWrapper
         from sparsify.sign_sgd import SignSGD
 
-        groups = [dict(params=self.sae.parameters(), lr=5e-3 / (setup.d_sae / 2**14) ** 0.5)]
+        groups = [dict(params=self.sae.parameters(), lr=setup.rate * 5e-3 / (setup.d_sae / 2**14) ** 0.5)]
         self._optimizer: Any = ScheduleFreeWrapper(SignSGD(groups), momentum=0.95)
         self._optimizer.train()
 
@@ -80,7 +81,7 @@ class SparsifyAdam(Sparsify):
     def _build_optimizer(self, setup: Setup) -> None:
         from transformers import get_linear_schedule_with_warmup
 
-        groups = [dict(params=self.sae.parameters(), lr=2e-4 / (setup.d_sae / 2**14) ** 0.5)]
+        groups = [dict(params=self.sae.parameters(), lr=setup.rate * 2e-4 / (setup.d_sae / 2**14) ** 0.5)]
         self._optimizer = torch.optim.Adam(groups)
         self._schedule = get_linear_schedule_with_warmup(self._optimizer, setup.short(1000), setup.n_steps)
 
