@@ -141,7 +141,7 @@ def test_a_model_card_contains_no_path_from_this_machine(
     assert "rows with more than" not in card
     figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
     assert figures["rare"] is None
-    assert " rows, – rare, " in card
+    assert " rows, too few rows to say which are rare, " in card
 
 
 def test_a_sweep_gets_one_report_card_per_sae_and_keeps_a_user_written_readme(

@@ -589,7 +589,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
-    rare = _known(one.rare, ".1%")
+    rare = "too few rows to say which are rare" if one.rare is None else f"{_known(one.rare, '.1%')} rare"
     over = clustered(one.n_clusters, one.clustered_by)
     dimensions = _of_dimensions(card)
     return [
@@ -604,7 +604,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
         # These latents are not called "dead", because only a training run sees enough rows to decide that.
-        ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
+        ("latents", f"{silent}, {rare}, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
