@@ -16,7 +16,8 @@ def refined(x: Tensor, acts: Acts, W_dec: Tensor, n_steps: int) -> Acts:
 
     Each step takes a gradient step on ‖x − acts @ W_dec‖², keeps the largest activations, and then takes a second
     gradient step on these alone. A token never gets more active latents or a larger error than before. On MiniLM and
-    SmolLM2 SAEs with k = 32, one step lowers the FVU by 13 to 15 % and replaces a quarter of the active latents.
+    SmolLM2 SAEs with k = 32, one step lowers the FVU by 12 to 16 % and replaces a sixth of the active latents. On one
+    core, it takes 0.1 ms per token with d_in = 384 and 3,072 latents, five times as long as encoding.
     """
     whole = acts.dense()
     n_active = (whole > 0).sum(dim=1, keepdim=True)
