@@ -35,6 +35,7 @@ from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
+from trainer.saes.refinement import refined
 from trainer.sharing.saelens import export_sae
 from trainer.training.bad_rows import CURE, too_many
 from trainer.training.evaluate import evaluate
@@ -54,25 +55,34 @@ class Fitted:
         self._learner = learner
 
     @torch.no_grad()
-    def encode(self, x: Tensor) -> Tensor:
-        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the data's units."""
-        return self._run(x).acts.dense() / self.sae.acts_scale
+    def encode(self, x: Tensor, *, refine: int = 0) -> Tensor:
+        """Return the latent activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the data's units.
+
+        With `refine`, that many further steps look for activations that reconstruct x better. A token then gets no more
+        active latents than before, but some of them are other latents. Other tools do not do this.
+        """
+        return self._run(x, refine).acts.dense() / self.sae.acts_scale
 
     @torch.no_grad()
-    def reconstruct(self, x: Tensor) -> Tensor:
-        """Return the reconstruction [n_tokens, d_out] of raw data [n_tokens, d_in]."""
-        return self.sae.raw(self._run(x).x_hat)
+    def reconstruct(self, x: Tensor, *, refine: int = 0) -> Tensor:
+        """Return the reconstruction [n_tokens, d_out] of raw data [n_tokens, d_in]; `encode` explains `refine`."""
+        return self.sae.raw(self._run(x, refine).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
         """Write the SAE in SAELens' format (a TopK transcoder in sparsify's); replace existing files."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
-    def _run(self, x: Tensor) -> Output:
-        x = x.to(self.sae.W_enc.device).float() * self.sae.x_scale
+    def _run(self, x: Tensor, refine: int = 0) -> Output:
+        sae, x = self.sae, x.to(self.sae.W_enc.device).float() * self.sae.x_scale
+        if refine and sae.is_transcoder:
+            raise UserError("refine: must be 0 for a transcoder, which encodes without knowing its target")
         with self._learner.evaluating():
-            output: Output = self.sae(x, x.new_zeros(len(x), self.sae.d_out))
-            return output
+            output: Output = sae(x, x.new_zeros(len(x), sae.d_out))
+            if not refine:
+                return output
+            acts = refined(x - sae.b_dec, output.acts, sae.W_dec, refine)
+            return output._replace(acts=acts, x_hat=sae.reconstruct(acts, x, x)[0])
 
 
 def train(
