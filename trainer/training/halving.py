@@ -53,6 +53,10 @@ class Halving:
     def stop(self) -> None:
         """Drop no more SAEs."""
         self._contests, self._rungs = [], []
+        self.discard()
+
+    def discard(self) -> None:
+        """Discard the copies; a comparison that has begun starts again after the next step."""
         self.copies.clear()
 
     @property

@@ -415,7 +415,8 @@ class Trainer:
             measured = evaluate(self._halving.copies, self._held_out, self._parallel, self._cut.largest)
             fvus = {label: values[held_out(CRITERION)] for label, values in measured.items()}
             decisions = self._halving.decide(step, fvus)
-            self._saving.halved = self._halving.done
+            # The mean FVU is now that of other SAEs, so it cannot be compared with earlier values.
+            self._saving.halved, self._saving.best = self._halving.done, None
             for label in [label for label in self.learners if label in self._halving.done.dropped]:
                 del self.learners[label]
             self.report.halved(step, fvus, self._halving.done.dropped, [one.words for one in decisions])
@@ -476,6 +477,8 @@ class Trainer:
         self._heartbeat("rebalancing")
         synchronise(self._device)
         self._adopt(self._wanted_shares)
+        # The copies still have the old shards.
+        self._halving.discard()
         # Change the dict in place, since the interval recorder uses it too.
         self.learners.clear()
         self.learners |= self._new_learners()

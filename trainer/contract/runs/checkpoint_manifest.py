@@ -140,12 +140,13 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints evaluated on the same held-out rows as the latest one, lowest FVU first."""
+    """Return the checkpoints of the same SAEs as the latest one, evaluated on the same rows, lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
     newest = max(states.values(), key=lambda state: state.position.step)
-    alike = [folder for folder, state in states.items() if state.held_out == newest.held_out]
+    terms = newest.held_out, newest.halved.dropped
+    alike = [folder for folder, state in states.items() if (state.held_out, state.halved.dropped) == terms]
     return sorted(alike, key=lambda folder: states[folder].heldout_fvu or 0.0)
 
 
