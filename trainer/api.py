@@ -75,6 +75,8 @@ class Fitted:
 
     def _run(self, x: Tensor, refine: int = 0) -> Output:
         sae, x = self.sae, x.to(self.sae.W_enc.device).float() * self.sae.x_scale
+        if not isinstance(refine, int) or refine < 0:
+            raise UserError(f"refine: must be a number of steps, 0 or more, not {refine!r}")
         if refine and sae.is_transcoder:
             raise UserError("refine: must be 0 for a transcoder, which encodes without knowing its target")
         with self._learner.evaluating():

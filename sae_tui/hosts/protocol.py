@@ -130,7 +130,8 @@ class FarSeeds(msgspec.Struct, frozen=True):
     spreads: Annotated[dict[str, FarSpread], Meta(max_length=MOST_SPREADS)]
 
     def view(self) -> Seeds:
-        spreads = {name: Spread(one.mean, one.sd, one.n) for name, one in self.spreads.items()}
+        known = {name: one for name, one in self.spreads.items() if name in _FAR_FIELDS}
+        spreads = {name: Spread(one.mean, one.sd, one.n) for name, one in known.items()}
         return Seeds(self.labels, self.are_all, spreads)
 
 

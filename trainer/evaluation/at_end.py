@@ -96,8 +96,9 @@ class Cards:
         try:
             cards, lack = write_stability(folders, self._rows_of, self._parallel.device, most)
         except Exception as error:
-            message = f"stability across seeds was not measured: {first_line(error)}; `sae-train eval` adds it"
-            return {STABILITY: ("warning", message, None)}
+            level = "info" if isinstance(error, StopAsked) else "warning"
+            message = f"stability across seeds was not fully measured: {first_line(error)}; `sae-train eval` adds it"
+            return {STABILITY: (level, message, None)}
         if lack:
             message = f"stability across seeds was not measured: {lack}; `sae-train eval` adds it"
             return {STABILITY: ("info", message, None)}

@@ -37,6 +37,9 @@ class FiringCorrelations(NamedTuple):
     rows: str
 
 
+NOT_MEASURED = FiringCorrelations({}, 0, "")
+
+
 class _Fired(NamedTuple):
     """The nonzero activations in some rows, in fp64, sorted by latent, and how many of them each latent has.
 

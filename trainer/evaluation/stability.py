@@ -27,7 +27,7 @@ from trainer.contract.store.seeds import by_seeds, names_seed
 from trainer.contract.store.twins import without_twins
 from trainer.evaluation.card import write_card
 from trainer.evaluation.exported import ExportedSae, read_exported
-from trainer.evaluation.firing_correlation import FiringCorrelations, firing_correlations
+from trainer.evaluation.firing_correlation import NOT_MEASURED, FiringCorrelations, firing_correlations
 from trainer.evaluation.rows import EvaluationRows
 
 # The number of latents to compare at a time with all latents of another SAE.
@@ -125,7 +125,10 @@ def _are_compared(cards: Mapping[str, Card]) -> bool:
 
 
 def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator[tuple[str, Stability, Tensor]]:
-    """Compare each pair of SAEs once; yield each label with its figures and each latent's mean decoder cosine."""
+    """Compare each pair of SAEs once; yield each label with its figures and each latent's mean decoder cosine.
+
+    If the activations cannot be correlated, yield the other figures, and then raise the error.
+    """
     found, partners = {}, {}
     for label, sae in saes.items():
         none = torch.zeros(sae.d_sae, device=sae.directions.device)
@@ -141,12 +144,19 @@ def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator
         if (matched := matched_cosine(mine.directions, theirs.directions)) is not None:
             found[one].matched.append(matched)
             found[other].matched.append(matched)
-    firing = firing_correlations(saes, partners, rows)
+    firing, failure = NOT_MEASURED, None
+    try:
+        firing = firing_correlations(saes, partners, rows)
+    except Exception as error:
+        # The cosines are complete even if the rows cannot be read, or if a stop was requested.
+        failure = error
     for (label, _), correlation in firing.of_pairs.items():
         found[label].firing.add_(correlation)
     for label, own in found.items():
         others = tuple(other for other in saes if other != label)
         yield label, _figures(own, others, firing), (own.decoder / len(others)).float().cpu()
+    if failure:
+        raise failure
 
 
 def _figures(found: _Found, others: tuple[str, ...], firing: FiringCorrelations) -> Stability:
@@ -158,7 +168,7 @@ def _figures(found: _Found, others: tuple[str, ...], firing: FiringCorrelations)
         median=float(decoder.quantile(0.5)),
         encoder_share=float((encoder > STABLE_COSINE).double().mean()),
         pw_mcc=fmean(found.matched) if found.matched else None,
-        firing_correlation=float(correlation[fires].mean()) if bool(fires.any()) else None,
+        firing_correlation=float(correlation[fires].mean()) if firing.n_rows and bool(fires.any()) else None,
         n_rows=firing.n_rows,
         rows=firing.rows,
     )

@@ -20,6 +20,8 @@ def refined(x: Tensor, acts: Acts, W_dec: Tensor, n_steps: int) -> Acts:
     core, it takes 0.1 ms per token with d_in = 384 and 3,072 latents, five times as long as encoding.
     """
     whole = acts.dense()
+    if not len(whole):
+        return acts
     n_active = (whole > 0).sum(dim=1, keepdim=True)
     found = _Found.of(x, *whole.topk(max(1, int(n_active.max())), dim=1), W_dec)
     for _ in range(n_steps):

@@ -92,7 +92,10 @@ def test_a_damaged_card_is_treated_as_missing(tmp_path: Path, content: str) -> N
 def test_figures_are_shown_with_their_errors_and_unknown_ones_as_a_dash() -> None:
     one = by_title(card(rare=None))
     assert one["FVU"] == "0.2500 ± 0.0100, median row 0.2400"
-    assert one["latents"] == "2.0% ± 0.5% did not fire in 1,000 rows, too few rows to say which are rare, 10.0% > 1 %, 1.0% > 10 %"
+    assert (
+        one["latents"]
+        == "2.0% ± 0.5% did not fire in 1,000 rows, too few rows to say which are rare, 10.0% > 1 %, 1.0% > 10 %"
+    )
     assert one["CE score"].startswith("0.9500 ± 0.0040: ")
     assert one["KL score"].startswith("0.9600 ± 0.0030: ")
     assert "12.5% rare" in by_title(card(rare=0.125))["latents"]

@@ -308,3 +308,23 @@ def test_a_single_rank_measures_all_rows_in_every_mode(
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         assert [event.kind for event in reader.events()].count("card") == len(cards)
         assert reader.heartbeat().phase == "finished"
+
+
+def test_a_stop_while_activations_are_correlated_over_seeds_keeps_the_cosines(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, stop = make_job(train={"seed": [0, 1]}), threading.Event()
+
+    def stop_after(*directions: torch.Tensor) -> tuple[stability.Nearest, stability.Nearest]:
+        stop.set()
+        return nearest(*directions)
+
+    monkeypatch.setattr(stability, "nearest", stop_after)
+    cards_of(trained(make_trainer, job, kept), job, kept, stop).write()
+    level, message = kept.events[-1][1:]
+    assert level == "info"
+    assert message.startswith("stability across seeds was not fully measured: ")
+    for seed in (0, 1):
+        found = json.loads((tmp_path / "sae" / f"seed={seed}" / "card.json").read_text())["stability"]
+        assert found["share"] is not None
+        assert (found["firing_correlation"], found["n_rows"]) == (None, 0)

@@ -77,3 +77,12 @@ def test_a_transcoder_refuses_refinement() -> None:
     fitted = train([(x, x.flip(1))], n_steps=2, d_sae=64, k=4)
     with pytest.raises(UserError, match=r"^refine: must be 0 for a transcoder"):
         fitted.encode(x, refine=1)
+
+
+def test_no_rows_are_refined_to_no_rows_and_an_invalid_number_of_steps_is_refused() -> None:
+    x, _, _ = problem()
+    fitted = train([x], n_steps=2, d_sae=64, k=4)
+    assert fitted.encode(x[:0], refine=2).shape == (0, 64)
+    for steps in (-1, 1.5, "1"):
+        with pytest.raises(UserError, match=r"^refine: must be a number of steps, 0 or more, not"):
+            fitted.encode(x, refine=steps)  # type: ignore[arg-type]
