@@ -154,6 +154,7 @@ _NOT_HERE = {
     "accumulate": "a step is a batch of data of any size",
     "eval_every": "the rows of held_out are measured at the end",
     "report_card": "the rows of held_out are measured at the end",
+    "halving": "only one SAE is trained",
     **{
         name: "fitted.save writes all files"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")

@@ -34,8 +34,8 @@ from trainer.reporting.progress import RunProgress
 class Report:
     """Keeps and reports every SAE's latest values, by label; if the run is not a sweep, the only label is "".
 
-    In a sweep, rows have names like `fvu@k=16`. The first SAE's rows are also stored without a label, to represent the
-    run.
+    In a sweep, rows have names like `fvu@k=16`. The rows of the first SAE that is not dropped are also stored without a
+    label, to represent the run.
     """
 
     def __init__(

@@ -125,7 +125,8 @@ class IntervalRecorder:
         """Report the fraction of rows left out at each hook."""
         members = Layout(self._job, self._parallel.world_size).members
         for name, settings in self._job.hooks.items():
-            labels = [label for label, one in members.items() if one.data.settings == settings] if name else [""]
+            of_hook = [label for label, one in members.items() if one.data.settings == settings]
+            labels = [label for label in of_hook if label in self._report.values] if name else [""]
             self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _report_data_wait(self, paces: dict[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -47,6 +48,7 @@ from trainer.parallel.shares import Shares
 from trainer.reporting import rank_log
 from trainer.reporting.progress import RunProgress
 from trainer.reporting.report import Report
+from trainer.runtime.out_of_memory import hand_back
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.sharing.saelens import origin
 from trainer.training.bad_rows import BadRows
@@ -112,6 +114,8 @@ class Trainer:
         if self._cool_down:
             progress.shorten(self._cool_down.end)
         self._halving = Halving(self._layout, resumed.halved if resumed else NONE_HALVED)
+        if self._cool_down:
+            self._halving.stop()
         progress.heartbeat("preparing", at.step, at.tokens)
         self._open_data(resumed)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
@@ -146,8 +150,6 @@ class Trainer:
         )
         self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
-        if self._is_finishing:
-            self._halving.stop()
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
@@ -166,9 +168,9 @@ class Trainer:
                 self._train_step()
                 self._pending.follow()
                 self._resample()
-                self._halve()
-                if self._is_due(self._train.log_every) or self._is_save_due():
+                if self._is_due(self._train.log_every) or self._is_save_due() or self._is_comparison_over():
                     self._end_interval()
+                self._halve()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
                     self._pending.drain()
                     self._evaluate()
@@ -372,6 +374,7 @@ class Trainer:
         """Start the cool-down, and request a save so that the run has the same last step even if it is resumed."""
         self._is_finishing = True
         self._halving.stop()
+        hand_back(self._device)
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
             left = plural(self.total_steps - self.position.step, "step")
@@ -409,17 +412,31 @@ class Trainer:
         step = self.position.step
         if self._halving.begins_after(step):
             self._halving.begin(step, self._copy_of)
-        elif self._halving.ends_after(step):
+        elif self._is_comparison_over():
             self._pending.drain()
             self._heartbeat("evaluating")
-            measured = evaluate(self._halving.copies, self._held_out, self._parallel, self._cut.largest)
-            fvus = {label: values[held_out(CRITERION)] for label, values in measured.items()}
+            fvus = self._fvus_of_copies()
             decisions = self._halving.decide(step, fvus)
             # The mean FVU is now that of other SAEs, so it cannot be compared with earlier values.
             self._saving.halved, self._saving.best = self._halving.done, None
             for label in [label for label in self.learners if label in self._halving.done.dropped]:
                 del self.learners[label]
+            # Learners are in reference cycles, so their memory is not freed before a collection.
+            hand_back(self._device)
             self.report.halved(step, fvus, self._halving.done.dropped, [one.words for one in decisions])
+
+    def _is_comparison_over(self) -> bool:
+        return self._halving.ends_after(self.position.step)
+
+    def _fvus_of_copies(self) -> dict[str, float]:
+        """Return the held-out FVU of each cooled-down copy, the same on all ranks; NaN if the SAE has diverged."""
+        measured = evaluate(self._halving.copies, self._held_out, self._parallel, self._cut.largest)
+        fvus = {label: values[held_out(CRITERION)] for label, values in measured.items()}
+        fvus |= dict.fromkeys(fvus.keys() & self._recorder.given_up, math.nan)
+        values = torch.tensor(list(fvus.values()), dtype=torch.float64, device=self._device)
+        # Sums may differ in the last digits between GPU models, and all ranks must drop the same SAEs.
+        self._parallel.world.copy_from_first_([values])
+        return dict(zip(fvus, values.tolist(), strict=True))
 
     def _copy_of(self, label: str) -> Learner:
         copy = self._new_learner(label)
@@ -572,6 +589,10 @@ class Trainer:
     # At the end
 
     def _exports(self) -> list[Write]:
+        if self._parallel.is_main:
+            # A dropped SAE may have been exported when the run was stopped.
+            for label in self._halving.done.dropped:
+                shutil.rmtree(self.output / label, ignore_errors=True)
         # Only one replica exports, since all replicas have the same SAEs.
         if self._parallel.data.index:
             return []

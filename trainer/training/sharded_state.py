@@ -78,7 +78,7 @@ class ShardedState:
     def copy_from(self, other: ShardedState) -> None:
         """Copy the state of an SAE with the same settings and the same shards; all replicas must call this."""
         other._stepped.restore()
-        tensors = {name: tensor.clone() for name, tensor in other.tensors()}
+        tensors = dict(other.tensors())
         self._sae.load_state_dict(under(tensors, "sae."))
         self._sae.note_since_fired_of(other._sae)
         self._load_optimizer_and_scale(tensors)
@@ -107,13 +107,13 @@ class ShardedState:
 
 
 def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to the parameter's device, in the parameter's memory layout if the shapes are the same.
+    """Return a copy of `value` on the parameter's device, in the parameter's memory layout if the shapes are the same.
 
     A fused optimizer requires the same memory layout for a parameter and its state, and a file does not store the
     layout.
     """
     if value.shape != parameter.shape:
-        return value.to(parameter.device)
+        return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

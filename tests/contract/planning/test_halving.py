@@ -126,6 +126,8 @@ def test_four_saes_with_halving_take_less_than_half_of_the_time_and_more_memory(
             "needs at least 200 steps to compare 4 SAEs",
         ),
         ({"parallel": {"mode": "sweep"}}, "parallel.mode", '"sweep" gives each GPU its own SAEs'),
+        ({"train": {"decay_fraction": [0.2, 0.6], "lr": 0.01}}, "train.halving", "no two of them"),
+        ({"train": {"warmup_fraction": 0.2}}, "train.warmup_fraction", "in the warm-up; set it to at most 0.075"),
         ({"data": {"held_out_tokens": 0}}, "data.held_out_tokens", "leaves no held-out rows"),
     ],
 )
@@ -137,3 +139,4 @@ def test_jobs_that_cannot_be_halved_are_refused(
     assert message in problem.message
     assert halving_problems(halved(make_job)) == []
     assert halving_problems(halved(make_job, train={"n_steps": 200})) == []
+    assert halving_problems(halved(make_job, train={"warmup_fraction": 0.075})) == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +133,53 @@ def test_a_diverged_sae_is_dropped_and_the_run_finishes(
     assert [folder.name for folder in (tmp_path / "sae").iterdir()] == ["lr=0.003"]
 
 
+def test_a_sae_that_diverges_only_later_is_dropped_although_its_last_weights_are_good(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept: Any
+) -> None:
+    trainer = make_trainer(sweep(make_job, train={"lr": [0.02, 1e-5]}), kept)
+    diverging = trainer.learners["lr=0.02"]
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan if trainer.position.step >= 10 else gradient
+
+    diverging.sae.W_dec.register_hook(spoil)
+    assert trainer.run()
+    assert [*trainer.learners] == ["lr=1e-05"]
+    (message,) = [message for kind, _, message in kept.events if kind == "halving"]
+    assert message.endswith("drops lr=0.02 (FVU nan)")
+
+
+def test_the_memory_of_dropped_saes_and_copies_is_freed_at_once(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(sweep(make_job, train={"lr": [0.02, 1e-5]}))
+    saes = [weakref.ref(one.sae) for one in trainer.learners.values()]
+    new_learner, report, n_alive = trainer._new_learner, trainer.report.halved, list[int]()
+
+    def created(label: str) -> Any:
+        made = new_learner(label)
+        saes.append(weakref.ref(made.sae))
+        return made
+
+    def count(*result: Any) -> None:
+        n_alive.append(sum(one() is not None for one in saes))
+        report(*result)
+
+    trainer._new_learner, trainer.report.halved = created, count
+    gc.disable()
+    try:
+        trainer.run()
+    finally:
+        gc.enable()
+    assert (len(saes), n_alive) == (4, [1])
+
+
+def test_the_evaluation_of_copies_does_not_count_as_training_time(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept: Any
+) -> None:
+    make_trainer(sweep(make_job, train={"log_every": 7}), kept).run()
+    steps = [row.step for row in kept.reported if row.name == "step_ms"]
+    assert {FIRST.end, LAST.end} <= {*steps}
+
+
 @pytest.mark.parametrize("stop", [FIRST.begin + 3, FIRST.end + 3, LAST.begin + 3, LAST.end + 20])
 def test_a_resumed_run_drops_the_same_saes_and_ends_with_the_same_weights(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, stop: int
@@ -148,6 +197,8 @@ def test_a_resumed_run_drops_the_same_saes_and_ends_with_the_same_weights(
     assert resumed.run()
     (label,) = (folder.name for folder in (tmp_path / "sae").iterdir())
     assert [*resumed.learners] == [label]
+    # The stopped run exported all SAEs that it had.
+    assert [folder.name for folder in (tmp_path / "resumed").iterdir()] == [label]
     same_weights(tmp_path / "resumed" / label, tmp_path / "sae" / label)
     assert read_state(newest_whole(tmp_path / "parts")).halved.n_rungs == 2
 

@@ -27,13 +27,9 @@ from trainer.contract.wording import join_words
 LAST_SHARE, COOL_DOWN_SHARE = 0.15, 0.75
 # The minimum number of steps before the first comparison.
 LEAST_BEGIN = 15
-# The settings in [sae] in which the SAEs of a contest may differ. With a difference in any other one, such as k, an SAE
-# may have a lower FVU without being better.
-_MAY_DIFFER = (
-    *("b_dec_init", "encoder_init", "encoder_scale", "encoder_follows", "dead_after_tokens", "resample_every_tokens"),
-    *("k_aux", "auxk_alpha", "threshold_rate", "k_anneal_fraction", "k_anneal_start"),
-)
-
+# The settings in [sae] in which the SAEs of a contest may differ. With a difference in any other setting, an SAE may
+# have a lower FVU without being better, as with k, or copies may not differ yet, as with settings for dead latents.
+_MAY_DIFFER = ("b_dec_init", "encoder_init", "encoder_scale", "encoder_follows")
 _PATH = "train.halving"
 
 # The labels of the SAEs in a contest, by candidate. The SAEs of one candidate differ only in the seed.
@@ -65,9 +61,13 @@ def contests_of(layout: Layout) -> list[Contest]:
 
 
 def _terms(member: JobConfig) -> str:
-    """Return a string with all settings that must be the same in a contest."""
+    """Return a string with all settings that must be the same in a contest.
+
+    The copies' cool-down replaces the decay, so a comparison says nothing about `decay_fraction`.
+    """
     sae = {**msgspec.structs.asdict(member.sae), **msgspec.structs.asdict(member.sae.settings)}
-    return repr((member.data, {name: value for name, value in sae.items() if name not in (*_MAY_DIFFER, "settings")}))
+    terms = {name: value for name, value in sae.items() if name not in (*_MAY_DIFFER, "settings")}
+    return repr((member.data, terms, member.train.decay_fraction))
 
 
 def rungs_of(layout: Layout) -> list[Rung]:
@@ -126,7 +126,8 @@ def halving_problems(work: Workload) -> list[Problem]:
         return [Problem("parallel.mode", message)]
     if not work.job.data.held_out(work.shape.n_tokens):
         return [Problem("data.held_out_tokens", f"leaves no held-out rows, which {_PATH} needs; raise it")]
-    return _too_short(work, max(map(len, groups)))
+    warmup = max(one.train.warmup_fraction for one in compared)
+    return _too_short(work, max(map(len, groups))) or _too_long_a_warmup(work, warmup)
 
 
 def _too_short(layout: Layout, n_candidates: int) -> list[Problem]:
@@ -136,3 +137,15 @@ def _too_short(layout: Layout, n_candidates: int) -> list[Problem]:
     least = math.ceil(LEAST_BEGIN * 2 ** len(later) / LAST_SHARE)
     message = f"needs at least {least:,} steps to compare {n_candidates} SAEs, and the run has {layout.total_steps:,}"
     return [Problem(_PATH, f"{message}; train for longer, or leave it out")]
+
+
+def _too_long_a_warmup(layout: Layout, warmup_fraction: float) -> list[Problem]:
+    begin, steps = rungs_of(layout)[0].begin, layout.total_steps
+    if warmup_fraction * steps <= begin:
+        return []
+    message = (
+        f"is {warmup_fraction:g}, but {_PATH} compares the SAEs after {begin:,} of {steps:,} steps, in the warm-up"
+    )
+    return [
+        Problem("train.warmup_fraction", f"{message}; set it to at most {math.floor(1000 * begin / steps) / 1000:g}")
+    ]
