@@ -217,8 +217,8 @@ def _forecast(context: CommandContext, reader: JobReader) -> Forecast | None:
     assert job is not None
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
         found = Forecaster(context.data).forecasts(job, reader.series, control.jobs([JobState.FINISHED]))
-    own = [found[label] for label in (job.seeds.labels if job.seeds else [job.best_sae]) if label in found]
-    return mean_forecast(own) if own else None
+    labels = job.seeds.labels if job.seeds else [job.best_sae]
+    return mean_forecast([found[label] for label in labels]) if found.keys() >= set(labels) else None
 
 
 def _forecast_fields(forecast: Forecast | None) -> dict[str, Any]:
@@ -233,8 +233,10 @@ def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[s
         return
     if job.total_steps is None or job.step < job.total_steps:
         yield "forecast", forecast.words
+        if forecast.end is None:
+            return
     if not forecast.doubled:
-        yield "twice the size", "too few different runs on this data to say"
+        yield "twice the size", "cannot be said from the past runs on this data"
     now = forecast.end.heldout_fvu if forecast.end else job.heldout_fvu
     for name, estimate in forecast.doubled.items():
         runs = f"by a power law fitted to {plural(estimate.past_runs, 'run')} on this data"

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from sae_tui.jobs.view.past_runs import Forecaster, recipes_of
+from sae_tui.jobs.view.past_runs import read_runs, recipes_of
 from sae_tui.jobs.view.quality import Curve, Estimate, PastRun, at_end, doubled, least_squares
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
@@ -55,15 +55,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--past", type=int, help="number of other runs for each forecast; default: all")
     options = parser.parse_args()
-    runs, console = list(read_runs(DataDir(options.folder))), Console()
+    runs, console = list(all_runs(DataDir(options.folder))), Console()
     console.print(f"{len(runs)} runs", table_of_ends(runs, options.past), table_of_doubled(runs))
 
 
-def read_runs(data: DataDir) -> Iterator[PastRun]:
-    forecaster = Forecaster(data)
+def all_runs(data: DataDir) -> Iterator[PastRun]:
     for job in Control(data.control_db, readonly=True).jobs([JobState.FINISHED]):
-        for label, curve in forecaster.curves_of(job).items():
-            yield PastRun(recipes_of(job)[label], curve)
+        yield from read_runs(data.run(job.id).metrics_db, recipes_of(job)).values()
 
 
 def like(run: PastRun, runs: Iterable[PastRun]) -> list[PastRun]:

@@ -11,6 +11,7 @@ import shlex
 import signal
 import struct
 import subprocess
+from collections.abc import Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -183,9 +184,13 @@ def test_a_launched_job_finishes_with_its_result_and_memory_recorded(shell):
     assert re.search(r"^peak_memory +0\.", shell.run("job", 1).stdout, re.MULTILINE)
 
 
-def record_curve(shell, state: JobState, k: int, *curve: float) -> int:
-    """Record a job with a held-out FVU after every quarter of its steps, for each value in `curve`."""
-    raw = {"data": {"path": "/rows"}, "sae": {"d_sae": 64, "k": k}, "train": {"n_steps": 100, "batch_size": 64}}
+def record_curve(shell, state: JobState, k: int, *curve: float, seeds: Sequence[int] = ()) -> int:
+    """Record a job with a held-out FVU after every quarter of its steps, for each value in `curve`.
+
+    The last of several seeds diverges.
+    """
+    train = {"n_steps": 100, "batch_size": 64} | ({"seed": seeds} if seeds else {})
+    raw = {"data": {"path": "/rows"}, "sae": {"d_sae": 64, "k": k}, "train": train}
     fields = {"step": 25 * len(curve), "total_steps": 100, "heldout_fvu": curve[-1], "d_in": 8}
     # Commands cannot tell whether a supervisor on another host is alive, so they keep the job's state.
     job_id = record_job(shell.data, "run", JobState.QUEUED, host="elsewhere", config=dump_job(job_of(raw)), **fields)
@@ -194,17 +199,33 @@ def record_curve(shell, state: JobState, k: int, *curve: float) -> int:
         assert control.transition(job_id, JobState.RUNNING)
         assert state is JobState.RUNNING or control.transition(job_id, state)
     shell.data.run(job_id).create()
-    rows = [MetricRow("heldout_fvu", 25 * place, value) for place, value in enumerate(curve, 1)]
+    names = {f"heldout_fvu@seed={seed}": 2.0 if seed == seeds[-1] else 1.0 for seed in seeds} or {"heldout_fvu": 1.0}
+    rows = [
+        MetricRow(name, 25 * place, factor * value)
+        for name, factor in names.items()
+        for place, value in enumerate(curve, 1)
+    ]
     with closing(SeriesWriter(shell.data.run(job_id).metrics_db)) as writer:
         writer.write(rows, Heartbeat("training", fields["step"], 100, 64 * fields["step"], 0.0))
     return job_id
+
+
+def test_the_mean_over_seeds_is_not_forecast_if_a_seed_has_diverged(shell):
+    shell.data.create()
+    for final in (0.3, 0.31, 0.32):
+        record_curve(shell, JobState.FINISHED, 4, 0.5, 0.4, 0.35, final)
+    assert shell.json("job", record_curve(shell, JobState.RUNNING, 4, 0.45, 0.4, seeds=[0, 1]))["forecast"]
+    diverged = record_curve(shell, JobState.RUNNING, 4, 0.65, 0.6, seeds=[0, 1])
+    assert shell.json("job", diverged)["forecast"] is None
+    assert "expected at the end" not in shell.run("job", diverged).stdout
 
 
 def test_a_job_shows_the_quality_expected_from_past_runs(shell):
     shell.data.create()
     first = record_curve(shell, JobState.RUNNING, 4, 0.4, 0.3)
     assert shell.json("job", first)["forecast"] is None
-    assert "too few similar past runs to say" in shell.run("job", first).stdout
+    assert "cannot be said from the past runs here; it needs at least 3 similar ones" in shell.run("job", first).stdout
+    assert "twice" not in shell.run("job", first).stdout
     for k in (2, 3, 4, 6, 8):
         record_curve(shell, JobState.FINISHED, k, 0.5 + k / 1000, 0.4, 0.35, 0.32 - k / 1000)
     job = shell.json("job", first)

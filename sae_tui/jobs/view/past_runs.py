@@ -5,12 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.view.quality import FEWEST_RUNS, Curve, Estimate, PastRun, Recipe, at_end, doubled, mean_of
+from sae_tui.jobs.view.quality import (
+    FEWEST_RUNS,
+    Curve,
+    Estimate,
+    PastRun,
+    Recipe,
+    at_end,
+    doubled,
+    mean_of,
+    since_rise,
+    thinned,
+)
+from sae_tui.jobs.view.reader import JobView
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.rates import full_rate
 from trainer.contract.planning.workload import Layout, ranks_of
@@ -28,6 +40,8 @@ from trainer.contract.wording import plural
 # The newest similar SAEs are used, from the newest finished jobs. Reading a job's curve takes 1 ms, and parsing its
 # settings another 1 ms.
 MOST_RUNS, MOST_JOBS = 30, 100
+# The number of points kept of a past curve, which take 12 kB.
+MOST_POINTS = 100
 # The settings that change a run's final FVU, with their names in sentences.
 SIZES = {"k": "k", "tokens": "the tokens", "d_sae": "d_sae"}
 Series = Mapping[tuple[str, int], Sequence[Point]]
@@ -46,7 +60,7 @@ class Forecast(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """The value expected at the end, or why there is none."""
         if self.end is None:
-            return f"too few similar past runs to say; it needs at least {FEWEST_RUNS}"
+            return f"cannot be said from the past runs here; it needs at least {FEWEST_RUNS} similar ones"
         return f"held-out FVU {self.end.words} expected at the end, from {plural(self.end.past_runs, 'past run')}"
 
 
@@ -59,58 +73,91 @@ def mean_forecast(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 class Forecaster:
-    """Forecasts the quality of a job's SAEs from finished jobs; each job's curves are read only once."""
+    """Forecasts the quality of a job's SAEs from finished jobs; reads and computes only if something is new."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
-        self._curves: dict[tuple[int, float | None], dict[str, Curve]] = {}
+        self._known: object = None
+        self._found: dict[str, Forecast] = {}
+        # The similar SAEs in each finished job, and the recipes that they are similar to.
+        self._runs: dict[tuple[int, float | None], list[PastRun]] = {}
+        self._recipes: Sequence[Recipe] = ()
 
-    def forecasts(self, job: Job, series: Series, jobs: Iterable[Job]) -> dict[str, Forecast]:
+    def forecasts(self, job: JobView, series: Series, jobs: Iterable[Job]) -> Mapping[str, Forecast]:
         """Return a forecast for each SAE, by label, from `jobs`, sorted newest first.
 
         Only SAEs that are still training and SAEs of finished runs have one.
         """
-        if job.state.is_final and job.state is not JobState.FINISHED:
+        is_finished = job.state is JobState.FINISHED
+        if not is_finished and (job.state.is_final or job.stop_requested or job.error):
             return {}
-        known = [other for other in jobs if other.state is JobState.FINISHED and other.id != job.id]
         recipes = {
             label: one
             for label, one in recipes_of(job).items()
-            if one.total_steps == job.total_steps and (f"{DROPPED}@{label}", 0) not in series
+            if one.total_steps == job.total_steps and (_stored(DROPPED, label), 0) not in series
         }
-        curves = {label: curve_of(series.get((_stored(label), 0), ()), one) for label, one in recipes.items()}
-        return {
-            label: self._forecast(recipes[label], curve, known)
-            for label, curve in curves.items()
-            if curve and (curve[-1][0] == 1 or not job.state.is_final)
-        }
+        others = (one for one in jobs if one.state is JobState.FINISHED and one.d_in is not None and one.id != job.id)
+        past = list(itertools.islice(others, MOST_JOBS))
+        newest = {label: _newest(series, label) for label in recipes}
+        known = job.id, job.state, recipes, newest, [(one.id, one.ended) for one in past]
+        if known != self._known:
+            # If this fails, it is not repeated until something is new.
+            self._known, self._found = known, {}
+            own = {label: PastRun(one, curve_of(newest[label], one)) for label, one in recipes.items()}
+            self._found = self._new(self._complete(job, recipes) if is_finished else own, past)
+        return self._found
 
-    def _forecast(self, recipe: Recipe, curve: Curve, known: Iterable[Job]) -> Forecast:
-        past = self.past_runs(recipe, known)
-        share, fvu = curve[-1]
-        if share < 1:
-            end = at_end(recipe, curve, past)
-            return Forecast(end, doubled(recipe, end, past) if end else {})
-        return Forecast(None, doubled(recipe, Estimate(fvu, fvu, fvu, 1), [*past, PastRun(recipe, curve)]))
+    def _complete(self, job: Job, recipes: Mapping[str, Recipe]) -> Mapping[str, PastRun]:
+        """Return a finished job's SAEs from its store, since `series` contains means if the curve is long."""
+        with contextlib.suppress(StoreError):
+            return read_runs(self._data.run(job.id).metrics_db, recipes)
+        return {}
 
-    def past_runs(self, recipe: Recipe, known: Iterable[Job]) -> list[PastRun]:
-        """Return the newest similar SAEs; a job that was launched twice counts once, since it has the same curve."""
-        return list({run.curve: run for run in itertools.islice(self._like(recipe, known), MOST_RUNS)}.values())
+    def _new(self, own: Mapping[str, PastRun], jobs: Iterable[Job]) -> dict[str, Forecast]:
+        past = self._past_runs({label: run.recipe for label, run in own.items()}, jobs)
+        return {label: _forecast(run, past[label]) for label, run in own.items() if run.curve}
 
-    def _like(self, recipe: Recipe, known: Iterable[Job]) -> Iterator[PastRun]:
-        for job in itertools.islice(known, MOST_JOBS):
-            for label, one in recipes_of(job).items():
-                if one.is_like(recipe) and (curve := self.curves_of(job).get(label)):
-                    yield PastRun(one, curve)
+    def _past_runs(self, recipes: Mapping[str, Recipe], jobs: Iterable[Job]) -> dict[str, list[PastRun]]:
+        """Return the newest SAEs similar to each recipe, by label; keep only these jobs' curves in memory.
 
-    def curves_of(self, job: Job) -> dict[str, Curve]:
-        """Return the curves of a finished job's SAEs; leave out SAEs that diverged or ended before the planned step."""
-        key = job.id, job.ended
-        if key not in self._curves:
-            self._curves[key] = {}
+        A job that was launched twice counts once, since it has the same curve.
+        """
+        old, self._runs = self._runs if self._recipes == [*recipes.values()] else {}, {}
+        self._recipes = [*recipes.values()]
+        found: dict[str, dict[Curve, PastRun]] = {label: {} for label in recipes}
+        for job in jobs:
+            if all(len(runs) >= MOST_RUNS for runs in found.values()):
+                break
+            key = job.id, job.ended
             with contextlib.suppress(StoreError):
-                self._curves[key] = _read_curves(self._data.run(job.id).metrics_db, recipes_of(job))
-        return self._curves[key]
+                self._runs[key] = old[key] if key in old else self._similar(job)
+            for run, (label, one) in itertools.product(self._runs.get(key, ()), recipes.items()):
+                if run.recipe.is_like(one) and len(found[label]) < MOST_RUNS:
+                    found[label].setdefault(run.curve, run)
+        return {label: list(runs.values()) for label, runs in found.items()}
+
+    def _similar(self, job: Job) -> list[PastRun]:
+        wanted = {
+            label: one for label, one in recipes_of(job).items() if any(one.is_like(other) for other in self._recipes)
+        }
+        return list(read_runs(self._data.run(job.id).metrics_db, wanted).values()) if wanted else []
+
+
+def _forecast(run: PastRun, past: Sequence[PastRun]) -> Forecast:
+    """Forecast a run, which is complete or has only its newest value."""
+    if run.curve[-1][0] < 1:
+        end = at_end(run.recipe, run.curve, past)
+        return Forecast(end, doubled(run.recipe, end, past) if end else {})
+    now = Estimate(run.final, run.final, run.final, 1)
+    return Forecast(None, doubled(run.recipe, now, [*(one for one in past if one.curve != run.curve), run]))
+
+
+def _newest(series: Series, label: str) -> Sequence[Point]:
+    """Return the newest held-out FVU, or () if the learning rate has doubled since: the run was made longer."""
+    newest = series.get((_stored(held_out(CRITERION), label), 0), ())[-1:]
+    rates = series.get((_stored("lr", label), 0), ())
+    then = next((one.value for one in reversed(rates) if newest and one.step <= newest[0].step), None)
+    return () if then and (rates[-1].value or 0) > 2 * then else newest
 
 
 def recipes_of(job: Job) -> Mapping[str, Recipe]:
@@ -123,22 +170,30 @@ def _recipes(config: str, d_in: int, d_out: int | None, devices: int) -> Mapping
     job, _ = parse_job(table_of(config))
     if job is None:
         return {}
-    return {
+    found = {
         label: _recipe(Layout(one, ranks_of(one, devices)), d_in, is_transcoder=d_out is not None)
         for label, one in members(job).items()
     }
+    return {label: one for label, one in found.items() if one}
 
 
-def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> Recipe:
+def _recipe(layout: Layout, d_in: int, *, is_transcoder: bool) -> Recipe | None:
+    """Return an SAE's recipe, or None without latents, or if a fixed penalty determines L0."""
     sae, train, d_sae = layout.job.sae, layout.job.train, layout.job.sae.width(d_in)
+    if d_sae < 1 or sae.settings.target_l0 is None:
+        return None
     automatic = msgspec.structs.replace(
         layout, job=layout.job.replace("train", lr="auto", lr_scaling="auto", lr_length="auto")
     )
     rates = [full_rate(one, d_sae, is_transcoder=is_transcoder) for one in (layout, automatic)]
+    settings = msgspec.structs.asdict(sae.settings) | {"k": None}
     follows = following_rates(layout.job, is_transcoder=is_transcoder) is not None
     falls = 0.0 if OPTIMIZERS[train.optimizer].averages else decay_fraction(layout.job, is_transcoder=is_transcoder)
     return Recipe(
-        kind=(sae.architecture, sae.freeze, train.optimizer, follows, train.warmup_fraction, falls),
+        kind=(
+            *(sae.architecture, *settings.values(), sae.normalize, sae.skip, is_transcoder, sae.freeze),
+            *(train.optimizer, follows, train.warmup_fraction, falls),
+        ),
         lr=rates[0] / rates[1],
         data=repr(layout.job.data),
         total_steps=layout.total_steps,
@@ -154,12 +209,16 @@ def curve_of(points: Sequence[Point], recipe: Recipe) -> Curve:
     return tuple((share, value) for share, value in known if value is not None and value > 0)
 
 
-def _read_curves(path: Path, recipes: Mapping[str, Recipe]) -> dict[str, Curve]:
+def read_runs(path: Path, recipes: Mapping[str, Recipe]) -> dict[str, PastRun]:
+    """Return a finished job's SAEs, by label; leave out SAEs that diverged or ended before the planned step."""
     with contextlib.closing(SeriesReader(path)) as reader:
-        curves = {label: curve_of(reader.points(_stored(label)), one) for label, one in recipes.items()}
-    return {label: curve for label, curve in curves.items() if curve and curve[-1][0] == 1}
+        curves = {
+            label: thinned(since_rise(curve_of(reader.points(_stored(held_out(CRITERION), label)), one)), MOST_POINTS)
+            for label, one in recipes.items()
+        }
+    return {label: PastRun(recipes[label], curve) for label, curve in curves.items() if curve and curve[-1][0] == 1}
 
 
-def _stored(label: str) -> str:
-    """Return the name of an SAE's held-out FVU in its run's store."""
-    return f"{held_out(CRITERION)}@{label}" if label else held_out(CRITERION)
+def _stored(name: str, label: str) -> str:
+    """Return the name of an SAE's metric in its run's store."""
+    return f"{name}@{label}" if label else name

@@ -12,7 +12,7 @@ from sae_tui.jobs.gpus.availability import Holders
 from sae_tui.jobs.gpus.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.revive import revive
-from sae_tui.jobs.view.past_runs import Forecast, Forecaster
+from sae_tui.jobs.view.past_runs import Forecast, Forecaster, Series
 from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.program_use import ProgramUse
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
@@ -157,9 +157,16 @@ class Watcher:
         plan = read_plan(self._data.run(view.id).attempt(view.attempt) / "plan.json")
         self.detail = JobDetail(
             view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan, ranks=reader.ranks,
-            forecasts=self._forecaster.forecasts(view, series, jobs),
+            forecasts=self._forecasts(view, series, jobs),
         )  # fmt: skip
         return True
+
+    def _forecasts(self, view: JobView, series: Series, jobs: Sequence[JobView]) -> Mapping[str, Forecast]:
+        try:
+            return self._forecaster.forecasts(view, series, jobs)
+        except Exception:
+            # A forecast reads the settings of many jobs. None of them may hide this job's screen.
+            return {}
 
     def _with_idle(self, held: Holders) -> Holders:
         """Add descriptions of GPUs that are held but idle, updated once per minute."""

@@ -5,9 +5,14 @@ import time
 
 import pytest
 
-from sae_tui.jobs.view.past_runs import Forecaster, mean_forecast, recipes_of
+from sae_tui.jobs.view import past_runs
+from sae_tui.jobs.view.past_runs import MOST_JOBS, MOST_POINTS, Forecaster, mean_forecast, read_runs, recipes_of
+from sae_tui.jobs.view.quality import at_end
+from sae_tui.jobs.view.reader import JobReader, JobsReader
+from sae_tui.jobs.view.watcher import Watcher
 from trainer.contract.settings.job_file import dump_job, parse_job
-from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesReader, SeriesWriter
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -48,10 +53,15 @@ def record(box):
     return put
 
 
-def forecasts(box, job: Job):
-    with contextlib.closing(SeriesReader(box.data.run(job.id).metrics_db)) as reader:
-        series = {key: reader.points(*key) for key in reader.series()}
-    return Forecaster(box.data).forecasts(job, series, box.control.jobs())
+def forecasts(box, job: Job, forecaster: Forecaster | None = None):
+    with contextlib.closing(JobReader(box.data, job.id)) as reader:
+        reader.poll()
+        return (forecaster or Forecaster(box.data)).forecasts(reader.view, reader.series, box.control.jobs())
+
+
+def write(box, job: Job, values: dict[int, float], name: str = "heldout_fvu") -> None:
+    with contextlib.closing(SeriesWriter(box.data.run(job.id).metrics_db)) as writer:
+        writer.write([MetricRow(name, step, value) for step, value in values.items()])
 
 
 def test_a_running_job_is_forecast_from_similar_finished_jobs(box, record):
@@ -71,6 +81,8 @@ def test_a_running_job_is_forecast_from_similar_finished_jobs(box, record):
         {"train": {"decay_fraction": 0.1}},
         {"sae": {"architecture": "batch_topk"}},
         {"sae": {"freeze": "decoder"}},
+        {"sae": {"k_anneal_fraction": 0.5}},
+        {"sae": {"normalize": "none"}},
         {"sae": {"k": 1}},
     ],
 )
@@ -79,7 +91,7 @@ def test_jobs_with_another_recipe_do_not_count(box, record, sections):
         record(0.2, gain, **sections)
     (found,) = forecasts(box, record(0.3, 0.5, JobState.RUNNING)).values()
     assert found.end is None
-    assert "too few similar past runs" in found.words
+    assert found.words == "cannot be said from the past runs here; it needs at least 3 similar ones"
 
 
 def test_a_job_that_finished_early_or_was_launched_twice_does_not_count(box, record):
@@ -129,4 +141,149 @@ def test_a_finished_job_shows_what_twice_its_settings_would_bring(box, record):
 
 def test_a_job_of_another_kind_or_without_curves_has_no_forecast(box):
     job_id = box.record(config='kind = "command"\n[command]\nrun = "true"', d_in=8, state=JobState.FINISHED)
-    assert Forecaster(box.data).forecasts(box.control.job(job_id), {}, box.control.jobs()) == {}
+    assert forecasts(box, box.control.job(job_id)) == {}
+
+
+@pytest.mark.parametrize(
+    "sae",
+    [{"d_sae": None, "expansion_factor": 0.0001}, {"architecture": "jumprelu", "sparsity_coefficient": 1.0}],
+    ids=["no latents", "a fixed penalty"],
+)
+def test_a_job_without_a_recipe_has_no_forecast_and_does_not_disturb_others(box, record, sae):
+    for gain in (0.79, 0.8, 0.81):
+        record(0.2, gain)
+        odd = record(0.2, gain, sae=sae)
+    assert recipes_of(odd) == {}
+    assert forecasts(box, record(0.3, 0.5, JobState.RUNNING, sae=sae)) == {}
+    (found,) = forecasts(box, record(0.3, 0.5, JobState.RUNNING)).values()
+    assert found.end.past_runs == 3
+
+
+def test_a_forecast_that_fails_does_not_hide_the_job(box, record, monkeypatch):
+    def fail(*args):
+        raise ZeroDivisionError
+
+    job = record(0.3, 0.5, JobState.RUNNING)
+    monkeypatch.setattr(Forecaster, "forecasts", fail)
+    watcher = Watcher(box.data, lambda: None, readonly=True)
+    monkeypatch.setattr(watcher, "_reconcile", str)
+    watcher.follow(job.id)
+    watcher._look(JobsReader(box.data))
+    assert (watcher.detail.view.id, watcher.detail.forecasts) == (job.id, {})
+
+
+def test_nothing_is_read_or_computed_again_before_something_is_new(box, record, monkeypatch):
+    past = [record(0.2, gain) for gain in (0.79, 0.8, 0.81)]
+    job = record(0.3, 0.5, JobState.RUNNING)
+    read, computed, forecaster = [], [], Forecaster(box.data)
+    monkeypatch.setattr(past_runs, "read_runs", lambda *args: read.append(1) or read_runs(*args))
+    monkeypatch.setattr(past_runs, "at_end", lambda *args: computed.append(1) or at_end(*args))
+    first = forecasts(box, job, forecaster)
+    write(box, job, {51: 0.1}, "loss")
+    assert forecasts(box, job, forecaster) == first
+    assert (len(read), len(computed)) == (3, 1)
+    write(box, job, {60: 0.28})
+    assert forecasts(box, job, forecaster) != first
+    assert (len(read), len(computed)) == (3, 2)
+    box.control.update(past[0].id, ended=time.time() + 1)
+    assert forecasts(box, job, forecaster)[""].end.past_runs == 3
+    assert (len(read), len(computed)) == (4, 3)
+
+
+def test_of_long_past_curves_few_points_of_similar_saes_are_kept(box, record):
+    values = {step: 1 / step for step in range(1, STEPS * 10 + 1)}
+    fields = {"last": STEPS * 10, "train": {"n_steps": STEPS * 10, "lr": [0.001, 0.1]}}
+    past = [record(0.2, 0.8, labels=("lr=0.001", "lr=0.1"), **fields) for _ in range(3)]
+    for job in past:
+        for label in ("lr=0.001", "lr=0.1"):
+            write(box, job, values, f"heldout_fvu@{label}")
+    forecaster = Forecaster(box.data)
+    own = {"last": STEPS * 10, "train": {"n_steps": STEPS * 10, "lr": 0.001}}
+    forecasts(box, record(0.3, 0.5, JobState.RUNNING, **own), forecaster)
+    (curves,) = {tuple(run.curve for run in runs) for runs in forecaster._runs.values()}
+    (curve,) = curves
+    assert len(curve) == MOST_POINTS
+    assert (curve[0], curve[-1]) == ((0.001, 1.0), (1.0, 0.001))
+    assert set(forecaster._runs) == {(job.id, job.ended) for job in past}
+    forecasts(box, record(0.3, 0.5, JobState.RUNNING, train={"lr": 0.02}), forecaster)
+    assert not any(forecaster._runs.values())
+
+
+def test_a_run_that_was_made_longer_is_forecast_only_from_its_first_evaluation_after_that(box, record):
+    for gain in (0.79, 0.8, 0.81):
+        record(0.2, gain)
+    job = record(0.3, 0.5, JobState.RUNNING)
+    write(box, job, {40: 0.02, 50: 1e-4, 51: 0.015}, "lr")
+    assert forecasts(box, job) == {}
+    write(box, job, {75: 0.31})
+    (found,) = forecasts(box, job).values()
+    assert found.end.heldout_fvu == pytest.approx(0.31 * 0.8 / 0.9, rel=1e-3)
+
+
+def test_of_a_past_run_that_was_made_longer_only_the_values_after_that_count(box, record):
+    past = [record(0.2, gain) for gain in (0.79, 0.8, 0.81)]
+    for job in past:
+        write(box, job, {50: 0.15})
+    (found,) = forecasts(box, record(0.3, 0.5, JobState.RUNNING)).values()
+    assert found.end is None
+    job = record(0.3, 0.5, JobState.RUNNING)
+    write(box, job, {75: 0.27})
+    (found,) = forecasts(box, job).values()
+    assert found.end.past_runs == 3
+
+
+def test_jobs_of_other_kinds_do_not_hide_past_runs(box, record):
+    for gain in (0.79, 0.8, 0.81):
+        record(0.2, gain)
+    for _ in range(MOST_JOBS):
+        box.record(config='kind = "command"\n[command]\nrun = "true"', state=JobState.FINISHED)
+    (found,) = forecasts(box, record(0.3, 0.5, JobState.RUNNING)).values()
+    assert found.end.past_runs == 3
+
+
+def test_a_finished_job_that_was_launched_twice_counts_once(box, record):
+    for k in (1, 2, 4, 8):
+        record(k**-0.5, 0.5, sae={"k": k})
+    (found,) = forecasts(box, record(4**-0.5, 0.5)).values()
+    assert found.doubled["k"].past_runs == 4
+
+
+def test_a_store_that_cannot_be_read_is_read_again_when_something_is_new(box, record, monkeypatch):
+    for gain in (0.79, 0.8, 0.81):
+        record(0.2, gain)
+    job, forecaster = record(0.3, 0.5, JobState.RUNNING), Forecaster(box.data)
+    tries = []
+
+    def fail(path, recipes):
+        tries.append(path)
+        raise StoreError("it is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(past_runs, "read_runs", fail)
+        assert forecasts(box, job, forecaster)[""].end is None
+        assert forecasts(box, job, forecaster)[""].end is None
+    assert len(tries) == 3
+    write(box, job, {60: 0.28})
+    assert forecasts(box, job, forecaster)[""].end.past_runs == 3
+
+
+def test_a_finished_run_with_a_long_curve_keeps_its_last_value(box, record):
+    steps = 5000
+    fields = {"last": steps, "train": {"n_steps": steps}}
+    for k in (1, 2, 4, 8):
+        record(k**-0.5, 0.5, sae={"k": k}, **fields)
+    job = record(4**-0.5, 0.501, **fields)
+    write(box, job, {step: (2 - step / steps) / 4 for step in range(1, steps)})
+    (found,) = forecasts(box, job).values()
+    assert found.doubled["k"].heldout_fvu == pytest.approx(0.25 * 2**-0.5, rel=0.01)
+
+
+def test_a_job_that_was_asked_to_stop_or_has_an_error_has_no_forecast(box, record):
+    for gain in (0.79, 0.8, 0.81):
+        record(0.2, gain)
+    job = record(0.3, 0.5, JobState.RUNNING)
+    box.control.request(job.id, "stop")
+    assert forecasts(box, job) == {}
+    job = record(0.3, 0.5, JobState.RUNNING)
+    box.control.update(job.id, error="a rank hangs")
+    assert forecasts(box, job) == {}

@@ -16,7 +16,9 @@ from sae_tui.jobs.view.quality import (
     doubled,
     least_squares,
     mean_of,
+    since_rise,
     t_quantile,
+    thinned,
     value_at,
 )
 
@@ -85,6 +87,45 @@ def test_the_current_slope_of_a_curve_does_not_change_its_forecast():
 def test_the_forecast_follows_how_the_gain_depends_on_k():
     past = [run(0.2, 0.7 * k**0.05, k=k) for k in (8, 16, 16, 32, 64)]
     assert at_end(recipe(k=32), now(0.3), past).heldout_fvu == pytest.approx(0.3 * 0.7 * 32**0.05)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"k": 8, "d_sae": 8192}, {"k": 8, "tokens": 1_000_000}, {"tokens": 1_000_000}],
+    ids=["another k and d_sae", "another k and length", "another length"],
+)
+@pytest.mark.parametrize("n_others", [1, 2, 3, 6])
+def test_dissimilar_runs_do_not_take_a_forecast_away(others, n_others):
+    similar = [run(0.2, gain) for gain in (0.80, 0.82, 0.84)]
+    dissimilar = [run(0.3, 0.7 + 0.01 * i, **others) for i in range(n_others)]
+    found = at_end(recipe(), now(0.3), [*similar, *dissimilar])
+    assert found.heldout_fvu == pytest.approx(at_end(recipe(), now(0.3), similar).heldout_fvu, rel=0.01)
+
+
+def test_a_setting_that_hardly_varies_between_similar_runs_is_not_fitted():
+    similar = [run(0.2, gain, k=k) for gain, k in ((0.80, 32), (0.82, 31), (0.83, 33), (0.84, 34))]
+    dissimilar = run(0.3, 0.7, k=8, tokens=1_000_000, d_sae=8192)
+    assert at_end(recipe(k=60), now(0.3), [*similar, dissimilar]) == at_end(recipe(k=60), now(0.3), similar)
+
+
+def test_extreme_values_are_forecast_without_an_error():
+    past = [PastRun(recipe(), ((0.25, 1e100), (0.5, 1e100), (1.0, 1e-300)))] * 3
+    assert at_end(recipe(), now(0.3), past).heldout_fvu == 0.0
+
+
+def test_a_curve_is_cut_before_its_last_clear_rise():
+    falling = ((0.1, 0.5), (0.2, 0.4), (0.3, 0.41), (0.4, 0.35))
+    assert since_rise(falling) == falling
+    assert since_rise((*falling, (0.5, 0.37), (0.6, 0.2), (0.7, 0.3), (1.0, 0.1))) == ((0.7, 0.3), (1.0, 0.1))
+
+
+@pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 150, 2000])
+def test_a_thinned_curve_keeps_its_ends_and_different_points_in_order(n):
+    curve = tuple((float(i), 1.0) for i in range(1, n + 1))
+    found = thinned(curve, 100)
+    assert len(found) == min(n, 100)
+    assert (found[:1], found[-1:]) == (curve[:1], curve[-1:])
+    assert sorted(set(found)) == list(found)
 
 
 @pytest.mark.parametrize(
