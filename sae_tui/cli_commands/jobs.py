@@ -228,7 +228,7 @@ def _forecast_fields(forecast: Forecast | None) -> dict[str, Any]:
 
 
 def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[str, str]]:
-    """Yield the lines about what is expected of a job's SAE, as pairs (title, text)."""
+    """Yield the lines about the forecasts for a job's SAE, as pairs (title, text)."""
     if forecast is None:
         return
     if job.total_steps is None or job.step < job.total_steps:
@@ -236,7 +236,7 @@ def _forecast_texts(job: JobView, forecast: Forecast | None) -> Iterator[tuple[s
         if forecast.end is None:
             return
     if not forecast.doubled:
-        yield "twice the size", "cannot be said from the past runs on this data"
+        yield "twice the size", "unknown: the past runs on this data do not determine it"
     now = forecast.end.heldout_fvu if forecast.end else job.heldout_fvu
     for name, estimate in forecast.doubled.items():
         runs = f"by a power law fitted to {plural(estimate.past_runs, 'run')} on this data"

@@ -224,7 +224,7 @@ def test_a_job_shows_the_quality_expected_from_past_runs(shell):
     shell.data.create()
     first = record_curve(shell, JobState.RUNNING, 4, 0.4, 0.3)
     assert shell.json("job", first)["forecast"] is None
-    assert "cannot be said from the past runs here; it needs at least 3 similar ones" in shell.run("job", first).stdout
+    assert "no forecast from the past runs here; it needs at least 3 similar ones" in shell.run("job", first).stdout
     assert "twice" not in shell.run("job", first).stdout
     for k in (2, 3, 4, 6, 8):
         record_curve(shell, JobState.FINISHED, k, 0.5 + k / 1000, 0.4, 0.35, 0.32 - k / 1000)

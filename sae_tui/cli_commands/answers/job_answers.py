@@ -176,8 +176,8 @@ _WHOLE_JOB = fields(
         **HOW_FAR,
         "forecast": (
             or_null(_ESTIMATE),
-            "Held-out FVU expected at the end of the run, from past runs in the data folder; null if it cannot be said"
-            " from these, before the first evaluation, after an error or a request to stop, and after the end.",
+            "Held-out FVU expected at the end of the run, from past runs in the data folder; null if these are too few"
+            " or too different, before the first evaluation, after an error or a request to stop, and after the end.",
         ),
         "twice": (
             fields(

@@ -60,12 +60,12 @@ class Forecast(msgspec.Struct, frozen=True):
     def words(self) -> str:
         """The value expected at the end, or why there is none."""
         if self.end is None:
-            return f"cannot be said from the past runs here; it needs at least {FEWEST_RUNS} similar ones"
+            return f"no forecast from the past runs here; it needs at least {FEWEST_RUNS} similar ones"
         return f"held-out FVU {self.end.words} expected at the end, from {plural(self.end.past_runs, 'past run')}"
 
 
 def mean_forecast(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the mean of the forecasts for several SAEs; leave out what is unknown for one of them."""
+    """Return the mean of the forecasts for several SAEs; leave out values that one of them lacks."""
     ends = [one.end for one in forecasts if one.end]
     names = [name for name in SIZES if all(name in one.doubled for one in forecasts)]
     twice = {name: mean_of([one.doubled[name] for one in forecasts]) for name in names}

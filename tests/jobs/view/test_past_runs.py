@@ -91,7 +91,7 @@ def test_jobs_with_another_recipe_do_not_count(box, record, sections):
         record(0.2, gain, **sections)
     (found,) = forecasts(box, record(0.3, 0.5, JobState.RUNNING)).values()
     assert found.end is None
-    assert found.words == "cannot be said from the past runs here; it needs at least 3 similar ones"
+    assert found.words == "no forecast from the past runs here; it needs at least 3 similar ones"
 
 
 def test_a_job_that_finished_early_or_was_launched_twice_does_not_count(box, record):
