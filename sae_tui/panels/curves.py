@@ -82,7 +82,8 @@ class CurvesPanel(Grid):
         kind = kind_of(detail.view.config)
         # Set a class instead of `display`, so that the screen can also hide the panel.
         self.set_class(kind.is_program, "-none")
-        if kind.is_program:
+        # While a screen is being closed, its plots are removed before the screen itself.
+        if kind.is_program or not self.children:
             return
         names = list(curves(architectures(detail.view).split())) if kind.trains else [SPEED]
         shown = names[: self._arrange(len(names))]

@@ -31,7 +31,9 @@ def make_environment(folder: Path, *, trains: bool = True) -> Path:
     (packages,) = folder.glob("lib/python3*/site-packages")
     if trains:
         (packages / "theirs.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n")
-    (packages / "sitecustomize.py").write_text(_TELLS.format(file=str(folder.with_name("starts"))))
+    # Not `sitecustomize.py`, since Debian's Python has one of its own.
+    (packages / "records.py").write_text(_TELLS.format(file=str(folder.with_name("starts"))))
+    (packages / "records.pth").write_text("import records\n")
     return folder / "bin" / "python"
 
 

@@ -91,6 +91,17 @@ async def test_a_running_job_shows_the_fvu_expected_at_its_end_if_there_is_space
         assert (words in headline.plain) == is_shown
 
 
+async def test_a_job_can_change_while_its_screen_is_being_closed(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    app = make_app(1)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        # Textual removes the innermost widgets first, and still delivers messages to the screen.
+        await screen.query(CurvePlot).remove()
+        assert screen.is_mounted
+        screen.show_jobs()
+
+
 async def test_a_job_shows_its_energy_and_its_price(make_app, data) -> None:
     measured = {"energy_wh": 1234.0, "energy_s": 100.0, "energy_known_s": 83.0, "energy_counted_s": 83.0}
     job_id = record_job(data, "minilm", JobState.FINISHED, total_steps=400, **measured)

@@ -47,10 +47,11 @@ _SPACED = re.compile(rf"(?<![\w./-])((?:(?:{_BEFORE})[ \t]+)?(?:{_KNOWN}))[ \t]{
 _WHOLE = r"(\d{1,15}+)"
 _OF = rf"[ \t]{{0,8}}+(?:/|of\b)[ \t]{{0,8}}+{_WHOLE}"
 _GAP = r"""["']?[\s:=#\[(]{0,8}"""
+# In Python before 3.11.5, a possessive optional group, `(...)?+`, may wrongly fail to match, unlike an atomic one.
 _STEP = re.compile(
-    rf"(?<![\w-])(?:global[_ ]?step|step|iteration|iter){_GAP}{_WHOLE}(?:{_OF})?+(?![\w%/]|[.-]\d)", re.IGNORECASE
+    rf"(?<![\w-])(?:global[_ ]?step|step|iteration|iter){_GAP}{_WHOLE}(?>(?:{_OF})?)(?![\w%/]|[.-]\d)", re.IGNORECASE
 )
-_EPOCH = re.compile(rf"(?<![\w-])epoch{_GAP}{_WHOLE}(?:{_OF})?+(?![\w%/]|[.-]\d)", re.IGNORECASE)
+_EPOCH = re.compile(rf"(?<![\w-])epoch{_GAP}{_WHOLE}(?>(?:{_OF})?)(?![\w%/]|[.-]\d)", re.IGNORECASE)
 # `batch 5/100`, `[640/60000 (1%)]`, and Keras's `450/1000 [====>...]`: a position that starts over in each epoch.
 _BATCH = re.compile(rf"(?<![\w-])batch{_GAP}{_WHOLE}{_OF}|\[[ \t]{{0,8}}+{_WHOLE}{_OF}", re.IGNORECASE)
 _KERAS = re.compile(rf"^[ \t]{{0,8}}+{_WHOLE}/{_WHOLE}[ \t]+[\[━╸]")
