@@ -73,17 +73,28 @@ class CurvesPanel(Grid):
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self._arranged: tuple[int, int, int] | None = None
+        self._detail: JobDetail | None = None
 
     def compose(self) -> ComposeResult:
         for name, series in curves().items():
             yield CurvePlot(name, series).add_class("panel")
 
     def show_detail(self, detail: JobDetail) -> None:
-        kind = kind_of(detail.view.config)
         # Set a class instead of `display`, so that the screen can also hide the panel.
-        self.set_class(kind.is_program, "-none")
-        # While a screen is being closed, its plots are removed before the screen itself.
-        if kind.is_program or not self.children:
+        self.set_class(kind_of(detail.view.config).is_program, "-none")
+        self._detail = detail
+        self._draw()
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        """Draw the curves, as soon as the plots exist."""
+        detail = self._detail
+        if detail is None or not self.children or (kind := kind_of(detail.view.config)).is_program:
             return
         names = list(curves(architectures(detail.view).split())) if kind.trains else [SPEED]
         shown = names[: self._arrange(len(names))]

@@ -16,7 +16,7 @@ from sae_tui.format import number
 from sae_tui.jobs.ending import JobEnding, RankEnding, write_ending
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.cause import CausePanel
-from sae_tui.panels.curves import CurvePlot
+from sae_tui.panels.curves import CurvePlot, CurvesPanel
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline, memory_words
 from sae_tui.panels.job_columns import judged_span
@@ -91,15 +91,17 @@ async def test_a_running_job_shows_the_fvu_expected_at_its_end_if_there_is_space
         assert (words in headline.plain) == is_shown
 
 
-async def test_a_job_can_change_while_its_screen_is_being_closed(make_app, data) -> None:
-    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+async def test_details_that_arrive_before_the_plots_exist_are_drawn_later(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.FINISHED, total_steps=400)
+    record_metrics(data, job_id)
     app = make_app(1)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
-        # Textual removes the innermost widgets first, and still delivers messages to the screen.
-        await screen.query(CurvePlot).remove()
-        assert screen.is_mounted
-        screen.show_jobs()
+        await wait_until(pilot, lambda: app.session.detail and app.session.detail.series)
+        panel = CurvesPanel()
+        panel.show_detail(app.session.detail)
+        await screen.query_one("#middle").mount(panel)
+        await wait_until(pilot, lambda: "batch" in title_of(panel.query(CurvePlot).first()))
 
 
 async def test_a_job_shows_its_energy_and_its_price(make_app, data) -> None:
