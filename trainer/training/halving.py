@@ -44,7 +44,9 @@ class Halving:
     """
 
     def __init__(self, layout: Layout, done: Halved) -> None:
-        self.done = done
+        # The labels name folders, so do not trust a checkpoint's file.
+        dropped = {label: step for label, step in done.dropped.items() if label and label in layout.members}
+        self.done = Halved(done.n_rungs, dropped)
         self.copies: dict[str, Learner] = {}
         self._total_steps, self._labels = layout.total_steps, [*layout.members]
         self._contests, self._rungs = contests_of(layout), rungs_of(layout)
@@ -86,7 +88,7 @@ class Halving:
         return bool(self.copies) and step >= self._end
 
     def decide(self, step: int, fvus: Mapping[str, float]) -> list[Decision]:
-        """Discard the copies, note which SAEs are dropped, and return the results; `fvus` are those of the copies."""
+        """Discard the copies, note which SAEs are dropped, and return the results; `fvus` are the copies' FVUs."""
         self.copies.clear()
         decisions = [_decision(contest, fvus) for contest in self._open()]
         dropped = dict(self.done.dropped)
@@ -97,7 +99,7 @@ class Halving:
         return decisions
 
     def _next(self) -> Rung | None:
-        """Return the next comparison, or None if there is none left."""
+        """Return the next comparison, or None after the last one."""
         return self._rungs[self.done.n_rungs] if self.done.n_rungs < len(self._rungs) else None
 
     def _open(self) -> list[Contest]:

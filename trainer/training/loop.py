@@ -124,6 +124,7 @@ class Trainer:
         self._start(resume_from)
         if tries_batch:
             self._cut_until_it_fits()
+            hand_back(self._device)
         for learner in self.learners.values():
             learner.whole_steps = replay_for(
                 learner, self._job, parallel, self.outliers[learner.hook],
@@ -417,7 +418,7 @@ class Trainer:
             self._heartbeat("evaluating")
             fvus = self._fvus_of_copies()
             decisions = self._halving.decide(step, fvus)
-            # The mean FVU is now that of other SAEs, so it cannot be compared with earlier values.
+            # From now on, fewer SAEs contribute to the mean FVU, so it cannot be compared with earlier values.
             self._saving.halved, self._saving.best = self._halving.done, None
             for label in [label for label in self.learners if label in self._halving.done.dropped]:
                 del self.learners[label]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from trainer.contract.errors import JobFileError
 from trainer.contract.planning.halving import rungs
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Halved, newest_whole, read_state
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings import schedule
@@ -23,6 +24,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import SeriesReader, best_sae
 from trainer.reporting.progress import RunProgress
 from trainer.training.export_checkpoint import labels_of
+from trainer.training.halving import Halving
 
 MakeJob = Callable[..., JobConfig]
 MakeTrainer = Callable[..., Any]
@@ -235,6 +237,11 @@ def test_several_ranks_drop_the_same_saes_as_a_single_process(
     found, expected = (weights_in(folder / winner) for folder in (ranks.spec.run_dir / "sae", tmp_path / "sae"))
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_labels_in_a_checkpoint_that_are_not_in_the_job_are_ignored(make_job: MakeJob, tmp_path: Path) -> None:
+    foreign = Halved(1, {"../..": 3, "": 3, str(tmp_path): 3, "lr=1e-05": 25})
+    assert Halving(Layout(sweep(make_job), 1), foreign).done == Halved(1, {"lr=1e-05": 25})
 
 
 def test_an_export_leaves_out_dropped_saes_and_refuses_them_by_name(make_job: MakeJob) -> None:
