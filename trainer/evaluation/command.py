@@ -175,10 +175,11 @@ def _compared(found: Sequence[_Measured], device: torch.device, *, keeps_rows: b
     try:
         stable, lack = write_stability(folders, rows.__getitem__, device, keeps_rows=keeps_rows)
         compared |= stable
+        if lack:
+            notes.append(f"stability across seeds was not measured: {lack}")
     except Exception as error:
-        lack = first_line(error)
-    if lack:
-        notes.append(f"stability across seeds was not measured: {lack}")
+        notes.append(f"stability across seeds was not fully measured: {first_line(error)}")
+        compared |= {label: card for label, folder in folders.items() if (card := read_card(folder)) and card.stability}
     try:
         compared |= write_twins(folders)
     except Exception as error:

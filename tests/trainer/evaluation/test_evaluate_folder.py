@@ -16,11 +16,13 @@ from support.report_cards import put_card
 from support.saes import made
 
 from trainer.cli import main
+from trainer.contract.errors import UserError
 from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation import stability
 from trainer.evaluation.exported import ExportedSae
 from trainer.sharing.base import shared_form
 from trainer.sharing.dictionary_learning import DictionaryLearning
@@ -245,6 +247,21 @@ def test_saes_with_different_seeds_are_compared_even_without_a_run(
     assert found["freeze=off,seed=0"]["stability"]["others"] == ["freeze=off,seed=1"]
     assert found["freeze=off,seed=1"]["twins"][0]["label"] == "freeze=decoder,seed=1"
     assert read_card(alone / "freeze=off,seed=0").stability is not None
+
+
+def test_cosines_over_seeds_are_shown_even_if_activations_cannot_be_correlated(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert make_trainer(make_job(train={"seed": [0, 1]}), kept).run()
+
+    def vanish(*_: object) -> None:
+        raise UserError("the rows are gone")
+
+    monkeypatch.setattr(stability, "firing_correlations", vanish)
+    for card in cards(capsys, str(tmp_path / "sae"), "--data", str(activations)):
+        assert card["stability"]["share"] is not None
+        assert card["stability"]["firing_correlation"] is None
 
 
 def test_renamed_saes_are_compared_if_their_metadata_differ_only_in_the_seed(
