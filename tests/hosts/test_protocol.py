@@ -205,8 +205,8 @@ def test_the_spread_over_seeds_is_sent_and_messages_without_it_or_with_unknown_f
     spreads = {"heldout_fvu": Spread(0.146, 0.0017, 3), "no column": Spread(1.0, 2.0, 3)}
     view = job(7, heldout_fvu=0.146, seeds=Seeds(labels, True, spreads))
     line = line_of(jobs_message([view], ""))
-    (told,) = decode(line).jobs
-    far = told.view("gpu1")
+    (sent,) = decode(line).jobs
+    far = sent.view("gpu1")
     assert far.seeds == Seeds(labels[:MOST_SEEDS], True, {"heldout_fvu": Spread(0.146, 0.0017, 3)})
     assert judged_span(far, "fvu") == judged_span(view, "fvu") == ("0.146(2)", "text")
     table = json.loads(line)

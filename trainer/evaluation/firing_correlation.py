@@ -67,7 +67,7 @@ class _Fired(NamedTuple):
 def firing_correlations(
     saes: Mapping[str, ExportedSae], partners: Mapping[Pair, Tensor], rows: EvaluationRows
 ) -> FiringCorrelations:
-    """Correlate each latent's activations with those of its partner in another SAE.
+    """Correlate the activations of each latent and its partner in another SAE.
 
     `saes` maps labels to SAEs of the same width. `partners` maps each pair of SAEs to the indices [d_sae] of the
     partners in the second SAE.

@@ -1,8 +1,8 @@
 """Measures how many of an SAE's latents are found again by SAEs trained with other seeds.
 
 The cosines compare decoder directions, as in Paulo and Belrose (2025), "Sparse autoencoders trained on the same data
-learn different features". The nearest decoder direction is also a latent's partner, with whose activations its own are
-correlated. PW-MCC is the mean cosine under the best one-to-one matching, as in Song et al. (2025),
+learn different features". A latent's partner is the latent with the nearest decoder direction; the activations of the
+two are correlated. PW-MCC is the mean cosine under the best one-to-one matching, as in Song et al. (2025),
 "Mechanistic interpretability should prioritize feature consistency in SAEs".
 """
 

@@ -419,7 +419,7 @@ class Sae(nn.Module, ABC):
         self._longest_since_fired = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     def note_since_fired_of(self, other: Sae) -> None:
-        """Set the host's upper bound to that of an SAE with the same counts."""
+        """Copy the host's upper bound from an SAE with the same counts."""
         self._longest_since_fired = other._longest_since_fired
 
     @torch.no_grad()

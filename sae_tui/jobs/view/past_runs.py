@@ -58,7 +58,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The value expected at the end, or why there is none."""
+        """The value expected at the end, or the reason why there is no forecast."""
         if self.end is None:
             return f"no forecast from the past runs here; it needs at least {FEWEST_RUNS} similar ones"
         return f"held-out FVU {self.end.words} expected at the end, from {plural(self.end.past_runs, 'past run')}"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sae_tui.jobs.program_metrics import lines
 from sae_tui.jobs.program_metrics.lines import LONGEST_LINE, Source, read_line
 from trainer.contract.settings.metrics_pattern import parse_pattern
 
+# Python before 3.11.5 matches these quantifiers wrongly.
+POSSESSIVE_GROUP = re.compile(r"\)(?:[?*+]|\{[0-9,]*\})\+")
 BAR = "train:  45%|####      | 450/1000 [00:10<00:12, 44.1it/s, loss=0.3, lr=1e-4]"
 
 
@@ -168,3 +172,10 @@ def test_a_long_line_is_searched_in_linear_time(piece: str) -> None:
     # A backtracking regular expression would take minutes, and the test would time out.
     for end in ("", "1", "=", "]"):
         read_line((piece * LONGEST_LINE)[: LONGEST_LINE - 1] + end, [parse_pattern("{x} a {y}")])
+
+
+def test_no_pattern_has_a_possessive_group() -> None:
+    patterns = [one.pattern for one in vars(lines).values() if isinstance(one, re.Pattern)]
+    assert len(patterns) > 5
+    assert [one for one in patterns if POSSESSIVE_GROUP.search(one)] == []
+    assert POSSESSIVE_GROUP.search(r"(?:of (\d+))?+")

@@ -7,7 +7,7 @@ import string
 
 import msgspec
 
-# The possessive quantifiers keep the matching time linear in the length of a line.
+# The possessive quantifiers and the atomic group keep the matching time linear in the length of a line.
 NUMBER = r"[-+]?(?:\d++(?:\.\d*+)?|\.\d++)(?>(?:[eE][-+]?\d++)?)|[-+]?(?:nan|inf)\b"
 _NAME = re.compile(r"[A-Za-z_][\w./@-]{0,79}")
 MOST_PATTERNS = 20

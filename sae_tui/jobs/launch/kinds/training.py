@@ -130,7 +130,7 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
     If there is no such job, the duration is an estimate.
     """
     work = look.settled.work
-    # With halving, the last speed of a past job is that of the SAEs that were left.
+    # With halving, a past job's last speed applies only to the SAEs that remained.
     alike = () if job.train.halving else of_same_shape(job, work.shape, look.devices, look.mode, device, past)
     if rate := next((done.tokens_per_s for done in alike if done.tokens_per_s), None):
         return work.total_tokens / rate, True
