@@ -77,6 +77,8 @@ class Source(ABC):
 
     n_hooks: int = 1
     d_in: int
+    # The widths of the parts that a crosscoder's rows are joined from; their sum is `d_in`.
+    part_widths: Sequence[int] = ()
     d_out: int | None = None
     # The number of rows, or None if unknown.
     n_tokens: int | None = None
@@ -94,6 +96,10 @@ class Source(ABC):
 
         Only sources with a `hook` setting need to implement this.
         """
+        raise NotImplementedError
+
+    def joined(self, others: Sequence[Self]) -> Source:
+        """Join the rows of this source and `others` into the rows of a crosscoder; only for sources with parts."""
         raise NotImplementedError
 
 
@@ -138,6 +144,10 @@ class IndexedSource(Source):
         """
         x = self.rows(indices)
         return x, x
+
+    def token_ids(self, indices: Indices) -> Indices | None:
+        """Return the token of each of the given ascending rows, or None if the source does not store tokens."""
+        return None
 
     @abstractmethod
     def name_of(self, index: int) -> str:

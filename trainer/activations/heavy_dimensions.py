@@ -48,8 +48,14 @@ class HeavyDimensions(NamedTuple):
         )
 
 
-def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
-    """Return the smallest set of dimensions with most of the total `variance` [d_in], or None if it is too large."""
+def heavy_dimensions(variance: Tensor, parts: Sequence[int] = ()) -> HeavyDimensions | None:
+    """Return the smallest set of dimensions with most of the total `variance` [d_in], or None if it is too large.
+
+    `parts` contains the widths of the parts of a crosscoder's rows, which all count the same.
+    """
+    if parts:
+        each = variance.split(tuple(parts))
+        variance = torch.cat([part * len(part) / part.sum().clamp(min=torch.finfo(part.dtype).tiny) for part in each])
     d_in, total = len(variance), float(variance.sum())
     if d_in < _LEAST_DIMENSIONS or not total > 0:
         return None
@@ -66,21 +72,27 @@ def named(numbers: Sequence[int], d: int) -> str:
     return f"{plural(len(numbers), 'dimension')} of {d} ({'number' if len(numbers) == 1 else 'numbers'} {words})"
 
 
-def dimension_scales(rows: Tensor, data: DataSettings) -> Tensor:
+def dimension_scales(rows: Tensor, data: DataSettings, parts: Sequence[int] = ()) -> Tensor:
     """Return the factors, fp32 [d], by which to multiply the dimensions of rows [n, d].
 
     A factor is at most 1; a factor of 0 leaves its dimension out.
 
     Scaling limits each standard deviation to `WIDEST` times the median over dimensions with non-zero variance.
-    Dimensions within this limit are not scaled, and the factor is continuous at the limit.
+    Dimensions within this limit are not scaled, and the factor is continuous at the limit. `parts` contains the widths
+    of the parts of a crosscoder's rows; each part has its own median.
     """
     scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
     if data.scale_dimensions == "auto":
-        spread = moments(rows)[1].sqrt()
-        if (varies := spread[spread > 0]).numel():
-            scales = (WIDEST * varies.median() / spread.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+        scales = torch.cat([_within_limit(part) for part in rows.split(tuple(parts) or rows.shape[1], dim=1)])
     scales[data.drop_dimensions or []] = 0
     return scales.float()
+
+
+def _within_limit(rows: Tensor) -> Tensor:
+    spread = moments(rows)[1].sqrt()
+    if not (varies := spread[spread > 0]).numel():
+        return torch.ones_like(spread)
+    return (WIDEST * varies.median() / spread.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from trainer.activations.base import IndexedSource, Source
 from trainer.contract.runs.data_record import DataRecord, record_of
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import SourceSettings
 
 
 def open_source(job: JobConfig) -> Source:
@@ -18,9 +21,14 @@ def open_source(job: JobConfig) -> Source:
     if len(job.hooks) > 1:
         job.data_shape()
     load = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    first, *others = [load(**msgspec.structs.asdict(settings)) for settings in job.hooks.values()]
-    source: Source = first.beside(others) if others else first
-    return source
+    first, *others = [_open(load, settings) for settings in job.hooks.values()]
+    return first.beside(others) if others else first
+
+
+def _open(load: Callable[..., Source], settings: SourceSettings) -> Source:
+    """Open a hook's rows; a crosscoder's rows are joined from several parts."""
+    first, *others = [load(**msgspec.structs.asdict(part)) for part in settings.parts()]
+    return first.joined(others) if others else first
 
 
 def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:

@@ -7,6 +7,7 @@ more to an SAE's loss than the other 255 rows combined. A single NaN makes the t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,12 +40,15 @@ class Outliers:
 
     For an SAE, y is x. A row is an outlier if its norm is more than `times` times the median norm of non-zero rows; if
     `times` is 0, the factor is `_BEYOND_FP32`. Rows that are not finite in fp32 are also left out, as are zero rows if
-    `drops_zero` is true. A row and its target are always left out together.
+    `drops_zero` is true. A row and its target are always left out together, as are all parts of a crosscoder's row;
+    `parts` contains their widths.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
-        self._drops_zero = drops_zero
-        self.medians = [_median_norm(part) for part in ([x] if y is x else [x, y])]
+    def __init__(
+        self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False, parts: Sequence[int] = ()
+    ) -> None:
+        self._drops_zero, self._parts = drops_zero, tuple(parts)
+        self.medians = [_median_norm(rows) for rows in self._judged(x, y)]
         self._limits = [min((times or _BEYOND_FP32) * median or _LARGEST, _LARGEST) for median in self.medians]
         self._n_seen, self._n_marked = 0, torch.zeros(2 + drops_zero, dtype=torch.int64, device=x.device)
 
@@ -95,10 +99,16 @@ class Outliers:
 
     def _marks(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return masks [n] of the rows within the limit, the finite rows and, with `drops_zero`, the non-zero rows."""
-        marks = self._marks_of(x, self._limits[0])
-        if y is x:
-            return marks
-        return [one & of_target for one, of_target in zip(marks, self._marks_of(y, self._limits[1]), strict=True)]
+        marks, *others = map(self._marks_of, self._judged(x, y), self._limits)
+        for other in others:
+            marks = [one & of_other for one, of_other in zip(marks, other, strict=True)]
+        return marks
+
+    def _judged(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
+        """Return the rows that are judged by their norms: inputs, targets, or the parts of a crosscoder's rows."""
+        if self._parts:
+            return list(x.split(self._parts, dim=1))
+        return [x] if y is x else [x, y]
 
     def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:
         norms = norms_of(rows)

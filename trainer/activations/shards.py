@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
-from trainer.activations.side_by_side import SideBySide
+from trainer.activations.side_by_side import Joined, SideBySide
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem, UserError, first_line
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
-from trainer.contract.settings.shards import DTYPE_BYTES, Shard, ShardSet, documents_in
+from trainer.contract.settings.shards import DTYPE_BYTES, TOKENS, Shard, ShardSet, numbers_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
 from trainer.contract.wording import gibibytes, join_words
 
@@ -64,9 +64,10 @@ class Shards(IndexedSource):
         target_path: Paths | None = None,
         weights: list[float] | None = None,
         hook: str | None = None,
+        join: bool = False,
     ) -> None:
-        settings = ShardSettings(path, target_path, weights, hook)
-        self.d_in, self.d_out, _ = settings.shape()
+        settings = ShardSettings(path, target_path, weights, hook, join)
+        self.d_in, self.d_out = settings.shape()[:2]
         sets = inspect_sets(settings.folders, "data.path")
         self.sizes, self.weights = [one.n_tokens for one in sets], weights
         self.n_tokens = sum(self.sizes)
@@ -101,6 +102,9 @@ class Shards(IndexedSource):
     def beside(self, others: Sequence[Shards]) -> SideBySide:
         return SideBySide([self, *others])
 
+    def joined(self, others: Sequence[Shards]) -> Joined:
+        return Joined([self, *others])
+
     def read_by_all_threads(self) -> None:
         for mapped in (self._inputs, self._targets):
             if mapped is not None:
@@ -113,6 +117,23 @@ class Shards(IndexedSource):
         indices = _sorted(indices)
         x = self._inputs.rows(indices, empty)
         return x, x if self._targets is None else self._targets.rows(indices, empty)
+
+    def token_ids(self, indices: Indices) -> Indices | None:
+        shards = [shard for one in self._sets for shard in one.shards]
+        found = [numbers_in(shard, TOKENS) for shard in shards]
+        if None in found:
+            return None
+        parts = [
+            np.memmap(shard.file, at.dtype, "r", at.offset, (shard.n_tokens,))
+            for shard, at in zip(shards, found, strict=True)
+            if at
+        ]
+        starts = np.cumsum([0] + [shard.n_tokens for shard in shards])
+        cuts = itertools.pairwise(np.searchsorted(indices, starts))
+        own = zip(parts, starts, cuts, strict=False)
+        return np.concatenate([part[indices[first:last] - start] for part, start, (first, last) in own]).astype(
+            np.int64
+        )
 
     def name_of(self, index: int) -> str:
         name = self._inputs.name_of(index)
@@ -228,7 +249,7 @@ def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Text
     for one, n_split in zip(sets, split_sizes or [one.n_tokens for one in sets], strict=True):
         parts, first = list[NDArray[Any]](), 0
         for shard in one.shards:
-            at = documents_in(shard)
+            at = numbers_in(shard)
             if at is None and first < n_split:
                 return []
             parts.append(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.activations.texts import Texts
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.wording import join_words
 
@@ -62,6 +64,50 @@ class SideBySide(IndexedSource):
 
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or in the same row of another hook"
+
+
+class Joined(SideBySide):
+    """Joins the i-th rows of several sources into the rows [n, Σ d_in] of one crosscoder.
+
+    Raise `JobFileError` if the i-th rows of two sources come from different tokens.
+    """
+
+    def __init__(self, sources: Sequence[IndexedSource]) -> None:
+        super().__init__(sources)
+        self.n_hooks, self.part_widths = 1, tuple(one.d_in for one in sources)
+        self.d_in = sum(self.part_widths)
+        self.meta = joined_meta([one.meta for one in sources])
+        if differ := next((one for one in sources[1:] if not _have_same_tokens(sources[0], one)), None):
+            message = (
+                f"the rows of {differ.place} and {sources[0].place} belong to different tokens; a crosscoder needs the"
+                " same tokens in the same order from each, so extract them from the same text with the same settings"
+            )
+            raise JobFileError([Problem("data.path", message)])
+
+    def of_hook(self, hook: int) -> IndexedSource:
+        return self
+
+    def name_of(self, index: int) -> str:
+        return f"{self._sources[0].name_of(index)}, or in the same row of another part"
+
+
+def _have_same_tokens(one: IndexedSource, other: IndexedSource) -> bool:
+    """Return whether rows with equal indices belong to the same token, as far as the sources record it.
+
+    Only a sample of the rows is compared.
+    """
+    if one.n_tokens != other.n_tokens or not are_alike(one.texts, other.texts):
+        return False
+    tokens, others = one.token_ids(indices := _spread(one.n_tokens)), other.token_ids(indices)
+    return tokens is None or others is None or np.array_equal(tokens, others)
+
+
+def joined_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the metadata of a crosscoder's rows: the values that all parts share, and the parts' hooks and models."""
+    common = {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
+    named = {"hook": "+", "hook_name": "+", "model_name": "+"}
+    joined = {key: sign.join(str(meta.get(key)) for meta in metas) for key, sign in named.items() if key in metas[0]}
+    return joined | common
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:

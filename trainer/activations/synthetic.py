@@ -42,7 +42,7 @@ class Synthetic(IndexedSource):
     def __init__(self, **options: Any) -> None:
         """Accept the fields of `SyntheticSettings` as keyword arguments."""
         settings = SyntheticSettings(**options)
-        self.d_in, self.d_out, _ = settings.shape()
+        self.d_in, self.d_out = settings.shape()[:2]
         self.n_tokens = settings.n_rows
         # A short hash that identifies the data's settings.
         self.digest = hashlib.sha256(msgspec.json.encode(settings)).hexdigest()[:12]

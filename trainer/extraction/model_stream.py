@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Pair, StreamSource, to_device
+from trainer.activations.side_by_side import joined_meta
 from trainer.contract.errors import UserError
 from trainer.contract.progress import Progress
 from trainer.contract.settings.extract import Extract, ExtractJob
@@ -47,7 +48,8 @@ class ModelStream(StreamSource):
 
     def __init__(self, **values: Any) -> None:
         self._settings = settings = ModelSettings(**values)
-        self.d_in, self.d_out, _ = settings.shape()
+        self.d_in, self.d_out = settings.shape()[:2]
+        self._width = self.d_in
         self.place, self.shuffle_tokens = settings.place, settings.shuffle_tokens
         self._of_hooks = [self]
         self._readers: Readers | None = None
@@ -67,12 +69,19 @@ class ModelStream(StreamSource):
             self.meta["hook_name_out"] = target.transformer_lens
 
     def of_hook(self, hook: int) -> ModelStream:
-        return self._of_hooks[hook]
+        return self if self.part_widths else self._of_hooks[hook]
 
     def beside(self, others: Sequence[ModelStream]) -> ModelStream:
         together = ModelStream(**msgspec.structs.asdict(self._settings))
         together._of_hooks = [self, *others]
         together.n_hooks = len(together._of_hooks)
+        return together
+
+    def joined(self, others: Sequence[ModelStream]) -> ModelStream:
+        together = self.beside(others)
+        together.n_hooks, together.part_widths = 1, [one.d_in for one in together._of_hooks]
+        together.d_in = sum(together.part_widths)
+        together.meta = joined_meta([one.meta for one in together._of_hooks])
         return together
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
@@ -85,15 +94,17 @@ class ModelStream(StreamSource):
         # immediately.
         self._ahead = 0 if device.type == "cpu" else 1
         self._models = [
-            _BatchReader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models
+            _BatchReader(model, self._job, self._width, len(self._of_hooks), self.d_out is not None) for model in models
         ]
         for number, stream in enumerate(self._of_hooks):
             stream.meta |= self._told_by_model(number)
+        if self.part_widths:
+            self.meta = joined_meta([one.meta for one in self._of_hooks])
         self.restore({"batch": 0})
 
     def _told_by_model(self, number: int) -> dict[str, Any]:
         """Return the model-dependent metadata for a hook, with the same keys as in a `meta.json`."""
-        model, target = self._model, self.n_hooks + number
+        model, target = self._model, len(self._of_hooks) + number
         facts = {
             "hook_name": model.names[number],
             "output_module": model.modules[number],

@@ -41,6 +41,8 @@ class SaeSpec(msgspec.Struct, frozen=True):
     has_skip: bool = False
     # Give each dimension its own scale, and store the raw mean of dimensions with scale 0.
     scales_dimensions: bool = False
+    # The number of parts that a crosscoder's rows are joined from.
+    n_parts: int = 1
     # The number of tokens without firing after which a latent is considered dead.
     dead_after_tokens: int = 400_000
 
@@ -139,6 +141,8 @@ class Sae(nn.Module, ABC):
     x_scale: Tensor
     y_scale: Tensor
     dropped_mean: Tensor | None
+    # The widths of the parts that a crosscoder's rows are joined from, int64 [n_parts]; None for other SAEs.
+    part_widths: Tensor | None
     y_mean: Tensor
     y_variance: Tensor
     x_mean: Tensor
@@ -168,6 +172,7 @@ class Sae(nn.Module, ABC):
         self.register_buffer("x_scale", torch.ones(d_in if spec.scales_dimensions else ()))
         self.register_buffer("y_scale", torch.ones(d_out if spec.scales_dimensions else ()))
         self.register_buffer("dropped_mean", torch.zeros(d_out) if spec.scales_dimensions else None)
+        self.register_buffer("part_widths", torch.zeros(spec.n_parts, dtype=torch.int64) if spec.n_parts > 1 else None)
         self.register_buffer("x_mean", torch.zeros(d_in))
         self.register_buffer("y_mean", torch.zeros(d_out))
         self.register_buffer("y_variance", torch.ones(()))

@@ -25,6 +25,7 @@ def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
         d_out,
         has_skip=sae.skip,
         scales_dimensions=job.data.scales_dimensions,
+        n_parts=job.data.n_parts,
         dead_after_tokens=layout.dead_after_tokens,
     )
     built: Sae = entry.load()(spec)

@@ -217,8 +217,11 @@ class Learner:
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Initialise the SAE's weights from a sample of inputs x [n, d_in] and targets y [n, d_out]."""
         data = self._job.data
-        scales = (dimension_scales(x, data), dimension_scales(y, data)) if data.scales_dimensions else None
-        initialise(self.sae, x, y, self._job.sae, self._train.seed, scales)
+        parts = data.part_widths
+        scales = (
+            (dimension_scales(x, data, parts), dimension_scales(y, data, parts)) if data.scales_dimensions else None
+        )
+        initialise(self.sae, x, y, self._job.sae, self._train.seed, scales, parts)
 
     def begin_step(self, step: int) -> None:
         """Set the SAE's schedules and the learning rate for step number `step`."""

@@ -47,7 +47,8 @@ class RowSampler:
         """Return the job's detector for rows to leave out; later calls to `sample` omit such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
-        self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)
+        parts = job.data.part_widths
+        self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows, parts=parts)
         n_bad = self.left_out.not_finite
         found = self._outliers.count(x, y)
         self.left_out = found._replace(not_finite=n_bad, n_seen=len(x) + n_bad)
@@ -55,9 +56,9 @@ class RowSampler:
         _, ordinary = self._outliers.leave_out(x, y)
         if not len(ordinary):
             raise UserError(f"data.path: all {len(x):,} rows of a sample are left out; run `inspect` on the data")
-        scales = dimension_scales(ordinary, job.data)
+        scales = dimension_scales(ordinary, job.data, parts)
         self.scaled = scales_sentence(changed_scales(scales), len(scales))
-        self.heavy = heavy_dimensions(moments(ordinary)[1] * scales.double().square())
+        self.heavy = heavy_dimensions(moments(ordinary)[1] * scales.double().square(), parts)
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:

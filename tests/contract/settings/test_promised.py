@@ -26,9 +26,9 @@ def training(**data: object) -> JobConfig:
 def test_the_shape_of_a_promised_folder_is_known_before_it_is_written(model: Path, tmp_path: Path) -> None:
     promises = extraction_job(model, tmp_path, tmp_path / "rows", n_tokens=5000).promises("job 3")
     shape = training(path=str(tmp_path / "rows" / "mlp_out.0")).data_shape(promises)
-    assert shape == (D_IN, None, 5000)
+    assert shape == (D_IN, None, 5000, ())
     both = training(path=str(tmp_path / "rows/mlp_out.0"), target_path=str(tmp_path / "rows/resid_post.1"))
-    assert both.data_shape(promises) == (D_IN, D_IN, 5000)
+    assert both.data_shape(promises) == (D_IN, D_IN, 5000, ())
 
 
 def test_a_link_to_a_promised_folder_resolves_to_it(model: Path, tmp_path: Path) -> None:

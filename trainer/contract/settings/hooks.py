@@ -6,7 +6,7 @@ Each hook can be named in three ways: by our name, by its TransformerLens name, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,9 @@ _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 # The name for a transcoder's hook, which spans a layer's MLP from its input to its output.
 _MLP = re.compile(r"mlp\.([0-9]{1,4})")
+# The part of a name before its layer, and layers that continue a joined name.
+_BEFORE_LAYER = re.compile(r"[a-z_]+\.(?=[0-9]{1,4}$)")
+_LAYERS = re.compile(r"[0-9]{1,4}(-[0-9]{1,4})?")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
 
@@ -80,14 +83,21 @@ def ends_of(text: str) -> tuple[str, str]:
     return (f"mlp_in.{match[1]}", f"mlp_out.{match[1]}") if match else (text, text)
 
 
+def parts_of(text: str) -> list[str]:
+    """Return the names of hooks joined with "+"; a crosscoder reads "resid_post.8+resid_post.12" as one row."""
+    return text.split("+")
+
+
 def is_of_transcoder(text: str) -> bool:
     """Return whether a name denotes an MLP; a transcoder predicts the MLP's output from its input."""
     return _MLP.fullmatch(text) is not None
 
 
 def both_ends(text: Any) -> list[Any]:
-    """Return the hooks at which to read the rows for a name: both ends of an MLP, or the hook itself."""
-    return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
+    """Return the hooks at which to read the rows for a name: both ends of an MLP, joined hooks, or the hook itself."""
+    return (
+        list(dict.fromkeys(end for one in parts_of(text) for end in ends_of(one))) if isinstance(text, str) else [text]
+    )
 
 
 def is_of_all_layers(text: Any) -> bool:
@@ -104,16 +114,28 @@ def names_of_hook(text: str) -> list[str]:
 def each_named(text: Any) -> list[Any]:
     """Expand a string with names and ranges; "resid_post.4-6, mlp_out.8" contains four names.
 
+    Hooks joined with "+" are one name; "resid_post.8+10-12" is short for the names of its four hooks.
+
     A value that is not a string is returned unchanged, in a list.
     """
     if not isinstance(text, str):
         return [text]
-    return [name for word in text.split(",") for name in _each_layer(word.strip())]
+    return [name for word in text.split(",") for name in _each_joined(word.strip())]
 
 
 def all_named(value: Any) -> list[Any]:
     """Return the names in a string, or in all strings of a list."""
     return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
+
+
+def _each_joined(word: str) -> list[str]:
+    if "+" not in word:
+        return _each_layer(word)
+    names: list[str] = []
+    for part in map(str.strip, parts_of(word)):
+        before = _BEFORE_LAYER.match(names[-1]) if names and _LAYERS.fullmatch(part) else None
+        names += _each_layer(f"{before[0]}{part}" if before else part)
+    return ["+".join(names)]
 
 
 def _each_layer(word: str) -> list[str]:
@@ -123,23 +145,24 @@ def _each_layer(word: str) -> list[str]:
     return [f"{match[1]}{layer}{match[4] or ''}" for layer in range(int(match[2]), int(match[3]) + 1)]
 
 
-def short_names(texts: Iterable[str]) -> dict[str, str]:
+def short_names(texts: Sequence[Any]) -> dict[str, str]:
     """Return a dict mapping each hook to a short unique name, such as "L12" if all hooks have the same site."""
-    hooks = {text: parse_hook(ends_of(text)[0]) for text in texts if not _objection(text)}
+    names = [name for text in texts if not _objection(text) for name in parts_of(text)]
+    hooks = {name: parse_hook(ends_of(name)[0]) for name in names}
     sites = {hook.site for hook in hooks.values()}
-    short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
-    return {text: short.get(text, text) for text in texts}
+    short = {name: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for name, hook in hooks.items()}
+    return {text: "+".join(short.get(name, name) for name in parts_of(str(text))) for text in texts}
 
 
 def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
     """Return the problems with hook names: invalid names, and hooks named twice."""
-    problems, hooks = [], set()
+    problems, given = [], set[tuple[Hook, ...]]()
     for text in texts:
-        objection = _objection(text) or ("is given twice" if parse_hook(text) in hooks else "")
-        if objection:
-            problems.append(Problem(setting, f"{show(text)} {objection}"))
-        else:
-            hooks.add(parse_hook(text))
+        objection = _objection(text)
+        hooks = () if objection else tuple(map(parse_hook, parts_of(text)))
+        if objection or hooks in given:
+            problems.append(Problem(setting, f"{show(text)} {objection or 'is given twice'}"))
+        given.add(hooks)
     return problems
 
 
@@ -150,7 +173,9 @@ def _objection(text: Any) -> str:
     if is_of_all_layers(text):
         return f"stands for all layers, but the number of layers is not known here; list them, like {text}.0-11"
     try:
-        parse_hook(text)
+        hooks = list(map(parse_hook, parts := parts_of(text)))
     except ValueError as error:
         return str(error)
-    return ""
+    if len(parts) > 1 and (mlp := next(filter(is_of_transcoder, parts), None)):
+        return f"joins {mlp}, which stands for a transcoder; name its ends instead, like mlp_in.3+mlp_out.3"
+    return "joins a hook with itself; name different hooks" if len({*hooks}) < len(hooks) else ""

@@ -93,8 +93,21 @@ class DataSettings(msgspec.Struct, frozen=True):
 
     @property
     def scales_dimensions(self) -> bool:
-        """Whether dimensions may have individual scales; a dimension that is left out has the scale 0."""
-        return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
+        """Whether dimensions may have individual scales; a dimension that is left out has the scale 0.
+
+        Each part of a crosscoder's rows has its own scale.
+        """
+        return bool(self.drop_dimensions) or self.scale_dimensions == "auto" or self.n_parts > 1
+
+    @property
+    def n_parts(self) -> int:
+        """The number of parts that a crosscoder's rows are joined from; 1 for other SAEs."""
+        return len(self.settings.parts())
+
+    @property
+    def part_widths(self) -> tuple[int, ...]:
+        """The widths of these parts, from the data's headers; empty if there is only one. May raise `JobFileError`."""
+        return self.settings.shape().parts if self.n_parts > 1 else ()
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
         """Return how many of `n_tokens` rows (None for a stream) are held out: at least one per rank, or none."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.extras import install, is_installed
 from trainer.contract.settings.declare import about, show
-from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, problems_of_hooks
+from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, parts_of, problems_of_hooks
 from trainer.contract.settings.language import (
     BatchTokens,
     Column,
@@ -26,7 +28,7 @@ from trainer.contract.settings.language import (
     lack_of_text,
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamSettings
+from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamSettings, joined_shape
 from trainer.contract.wording import plural
 
 
@@ -37,7 +39,8 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     hook: Annotated[
         str,
         about(
-            "Hooks to read, one SAE each: resid_post.12, resid_post.4-12, resid_post for all layers; mlp: transcoders.",
+            "Hooks to read, one SAE each: resid_post.12, resid_post.4-12, resid_post for all layers; mlp: transcoders;"
+            " resid_post.8+12: a crosscoder.",
             min_length=1,
         ),
     ]
@@ -74,10 +77,18 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     def place(self) -> str:
         return self.text or str(self.dataset)
 
+    def parts(self) -> list[ModelSettings]:
+        hooks = parts_of(self.hook)
+        return [msgspec.structs.replace(self, hook=hook) for hook in hooks] if len(hooks) > 1 else [self]
+
     def usual_hold_out(self) -> HoldOut:
         return "texts"
 
     def shape(self) -> DataShape:
+        if len(parts := self.parts()) > 1:
+            if problems := problems_of_hooks([self.hook], "data.hook"):
+                raise JobFileError(problems)
+            return joined_shape({part.hook: part.shape() for part in parts}, "data.hook")
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
         width = self.d_in or (self._size.width if self._size else 0)
         if not width or (self.d_in is None and not problems and self._last_hook.path):
@@ -114,7 +125,9 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
 
         The scaled number is larger, because a forward pass has a lower throughput than large matmuls.
         """
-        return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
+        if (size := self._size) is None:
+            return 0.0
+        return max(size.flops_per_token([part._last_hook]) for part in self.parts()) / READING_SPEED
 
     @property
     def _last_hook(self) -> Hook:

@@ -30,6 +30,8 @@ from trainer.contract.wording import join_words, plural
 TENSOR = "activations"
 # The name of the tensor that contains each row's text number.
 DOCUMENT = "document"
+# The name of the tensor with the token of each row.
+TOKENS = "token_ids"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
@@ -92,27 +94,27 @@ class ShardSet(msgspec.Struct, frozen=True):
         return ShardSet(tuple(shards), self.notes)
 
 
-class Documents(msgspec.Struct, frozen=True):
-    """The byte offset of the text numbers for a shard's rows, and their numpy type."""
+class RowNumbers(msgspec.Struct, frozen=True):
+    """The byte offset of a shard's tensor with a number per row, such as its text, and the numbers' numpy type."""
 
     offset: int
     dtype: str
 
 
-def documents_in(shard: Shard) -> Documents | None:
-    """Return the location of the text numbers for a shard's rows, or None if the shard does not store text numbers."""
+def numbers_in(shard: Shard, name: str = DOCUMENT) -> RowNumbers | None:
+    """Return the location of a tensor with a number per row, or None if the shard does not store it."""
     if shard.file.suffix != ".safetensors":
         return None
     try:
         header, begin = read_header(shard.file)
-        column = convert_as(header[DOCUMENT], _NumberColumn)
+        column = convert_as(header[name], _NumberColumn)
     except (KeyError, ValueError, OSError):
         return None
     (n_rows,), (first, last) = column.shape, column.data_offsets
     dtype = _NUMBERS.get(column.dtype)
     if dtype is None or n_rows != shard.n_tokens or last - first != n_rows * int(dtype[-1]):
         return None
-    return Documents(begin + first, dtype) if begin + last <= shard.file.stat().st_size else None
+    return RowNumbers(begin + first, dtype) if begin + last <= shard.file.stat().st_size else None
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.declare import about
-from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, problems_of_hooks
+from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, parts_of, problems_of_hooks
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
-from trainer.contract.settings.shards import ShardSet, documents_in, inspect_shards, is_shuffled, same_shards
+from trainer.contract.settings.shards import ShardSet, inspect_shards, is_shuffled, numbers_in, same_shards
 from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
     """The row dimensions and the number of rows; `d_out` is the dimension of a transcoder's targets.
 
-    `d_out` is None for an SAE. `n_tokens` is None if the data is a stream.
+    `d_out` is None for an SAE. `n_tokens` is None if the data is a stream. `parts` contains the dimensions of the parts
+    that a crosscoder's rows are joined from; their sum is `d_in`.
     """
 
     d_in: int
     d_out: int | None
     n_tokens: int | None
+    parts: tuple[int, ...] = ()
 
     @property
     def width(self) -> int:
@@ -37,7 +39,8 @@ class DataShape(NamedTuple):
         """The shape in words, such as `3,000 rows of 16 dimensions`."""
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
         targets = "" if self.d_out is None else f" with targets of {self.d_out}"
-        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{targets}"
+        parts = f" ({' + '.join(map(str, self.parts))})" if self.parts else ""
+        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{parts}{targets}"
 
 
 HoldOut = Literal["texts", "rows", "blocks"]
@@ -69,6 +72,10 @@ class SourceSettings(msgspec.Struct, frozen=True):
     def shape_once_written(self, promises: Promises) -> DataShape:
         """Return the shape of the data, including rows that other jobs have yet to write."""
         return self.shape()
+
+    def parts(self) -> Sequence[SourceSettings]:
+        """Return the settings of each part that a crosscoder's rows are joined from; for other SAEs, only these."""
+        return [self]
 
     def repeated(self) -> list[Problem]:
         """Report rows given twice."""
@@ -153,13 +160,21 @@ class ShardSettings(SourceSettings, frozen=True):
         Annotated[
             str,
             about(
-                "Hook with a folder in an extraction's folder; several: one SAE each; mlp.12, mlp: transcoders.",
+                "Hook with a folder in an extraction's folder; several: one SAE each; mlp.12, mlp: transcoders;"
+                " resid_post.8+12: a crosscoder.",
                 advanced=True,
                 min_length=1,
             ),
         ]
         | None
     ) = None
+    join: Annotated[
+        bool,
+        about(
+            "Joins the rows of the folders in a list side by side, for a crosscoder, instead of mixing them.",
+            advanced=True,
+        ),
+    ] = False
     paths: ClassVar[tuple[str, ...]] = ("path", "target_path")
 
     @property
@@ -168,8 +183,17 @@ class ShardSettings(SourceSettings, frozen=True):
 
     @property
     def folders(self) -> Paths:
-        """The folders containing the rows: `path`, or the folder in `path` named after the hook."""
+        """The folders containing the rows: `path`, or the folder in `path` named after the hook, of all parts."""
+        if len(parts := self.parts()) > 1:
+            return [folder for part in parts for folder in each(part.folders)]
         return self._folders_of(0, NO_PROMISES)
+
+    def parts(self) -> list[ShardSettings]:
+        paths = each(self.path) if self.join else [self.path]
+        hooks = [None] if self.hook is None else parts_of(self.hook)
+        if len(paths) == len(hooks) == 1:
+            return [self]
+        return [msgspec.structs.replace(self, path=path, hook=hook, join=False) for path in paths for hook in hooks]
 
     @property
     def targets(self) -> Paths | None:
@@ -184,8 +208,10 @@ class ShardSettings(SourceSettings, frozen=True):
         return self.shape_once_written(NO_PROMISES)
 
     def shape_once_written(self, promises: Promises) -> DataShape:
-        if problems := self._check_hook():
+        if problems := self._check_hook() or self._check_join():
             raise JobFileError(problems)
+        if len(parts := self.parts()) > 1:
+            return joined_shape({part.place: part.shape_once_written(promises) for part in parts}, "data.path")
         sets = _sets_once_written(self._folders_of(0, promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
@@ -200,13 +226,18 @@ class ShardSettings(SourceSettings, frozen=True):
 
         Blocks are used for rows that are not shuffled, because neighbouring rows mostly belong to the same text.
         """
+        if len(parts := self.parts()) > 1:
+            usual = {part.usual_hold_out() for part in parts}
+            return usual.pop() if len(usual) == 1 else "blocks"
         sets = inspect_sets(self.folders, "data.path")
-        if all(documents_in(shard) for one in sets for shard in one.shards):
+        if all(numbers_in(shard) for one in sets for shard in one.shards):
             return "texts"
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
 
     def repeated(self) -> list[Problem]:
         """Report rows given twice, because the same row could then be both trained on and held out."""
+        if len(parts := self.parts()) > 1:
+            return [problem for part in parts for problem in part.repeated()]
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
@@ -246,6 +277,21 @@ class ShardSettings(SourceSettings, frozen=True):
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 
+    def _check_join(self) -> list[Problem]:
+        if len(parts := self.parts()) == 1:
+            return []
+        problems = []
+        if self.target_path is not None:
+            message = "gives a transcoder's targets, but a crosscoder reconstructs its input; leave it out"
+            problems.append(Problem("data.target_path", message))
+        if len({part.place for part in parts}) < len(parts):
+            problems.append(Problem("data.path", "joins a folder with itself; name different folders"))
+        if self.join and self.weights is not None:
+            problems.append(
+                Problem("data.weights", "mixes folders, but data.join joins them; leave out one of the two")
+            )
+        return problems
+
     def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the dimension of the targets; raise `JobFileError` if they do not match the rows."""
         field = self.target_field
@@ -259,6 +305,18 @@ class ShardSettings(SourceSettings, frozen=True):
                 counts = f"has {outputs.n_tokens:,} rows, but {of_input} has {inputs.n_tokens:,}"
                 raise JobFileError([Problem(field, f"{of_target} {counts}; every row needs its target")])
         return targets[0].d_in
+
+
+def joined_shape(parts: Mapping[str, DataShape], field: str) -> DataShape:
+    """Return the shape of a crosscoder's rows; raise `JobFileError` if the parts, by name, differ in their rows."""
+    (first, shape), *others = parts.items()
+    for name, other in others:
+        if other.n_tokens != shape.n_tokens:
+            counts = f"{name} has {other.n_tokens or 0:,} rows, but {first} has {shape.n_tokens or 0:,}"
+            message = f"{counts}; a crosscoder needs the rows of the same tokens from each, so extract them together"
+            raise JobFileError([Problem(field, message)])
+    widths = tuple(one.d_in for one in parts.values())
+    return DataShape(sum(widths), None, shape.n_tokens, widths)
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:

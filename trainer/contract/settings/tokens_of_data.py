@@ -9,13 +9,13 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.model_source import ModelSettings
-from trainer.contract.settings.shards import inspect_shards, read_header
+from trainer.contract.settings.shards import DOCUMENT, TOKENS, inspect_shards, read_header
 from trainer.contract.settings.sources import ShardSettings, SourceSettings, each
 
 META = "meta.json"
 # The names of the tensors in a shard that contain each row's token, the token's position in its piece of a document,
 # and its document.
-ORIGIN = ("token_ids", "positions", "document")
+ORIGIN = (TOKENS, "positions", DOCUMENT)
 
 
 def folder_of(settings: SourceSettings) -> Path | None:
