@@ -31,7 +31,7 @@ class ExportedSae:
         self._form = shared.form
         self.is_transcoder, self._k = shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
-        self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
+        self.W_dec, self.b_dec = self._weights["W_dec"], self._weights["b_dec"]
         scales = scales_in(shared.metadata, shared.d_out)
         # The dimension scales [d_out] used in training, or None if all are 1.
         self.dimension_scales = None if scales is None else scales.to(device)
@@ -80,13 +80,13 @@ class ExportedSae:
         `k` replaces a TopK SAE's own k.
         """
         acts = self.encode(x, k)
-        x_hat = acts.values @ self.W_dec + self._b_dec
+        x_hat = acts.values @ self.W_dec + self.b_dec
         return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
 
     def encode(self, x: Tensor, k: int | None = None) -> DenseActs:
         """Return the latent activations [n, d_sae] for rows [n, d_in]; `k` replaces a TopK SAE's own k."""
         own = self._weights
-        product = (x if self.is_transcoder else x - self._b_dec) @ own["W_enc"]
+        product = (x if self.is_transcoder else x - self.b_dec) @ own["W_enc"]
         if self._form == "gated":
             return DenseActs((product * own["r_mag"].exp() + own["b_mag"]).relu() * (product + own["b_gate"] > 0))
         pre_acts = product + own["b_enc"]

@@ -22,6 +22,7 @@ from trainer.contract.runs.report_card import (
     Figures,
     TextRows,
 )
+from trainer.evaluation.crosscoder import CrosscoderRows, crosscoder_figures
 from trainer.saes.sparse_acts import Acts
 
 # Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstructed targets.
@@ -109,13 +110,14 @@ def measure(
     grouped: Group | None = None,
     scales: Tensor | None = None,
     by_k: Mapping[int, Reconstruct] = MappingProxyType({}),
+    parts: CrosscoderRows | None = None,
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
-    targets. `by_k` maps each k that the SAE is trained for to a function that reconstructs with it. Raise `ValueError`
-    if there are no rows.
+    targets. `by_k` maps each k that the SAE is trained for to a function that reconstructs with it. `parts` are the
+    parts of a crosscoder's rows. Raise `ValueError` if there are no rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
@@ -123,6 +125,7 @@ def measure(
     sums = Rebuilt()
     counted: list[RowFigures] = []
     errors_at: dict[int, list[Tensor]] = {k: [] for k in by_k}
+    of_parts: list[Tensor] = []
     d_in = 0
     for x, y in batches():
         acts, x_hat = reconstruct(x, y)
@@ -132,7 +135,11 @@ def measure(
         sums.add(target, rebuilt)
         fires = acts.values > 0
         per_row = acts.per_token(fires.to(x_hat.dtype))
-        error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
+        squares = (target - rebuilt).square(), (target - mean * factors).square()
+        error, spread = (one.sum(1) for one in squares)
+        if parts:
+            each = [part.sum(1).cpu() for one in squares for part in one.split(parts.widths, dim=1)]
+            of_parts.append(torch.stack(each))
         counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
         for k, other in by_k.items():
             rebuilt = other(x, y)[1].double() * factors
@@ -140,11 +147,20 @@ def measure(
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
     others = [torch.cat(errors) for errors in errors_at.values()]
+    others += [*torch.cat(of_parts, dim=1)] if parts else []
     groups = grouped(error, spread, *others) if grouped else Grouped(error, spread, "", tuple(others))
-    figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
-    found = zip(errors_at, others, groups.others, strict=True)
+    w_dec = w_dec if scales is None else w_dec * scales
+    figures = _figures(rows, sums, d_in, w_dec, groups)
+    found = zip(errors_at, others, groups.others, strict=False)
     at = tuple(AtK(k, _fvu(error, spread), ratio_error(of_groups, groups.spread)) for k, error, of_groups in found)
     figures = msgspec.structs.replace(figures, by_k=at)
+    if parts:
+        n = len(parts.widths)
+        own = list(zip(others[-2 * n : -n], others[-n:], strict=True))
+        of_groups = zip(groups.others[-2 * n : -n], groups.others[-n:], strict=True)
+        fvus = [(_fvu(*one), ratio_error(*grouped)) for one, grouped in zip(own, of_groups, strict=True)]
+        crosscoder = crosscoder_figures(w_dec, rows.fired > 0, parts, factors, fvus)
+        figures = msgspec.structs.replace(figures, crosscoder=crosscoder)
     if scales is None:
         return figures
     return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))

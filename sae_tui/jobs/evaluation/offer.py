@@ -78,6 +78,8 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     seconds = _seconds(data, parsed, cards, "cuda" if wants_gpu else "cpu") if parsed else {}
     default = _default(seconds, cards, has_model=model is not None)
     no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
+    if parsed and any(len(settings.parts()) > 1 for settings in parsed.hooks.values()):
+        no_model = "a crosscoder reconstructs several hooks or models at once"
     parts = []
     for name in _STAGES:
         # The model's name or folder may come from another user, so make it printable.

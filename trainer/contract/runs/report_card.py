@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trainer.contract.json_file import convert_as, read_json
+from trainer.contract.runs.crosscoder import Crosscoder, part_facts
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -89,6 +90,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
 
     `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
+    `crosscoder` contains the figures of a crosscoder's parts; it is None for other SAEs.
     """
 
     n_tokens: int
@@ -109,6 +111,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     max_decoder_cosine: float = math.nan
     fvu_all_dimensions: float | None = None
     by_k: tuple[AtK, ...] = ()
+    crosscoder: Crosscoder | None = None
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
@@ -595,6 +598,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         *([("FVU by k", _by_k(one))] if one.by_k else []),
+        *(part_facts(one.crosscoder) if one.crosscoder else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
