@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed
 from trainer.contract.runs.features import (
     DENSE,
     FEATURES,
@@ -16,6 +17,7 @@ from trainer.contract.runs.features import (
     Family,
     Feature,
     Features,
+    LatentPart,
     LogitChange,
     is_filter,
 )
@@ -85,6 +87,25 @@ def family_words(feature: Feature) -> str:
     """Describe when a latent fires, like ` (almost only on one token)`, or return "" for any other family."""
     words = {"dense": "dense", "token": "almost only on one token", "position": "almost only at one position"}
     return f" ({words[feature.family]})" if feature.family in words else ""
+
+
+def part_words(part: LatentPart) -> str:
+    """Return a crosscoder's part and a latent's β in it, like `resid_post.8, β error 0.98, β reconstruction 1.20`."""
+    if part.beta_error is None or part.beta_reconstruction is None:
+        return part.name
+    return f"{part.name}, β error {part.beta_error:.2f}, β reconstruction {part.beta_reconstruction:.2f}"
+
+
+def ratio_words(feature: Feature) -> str:
+    """Return what latent scaling says about a latent, like `ν error 0.02, ν reconstruction 0.10: only in B`."""
+    if feature.nu_error is None or feature.nu_reconstruction is None:
+        return ""
+    ratios = f"ν error {feature.nu_error:.2f}, ν reconstruction {feature.nu_reconstruction:.2f}"
+    if feature.part in (SHARED, OTHER):
+        return ratios
+    shares = [part.share for part in feature.parts]
+    holds = is_confirmed(shares, feature.nu_error, feature.nu_reconstruction)
+    return f"{ratios}: {'' if holds else 'not '}confirmed as only in {feature.part}"
 
 
 def strongest_tokens(feature: Feature) -> str:

@@ -96,12 +96,13 @@ def part_names(settings: SourceSettings) -> tuple[str, ...]:
 
 
 def _without_common(paths: Sequence[str]) -> list[str]:
-    """Return paths without the folders that all of them begin or end with."""
+    """Return short names that differ: the last folders in which the paths differ or, if needed, more of the paths."""
     split = [path.rstrip(os.sep).split(os.sep) for path in paths]
-    n_before = _n_common(split)
-    rest = [path[n_before:] for path in split]
-    n_after = min(_n_common([path[::-1] for path in rest]), min(map(len, rest)) - 1)
-    return [os.sep.join(path[: len(path) - max(0, n_after)]) or os.curdir for path in rest]
+    rest = [path[_n_common(split) :] for path in split]
+    n_after = max(0, min(_n_common([path[::-1] for path in rest]), min(map(len, rest)) - 1))
+    rest = [path[: len(path) - n_after] or [os.curdir] for path in rest]
+    last = [path[-1] for path in rest]
+    return last if len({*last}) == len(last) else [os.sep.join(path) for path in rest]
 
 
 def _n_common(paths: Sequence[Sequence[str]]) -> int:
@@ -114,18 +115,26 @@ def part_facts(one: Crosscoder) -> Iterator[tuple[str, str]]:
         error = f" ± {part.fvu_error:.4f}" if math.isfinite(part.fvu_error) else ""
         fvu = f"{part.fvu:.4f}{error}" if math.isfinite(part.fvu) else "unknown"
         yield f"part {letter(number)}", f"{part.name}: FVU {fvu}, {part.width:,} dimensions, scale {part.scale:.3g}"
-    of_parts = [f"{part.n_only:,} only in {letter(number)}" for number, part in enumerate(one.parts)]
-    dead = [f"{part.n_only_dead:,} only in {letter(number)}" for number, part in enumerate(one.parts)]
-    kinds = ", ".join([*of_parts, f"{one.n_shared:,} shared, {one.n_other:,} other"])
-    yield "latents by part", f"{kinds}; by each part's share of their norms (only: > {ONLY}, {_shared(len(one.parts))})"
-    yield "did not fire", ", ".join([*dead, f"{one.n_shared_dead:,} shared, {one.n_other_dead:,} other"])
+    counts = _counts([part.n_only for part in one.parts], one.n_shared, one.n_other)
+    yield "latents by part", f"{counts}; by each part's share of their norms ({_limits(len(one.parts))})"
+    yield from part_remarks(one)
+
+
+def part_remarks(one: Crosscoder) -> Iterator[tuple[str, str]]:
+    """Yield the figures that are not listed one by one on the screen."""
+    yield "did not fire", _counts([part.n_only_dead for part in one.parts], one.n_shared_dead, one.n_other_dead)
     if scaling := scaling_words(one):
         yield "latent scaling", scaling
 
 
-def _shared(n_parts: int) -> str:
+def _counts(only: Sequence[int], shared: int, other: int) -> str:
+    of_parts = [f"{n:,} only in {letter(number)}" for number, n in enumerate(only)]
+    return ", ".join([*of_parts, f"{shared:,} shared, {other:,} other"])
+
+
+def _limits(n_parts: int) -> str:
     least = LEAST_SHARED / n_parts
-    return f"shared: {least:g} to {1 - least:g}" if n_parts == 2 else f"shared: all > {least:.2g}"
+    return f"only: > {ONLY}, shared: {f'{least:g} to {1 - least:g}' if n_parts == 2 else f'all > {least:.2g}'}"
 
 
 def scaling_words(one: Crosscoder) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trainer.contract.json_file import convert_as, read_json
-from trainer.contract.runs.crosscoder import Crosscoder, part_facts
+from trainer.contract.runs.crosscoder import Crosscoder, part_facts, part_remarks
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -675,6 +675,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
     return [
         *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
+        *(part_remarks(card.figures.crosscoder) if card.figures.crosscoder else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("families", _families(card))] if card.families else []),
         *([("model read", _text_read(card.spliced))] if card.spliced else []),
