@@ -20,8 +20,7 @@ from sae_tui.jobs.features import (
     has_features,
     in_row,
     in_words,
-    part_words,
-    ratio_words,
+    part_lines,
     search,
     strongest_tokens,
 )
@@ -113,10 +112,8 @@ def _show(feature: Feature, read: Features) -> None:
         f"{feature.mean:.2f} on average")  # fmt: skip
     if feature.stability is not None:
         say(f"stability    {feature.stability:.2f} (mean cosine with the nearest latent of each other seed)")
-    for number, part in enumerate(feature.parts):
-        say(f"norm in {letter(number):<3}  {part.share:.3f} {part_words(part)}")
-    if ratios := ratio_words(feature):
-        say(f"scaling      {ratios}")
+    for title, words in part_lines(feature):
+        say(f"{title.lower():<11}  {words}")
     if feature.density:
         say(f"activations  0 {bars(feature.histogram)} {feature.largest:.2f}")
     say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed
+from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, letter
 from trainer.contract.runs.features import (
     DENSE,
     FEATURES,
@@ -17,7 +17,6 @@ from trainer.contract.runs.features import (
     Family,
     Feature,
     Features,
-    LatentPart,
     LogitChange,
     is_filter,
 )
@@ -89,23 +88,26 @@ def family_words(feature: Feature) -> str:
     return f" ({words[feature.family]})" if feature.family in words else ""
 
 
-def part_words(part: LatentPart) -> str:
-    """Return a crosscoder's part and a latent's β in it, like `resid_post.8, β error 0.98, β reconstruction 1.20`."""
-    if part.beta_error is None or part.beta_reconstruction is None:
-        return part.name
-    return f"{part.name}, β error {part.beta_error:.2f}, β reconstruction {part.beta_reconstruction:.2f}"
+def part_lines(feature: Feature) -> list[tuple[str, str]]:
+    """Return titles and texts about a crosscoder's latent: its norms and latent scaling, by part; [] for other SAEs."""
+    if not feature.parts:
+        return []
+    names = ", ".join(f"{letter(number)} {part.name}" for number, part in enumerate(feature.parts))
+    lines = [("Parts", names), ("Norms", _by_part([part.share for part in feature.parts]))]
+    if feature.nu_error is not None and feature.nu_reconstruction is not None:
+        errors, rebuilt = zip(*((part.beta_error, part.beta_reconstruction) for part in feature.parts), strict=True)
+        lines.append(("β error", f"{_by_part(errors)}  ν {feature.nu_error:.2f}"))
+        lines.append(("β reconstr.", f"{_by_part(rebuilt)}  ν {feature.nu_reconstruction:.2f}"))
+        if feature.part not in (SHARED, OTHER):
+            shares = [part.share for part in feature.parts]
+            holds = is_confirmed(shares, feature.nu_error, feature.nu_reconstruction)
+            lines.append(("Scaling", f"{'confirmed' if holds else 'not confirmed'} as only in {feature.part}"))
+    return lines
 
 
-def ratio_words(feature: Feature) -> str:
-    """Return what latent scaling says about a latent, like `ν error 0.02, ν reconstruction 0.10: only in B`."""
-    if feature.nu_error is None or feature.nu_reconstruction is None:
-        return ""
-    ratios = f"ν error {feature.nu_error:.2f}, ν reconstruction {feature.nu_reconstruction:.2f}"
-    if feature.part in (SHARED, OTHER):
-        return ratios
-    shares = [part.share for part in feature.parts]
-    holds = is_confirmed(shares, feature.nu_error, feature.nu_reconstruction)
-    return f"{ratios}: {'' if holds else 'not '}confirmed as only in {feature.part}"
+def _by_part(values: Sequence[float | None]) -> str:
+    known = ("–" if value is None else f"{value:.2f}" for value in values)
+    return "  ".join(f"{letter(number)} {value}" for number, value in enumerate(known))
 
 
 def strongest_tokens(feature: Feature) -> str:

@@ -128,7 +128,7 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
     blocks = []
     for group in get_args(Group):
         rows = [_figure_line(one) for one in figures if one.group == group]
-        if group == "model" and not rows:
+        if group == "model" and not rows and card.figures.crosscoder is None:
             rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
         if group == "parts" and card.figures.crosscoder:
             rows = [*_part_lines(card.figures.crosscoder), *rows, _norms_line(card.figures.crosscoder)]

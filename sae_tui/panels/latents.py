@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import family_words, in_row, part_words, ratio_words, readable, strongest_tokens
+from sae_tui.jobs.features import family_words, in_row, part_lines, readable, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.crosscoder import letter
@@ -192,17 +192,6 @@ def _stability_lines(feature: Feature, width: int) -> list[Line]:
     return [(("Stability   ", "label"), (fit(text, max(0, width - 12)), "text"))]
 
 
-def _part_lines(feature: Feature, width: int) -> list[Line]:
-    """Return a line for each part of a crosscoder, and a line with the ratios of latent scaling."""
-    lines: list[Line] = []
-    for number, part in enumerate(feature.parts):
-        text = f"{part.share:.3f} {part_words(part)}"
-        lines.append(((f"Norm in {letter(number):<4}", "label"), (fit(text, max(0, width - 12)), "text")))
-    if ratios := ratio_words(feature):
-        lines.append((("Scaling     ", "label"), (fit(ratios, max(0, width - 12)), "text")))
-    return lines
-
-
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
     """Return a latent's data, with its examples aligned at their strongest tokens."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows{family_words(feature)}"
@@ -218,7 +207,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
         *_stability_lines(feature, width),
-        *_part_lines(feature, width),
+        *(((f"{title:<12}", "label"), (fit(text, max(0, width - 12)), "text")) for title, text in part_lines(feature)),
         *_moved_lines(feature, width),
         ((" ", "text"),),
     ]
