@@ -117,10 +117,10 @@ def test_the_parts_of_a_crosscoder_have_their_figures_and_a_histogram_of_norms(w
     lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width
-    assert re.search(r"  A resid_post\.8 +scale 1 ", text)
+    assert re.search(r"  A resid_post\.8 +scale 1\b", text)
     assert re.search(r"  FVU, B +0\.3000 ± 0\.0300", text)
     assert re.search(r"  only in A +5 ", text)
-    assert re.search(r"  norm in B 0 │▂ {8}█▆ {8}▃│ 1", text)
+    assert re.search(r"  norm in B 0 │▂ {8}█▆ {8}▂│ 1", text)
     assert "did not fire" in text
     # It reads several places in the model, so it cannot be patched into one of them.
     assert "not measured; press e" not in text

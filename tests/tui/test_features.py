@@ -286,7 +286,9 @@ def test_a_character_split_across_tokens_has_the_shade_of_the_strongest_token(tm
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_a_crosscoder_has_a_column_for_each_part(make_app: MakeApp, data: DataDir, size: tuple[int, int]) -> None:
-    put(data.sae(record_job(data, "a", JobState.FINISHED)), features_file(**OF_PARTS, **SCALING))
+    job_id = record_job(data, "a", JobState.FINISHED)
+    record_metrics(data, job_id)
+    put(data.sae(job_id), features_file(**OF_PARTS, **SCALING))
     app = make_app(4)
     async with app.run_test(size=size) as pilot:
         screen = await opened(pilot, app)
@@ -296,6 +298,7 @@ async def test_a_crosscoder_has_a_column_for_each_part(make_app: MakeApp, data: 
         await pilot.press("o", "o", "o")
         assert title(screen).endswith("by relative norm") or size[0] < 100
         assert [line[0] for line in listed(screen)[1:]] == ["1", "0"]
+        await pilot.press("up")
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 1" in detail.plain)
         lines = [" ".join(line.split()) for line in detail.plain.splitlines()]

@@ -461,8 +461,9 @@ class Features:
         for one in _FILTERS.findall(words):
             known = (_STABLE_FILTER, _FAMILY_FILTER, _NORM_FILTER, _PART_FILTER)
             if not any(pattern.fullmatch(one) for pattern in known):
-                families = f"family: and one of {', '.join(FAMILIES)}"
-                raise UserError(f"{one} is unknown; write stable:>0.7, norm:>0.9, part:B, confirmed:B, or {families}")
+                of_crosscoder = "for a crosscoder: norm:>0.9, part:B or confirmed:B"
+                families = f"family: and one of {', '.join(FAMILIES)}; {of_crosscoder}"
+                raise UserError(f"{one} is unknown; write stable:>0.7, or {families}")
         for sign, than in _STABLE_FILTER.findall(words):
             if not self.has_stability:
                 raise UserError(f"stable: {NO_STABILITY}")
