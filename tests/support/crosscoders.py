@@ -1,4 +1,4 @@
-"""Data for crosscoders: rows of two hooks with planted directions, some of which only one hook has."""
+"""Data for crosscoders: rows of two hooks with planted directions. Some directions occur at only one hook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 
 HOOKS = ("resid_post.1", "resid_post.2")
 N_ROWS, N_PLANTED, SCALES = 6_000, 48, (1.0, 8.0)
-# The directions that only the first hook has, and those that only the second has.
+# The directions that occur only at the first hook, or only at the second.
 ONLY_A, ONLY_B = slice(32, 40), slice(40, 48)
 
 

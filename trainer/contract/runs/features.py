@@ -443,9 +443,9 @@ class Features:
 
         `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, and
         `family:token` keeps only latents of that family. For a crosscoder, `part:B` keeps latents that write only in
-        the second part, `confirmed:B` those of them that latent scaling confirms, and `norm:>0.9` those with a larger
-        relative norm. Without other words, the first list contains all latents that are kept. Raise `UserError` if the
-        values are unknown.
+        the second part, `confirmed:B` only the ones that latent scaling confirms, and `norm:>0.9` only latents with a
+        larger relative norm. Without other words, the first list contains all latents that are kept. Raise `UserError`
+        if the values are unknown.
         """
         filters = [*self._filters(words)]
         if not filters:
