@@ -139,6 +139,11 @@ class LatentScaling:
             found.append((self._directions[part][of_latents] * rows[of_tokens]).sum(1).double())
         return torch.cat(found)
 
+    @property
+    def has_fired(self) -> Tensor:
+        """Whether each latent has fired on the rows so far, bool [d_sae]."""
+        return self._squares > 0
+
     def betas(self) -> tuple[Tensor, Tensor]:
         """Return β_error and β_reconstruction [d_sae, n_parts]; NaN for latents that do not fire."""
         squares, largest = self._squares[:, None], self._largest.double()[:, None]
@@ -152,7 +157,10 @@ def ratios(betas: Tensor, shares: Tensor) -> Tensor:
 
 
 def with_scaling(figures: Crosscoder, shares: Tensor, nu: Tensor, n_rows: int) -> Crosscoder:
-    """Return the figures with the number of latents that latent scaling confirms; `nu` is [d_sae, 2]."""
+    """Return the figures with the number of latents that latent scaling confirms.
+
+    `shares` and `nu` [n, 2] belong to the latents that fire on the measured rows.
+    """
     is_confirmed = ((nu[:, 0] < MOST_NU_ERROR) & (nu[:, 1] < MOST_NU_RECONSTRUCTION)).cpu()
     parts = [
         msgspec.structs.replace(part, n_confirmed=int(((shares[:, number].cpu() > ONLY) & is_confirmed).sum()))

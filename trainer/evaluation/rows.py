@@ -191,11 +191,12 @@ class EvaluationRows:
                 scaling.add(acts, (y - x_hat) * scales, (x_hat - bias) * scales, scale)
 
         add(self.batches(sae.measuring_half, "latent scaling"))
+        fires = scaling.has_fired
         add(self._more_rows(self._n_scaling - scaling.n_rows))
         betas = scaling.betas()
         nu = torch.stack([ratios(one, shares) for one in betas], dim=1)
         self.part_tensors |= scaling_tensors(nu, betas)
-        return with_scaling(figures, shares, nu, scaling.n_rows)
+        return with_scaling(figures, shares[fires], nu[fires], scaling.n_rows)
 
     def grouped(self, error: Tensor, spread: Tensor, *others: Tensor) -> Grouped:
         """For each text or block of neighbouring rows, sum the errors, spreads and `others` [n] from the last pass.

@@ -139,7 +139,7 @@ _CROSSCODER = typed(
                 {
                     "name": "What sets this part apart: its hook, model or folder.",
                     "width": "Width of this part.",
-                    "scale": "Scale of this part in training, as a multiple of the largest one.",
+                    "scale": "Scale of this part in training, as a multiple of the largest one; null if undefined.",
                     "fvu": "FVU of this part; null if undefined.",
                     "fvu_error": "Standard error of `fvu`; null if undefined.",
                     "n_only": "Number of firing latents only in this part: more than 0.9 of the decoder norms.",
