@@ -27,8 +27,9 @@ from trainer.contract.runs.crosscoder import (
 from trainer.contract.runs.features import PART_NAMES, PART_SHARES, SCALING
 from trainer.saes.sparse_acts import Acts, active_entries
 
-# The number of values to multiply at a time: 2^24 take 64 MiB.
-_AT_ONCE = 2**24
+# The number of values to multiply at a time. On one core, 1,024 rows of width 1,152 with 32 active latents each take
+# 0.17 s with 2^20 values, which fit into the cache, and 0.61 s with 2^24.
+_AT_ONCE = 2**20
 
 
 class CrosscoderRows(NamedTuple):
