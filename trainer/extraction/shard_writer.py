@@ -62,9 +62,6 @@ class StoredOrigin(NamedTuple):
     place: Tensor
 
 
-Origin = RowOrigin | StoredOrigin
-
-
 class DimensionSums(msgspec.Struct):
     """The sum and sum of squares of each dimension over all rows at a hook, in float64."""
 
@@ -95,7 +92,7 @@ class Block:
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
-        self.origins: list[Origin] = []
+        self.origins: list[StoredOrigin] = []
         # The copies of rows into `memory` that may still be in progress.
         self.coming: list[Future[None]] = []
 
@@ -103,9 +100,9 @@ class Block:
     def n_free(self) -> int:
         return len(self.memory[0]) - self.n
 
-    def origin(self) -> Origin:
+    def origin(self) -> StoredOrigin:
         """Return the origins of all rows."""
-        return type(self.origins[0])(*map(torch.cat, zip(*self.origins, strict=True)))
+        return StoredOrigin(*map(torch.cat, zip(*self.origins, strict=True)))
 
 
 class ShardsBegun:
@@ -142,7 +139,7 @@ class ShardBuffer:
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
-    def add(self, rows: list[Tensor], origin: Origin, chosen: Tensor | None = None) -> None:
+    def add(self, rows: list[Tensor], origin: StoredOrigin, chosen: Tensor | None = None) -> None:
         """Add the rows [n, d_in] of the same tokens at each hook; the caller must not modify the tensors afterwards.
 
         If `chosen` [n] is given, add only the rows at these indices. `origin` has one entry per added row.
@@ -155,7 +152,7 @@ class ShardBuffer:
             for raw, memory in zip(raws, block.memory, strict=True):
                 at = slice(done, last) if chosen is None else chosen[done:last].numpy()
                 block.coming.append(self._workers.submit(_copy, raw, at, memory[block.n : block.n + last - done]))
-            block.origins.append(type(origin)(*(one[done:last] for one in origin)))
+            block.origins.append(StoredOrigin(*(one[done:last] for one in origin)))
             block.n += last - done
             done = last
         self.n_waiting += n
@@ -181,8 +178,7 @@ class ShardBuffer:
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
         order = order_of_shard(self._seed, name, block.n)
-        origins = block.origin()
-        origin = type(origins)(*(one[order] for one in origins))
+        origin = StoredOrigin(*(one[order] for one in block.origin()))
         files = [folder / f"{name}.safetensors" for folder in self._folders]
         writing = [
             self._writers.submit(self._write, file, block, hook, order, origin) for hook, file in enumerate(files)
@@ -203,7 +199,7 @@ class ShardBuffer:
         return self._waiting[-1]
 
     def _write(
-        self, file: Path, block: Block, hook: int, order: Tensor, origin: Origin
+        self, file: Path, block: Block, hook: int, order: Tensor, origin: StoredOrigin
     ) -> tuple[ShardFile, DimensionSums]:
         for one in block.coming:
             one.result()
