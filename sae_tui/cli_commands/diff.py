@@ -7,7 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from sae_tui.cli_commands.context import CommandContext
+from sae_tui.cli_commands.edits import print_job_file
 from sae_tui.cli_commands.evaluation import evaluated
 from sae_tui.cli_commands.job_files import overrides_of
 from sae_tui.cli_commands.jobs import EXITS, wait_until_ended
@@ -16,11 +19,12 @@ from sae_tui.cli_commands.output import say, show_json, show_table, warn
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobView
+from trainer.contract.errors import JobFileError
 from trainer.contract.exits import Exit
 from trainer.contract.paths import working_folder
 from trainer.contract.runs.card_figures import CardFigure, figures_of
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, job_of, to_table
+from trainer.contract.settings.job_file import job_of
 
 TAG = "diff"
 # The default number of tokens. A text file may have fewer: it has at least one token per `_BYTES_PER_TOKEN` bytes, of
@@ -29,6 +33,11 @@ TOKENS = 100_000_000
 _BYTES_PER_TOKEN = 8
 # The default number of latents per dimension of both models together.
 _EXPANSION = 8.0
+# The flags that set these settings.
+_FLAGS = {
+    "data.hook": "--hook", "data.text": "--text", "data.dataset": "--dataset", "sae.k": "--k", "sae.d_sae": "--d-sae",
+    "train.n_tokens": "--tokens", "name": "--name",
+}  # fmt: skip
 # The group of the figures of a crosscoder's parts on a report card.
 _PARTS = "parts"
 
@@ -37,11 +46,7 @@ def diff(context: CommandContext, flags: argparse.Namespace) -> int:
     """Train a crosscoder on both models, evaluate it and print what is only in one of them."""
     job = diff_job(flags)
     if flags.dry_run:
-        if context.as_json:
-            show_json({"job_file": dump_job(job), "settings": to_table(job)})
-        else:
-            say(dump_job(job).rstrip())
-        return Exit.DONE
+        return print_job_file(context, job)
     options = argparse.Namespace(**vars(flags) | {"tag": [TAG, *flags.tag], "wait": False, "hold": False})
     if flags.detach:
         return launch_all(context, options, [job])
@@ -71,9 +76,13 @@ def diff_job(flags: argparse.Namespace) -> JobConfig:
     sae |= {"d_sae": flags.d_sae} if flags.d_sae else {"expansion_factor": _EXPANSION}
     name = flags.name or f"{_short(flags.model_a)} vs {_short(flags.model_b)}"[:LONGEST_NAME]
     table = {"name": name, "data": data, "sae": sae, "train": {"n_tokens": flags.tokens or _tokens_in(flags.text)}}
-    job = job_of(table, overrides_of(flags.overrides, flags.gpus), [working_folder()])
-    whole = job.with_paths([working_folder()])
-    whole.data_shape()
+    try:
+        job = job_of(table, overrides_of(flags.overrides, flags.gpus), [working_folder()])
+        whole = job.with_paths([working_folder()])
+        whole.data_shape()
+    except JobFileError as error:
+        problems = [replace(one, path=_FLAGS.get(one.path, one.path)) for one in error.problems]
+        raise JobFileError(problems, is_usage=True) from None
     return whole
 
 
@@ -93,7 +102,7 @@ def _tokens_in(text: str | None) -> int:
 def _evaluation_flags(job_id: int) -> argparse.Namespace:
     """Return the flags of `sae-tui eval ID --wait`, which finds the texts on which each latent fires."""
     return argparse.Namespace(
-        id=job_id, model=None, probe=None, no_splice=False, keep_rows=False, cpu=False, wait=True, allow_code=False
+        id=job_id, model=None, probe=False, no_splice=False, keep_rows=False, cpu=False, wait=True, allow_code=False
     )
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.extraction.shard_writer import DimensionSums, StoredOrigin, ShardBuffer, add_sums
+from trainer.extraction.shard_writer import DimensionSums, ShardBuffer, StoredOrigin, add_sums
 
 
 def rows(first: int, n: int) -> tuple[list[Tensor], StoredOrigin]:
@@ -45,7 +45,8 @@ def test_each_shard_contains_the_next_rows_in_the_same_order_for_all_hooks(block
         for tensors in (a, b):
             assert (tensors["positions"] - 1000).tolist() == tensors["token_ids"].tolist() == ids
             assert tensors["document"].tolist() == [one // 10 for one in ids]
-            assert {one.dtype for name, one in tensors.items() if name != "activations"} == {torch.int32}
+            assert [tensors[name].dtype for name in StoredOrigin._fields] == [torch.int32] * 3 + [torch.int64]
+            assert tensors["place"].tolist() == ids
     assert (blocks.is_full, blocks.n_waiting) == (False, 4)
     assert [shard.n_tokens for shard, _ in blocks.write(2)] == [4, 4]
     assert blocks.n_waiting == 0

@@ -152,7 +152,7 @@ def test_models_with_different_tokenizers_are_refused_by_name(tiny, edited, text
 def test_a_token_that_only_one_model_marks_as_special_is_left_out(tiny, edited, text: Path) -> None:
     copy = edited(lambda _: None)
     settings = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"additional_special_tokens": [" hill"]}))
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "Ġhill"}))
     given = table([tiny("gpt2"), copy], text)
     assert len(some_rows(begun(given))) < len(some_rows(begun(given, model=str(tiny("gpt2")))))
 
@@ -231,8 +231,9 @@ def test_a_killed_run_on_two_models_resumes_to_the_same_weights_on_one_or_two_ra
 
     whole, resumed = weights("cpu"), weights("cpu", is_killed=True)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    by_two = weights("cpu:2")
-    torch.testing.assert_close(by_two["sae.W_dec"], whole["sae.W_dec"], rtol=1e-3, atol=1e-4)
+    weights("cpu:2")
+    by_one, by_two = (load_file(tmp_path / f"{gpus}-False" / "sae_weights.safetensors") for gpus in ("cpu", "cpu:2"))
+    torch.testing.assert_close(by_two, by_one, rtol=1e-3, atol=1e-4)
 
 
 def stored(place: Path) -> dict[int, Tensor]:
