@@ -19,7 +19,7 @@ from sae_tui.cli_commands.output import say, show_json, show_table, warn
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobView
-from trainer.contract.errors import JobFileError
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.paths import working_folder
 from trainer.contract.runs.card_figures import CardFigure, figures_of
@@ -43,7 +43,7 @@ _PARTS = "parts"
 
 
 def diff(context: CommandContext, flags: argparse.Namespace) -> int:
-    """Train a crosscoder on both models, evaluate it and print what is only in one of them."""
+    """Train a crosscoder on both models, evaluate it, and print its figures."""
     job = diff_job(flags)
     if flags.dry_run:
         return print_job_file(context, job)
@@ -83,6 +83,10 @@ def diff_job(flags: argparse.Namespace) -> JobConfig:
     except JobFileError as error:
         problems = [replace(one, path=_FLAGS.get(one.path, one.path)) for one in error.problems]
         raise JobFileError(problems, is_usage=True) from None
+    if whole.sweep:
+        raise JobFileError(
+            [Problem("--set", "gives several SAEs, but diff trains one; launch them with --dry-run's file")]
+        )
     return whole
 
 
@@ -130,6 +134,7 @@ def _show(job_id: int, flags: argparse.Namespace, figures: list[CardFigure]) -> 
     say(f"A is {flags.model_a}, B is {flags.model_b}")
     shown = [one for one in figures if one.group == _PARTS or one.name in ("fvu", "l0")]
     if shown:
-        show_table(("FIGURE", "VALUE"), [(one.series.title.strip(), one.text) for one in shown])
-    say(f"`sae-tui features {job_id} --search part:B` shows the latents that only B has")
+        show_table(("FIGURE", "VALUE"), [(one.series.title, one.text) for one in shown])
+    say(f"`sae-tui features {job_id} --sort norm` lists the latents that write most in B first")
+    say(f"`sae-tui features {job_id} --search part:B` lists the latents that write only in B")
     say(f"in the app, open job {job_id}, press f for its latents, and search for part:B")

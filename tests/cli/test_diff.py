@@ -50,6 +50,7 @@ def test_a_dry_run_prints_the_job_file_and_launches_nothing(shell, models: list[
         (["--hook", "resid_post.9"], "--hook: "),
         (["--text", "/nowhere.txt"], "--text: there is nothing at /nowhere.txt"),
         (["--dataset", "some/texts"], "--dataset"),
+        (["--set", "sae.k=[2, 4]"], "--set: gives several SAEs, but diff trains one"),
     ],
 )
 def test_wrong_flags_are_refused_by_name(
@@ -70,6 +71,6 @@ def test_two_models_are_compared_in_one_command(shell, models: list[Path], text:
     given = [*arguments(models, text), "--k", 4, "--d-sae", 64, "--tokens", "4k", "--set", "data.held_out_tokens=200"]
     done = shell.run(*given, "--set", "train.batch_size=256")
     assert f"A is {models[0]}, B is {models[1]}" in done.stdout
-    assert "`sae-tui features 1 --search part:B` shows the latents that only B has" in done.stdout
+    assert "`sae-tui features 1 --search part:B` lists the latents that write only in B" in done.stdout
     (job,) = shell.json("jobs")
     assert (job["name"], job["state"], job["tags"]) == ("gpt2 vs tuned", "finished", ["diff"])

@@ -232,7 +232,9 @@ def test_a_killed_run_on_two_models_resumes_to_the_same_weights_on_one_or_two_ra
     whole, resumed = weights("cpu"), weights("cpu", is_killed=True)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     weights("cpu:2")
-    by_one, by_two = (load_file(tmp_path / f"{gpus}-False" / "sae_weights.safetensors") for gpus in ("cpu", "cpu:2"))
+    by_one, by_two = (
+        load_file(tmp_path / f"{gpus}-False" / "sae" / "sae_weights.safetensors") for gpus in ("cpu", "cpu:2")
+    )
     torch.testing.assert_close(by_two, by_one, rtol=1e-3, atol=1e-4)
 
 
