@@ -161,6 +161,7 @@ def test_a_token_that_only_one_model_marks_as_special_is_left_out(tiny, edited, 
     ("changes", "sentence"),
     [
         ({"model": ["A", "A"]}, "names .* twice; name different models"),
+        ({"model": []}, "data.model: is an empty list; name a language model"),
         ({"model": ["A", "/nowhere"]}, "data.model: there is nothing at /nowhere"),
         ({"hook": "mlp.1"}, "data.hook: mlp.1 stands for a transcoder, but the parts form a crosscoder"),
         ({"hook": "resid_post.7"}, "data.hook: .* has no .*resid_post.7"),

@@ -46,7 +46,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     """A language model that reads text during training, on the training devices or on dedicated GPUs."""
 
     model: Annotated[
-        _Model | Annotated[list[_Model], msgspec.Meta(min_length=1)],
+        _Model | list[_Model],
         about(
             "Folder, name on the hub, or .gguf file of a language model; a list: a crosscoder of these models.",
             wanted="a string of at least 1 character(s), or a list of such strings",
@@ -108,7 +108,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     def shape(self) -> DataShape:
         if len(parts := self.parts()) == 1 and isinstance(self.model, list):
             return parts[0].shape()
-        if len(parts) > 1:
+        if len(parts) != 1:
             if problems := problems_of_hooks([self.hook], "data.hook") or self._check_models():
                 raise JobFileError(problems)
             return joined_shape({f"{part.hook} of {part.model}": part.shape() for part in parts}, "data.hook")
@@ -172,6 +172,8 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return next(iter(self._sizes), None)
 
     def _check_models(self) -> list[Problem]:
+        if not self.models:
+            return [Problem("data.model", "is an empty list; name a language model")]
         places = [os.path.realpath(model) for model in self.models]
         if twice := next(
             (model for model, one in zip(self.models, places, strict=True) if places.count(one) > 1), None
