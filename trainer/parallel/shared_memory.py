@@ -55,11 +55,11 @@ class SharedRanks(Processes):
                 self._sum(blocks, blocks[self.index])
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        own = wide(local_shard(tensor, self), copy=True)
+        blocks = _flat_parts(tensor.contiguous(), self.size)
+        total = torch.empty_like(local_shard(tensor, self), dtype=wide(tensor[:0]).dtype)
         with exchanging(self._waiting):
-            self._sum(_flat_parts(tensor, self.size), own.view(-1))
-        return own
+            self._sum(blocks, total.view(-1))
+        return total
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -106,13 +106,14 @@ class SharedRanks(Processes):
         self._sum(blocks, blocks[self.index])
         self._spread(blocks)
 
-    def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
-        """Send the other ranks their blocks, and add the blocks received from them to `own`."""
+    def _sum(self, blocks: list[Tensor], total: Tensor) -> None:
+        """Send the other ranks their blocks, and write the sum of all blocks for this rank to `total`."""
+        first, *rest = (rank for rank in range(self.size) if rank != self.index)
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
-            part = own[piece]
-            for rank in range(self.size):
-                if rank != self.index:
-                    part += places[rank, : len(part)]
+            part, own = total[piece], blocks[self.index][piece]
+            torch.add(own, places[first, : len(part)], out=part)
+            for rank in rest:
+                part += places[rank, : len(part)]
 
     def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
         """Send each rank its block of `blocks`, and copy the blocks sent to this rank into `received`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer.contract.planning import first_look
 from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
-from trainer.parallel.group import Group, wide
+from trainer.parallel.group import Group
 from trainer.runtime.triton_kernels import SELECTIONS_ACROSS_RANKS
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
@@ -50,9 +50,9 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
         return entries.chosen_first(len(columns), len(tokens) // group.size)
     (columns, values, ceiling), n_sent = _candidates(pre_acts, k, group)
     sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
-    floor, n_chosen = group.from_owners(_floors(group.to_owners(sent), k), len(sent)).unbind(dim=1)
-    local = _LocalChoice(columns, values, _not_below(values, floor, n_chosen))
-    if len(rows := (n_chosen < 0).nonzero().flatten()):
+    selected = group.from_owners(_selected(group.to_owners(sent), k), len(sent))
+    local = _LocalChoice(columns, values, selected[:, : columns.shape[1]])
+    if len(rows := selected[:, -1].nonzero().flatten()):
         local = local.with_rows(rows, _LocalChoice(*_among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
 
@@ -76,35 +76,17 @@ def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, in
     return looked.exact(least), n_sent
 
 
-def _floors(gathered: Tensor, k: int) -> Tensor:
-    """Return each token's k-th largest candidate and each rank's number of chosen ones, [n_ranks, n_tokens, 2].
+def _selected(gathered: Tensor, k: int) -> Tensor:
+    """Return a mask [n_ranks, n_tokens, n + 1] of the candidates that are among the k largest for their token.
 
-    `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The number is −1 if the
-    result is not final yet, since an unsent value might be among the token's k largest values.
+    `gathered` [n_ranks, n_tokens, n + 1] contains n candidates followed by their ceiling. The last column of the result
+    marks tokens whose result is not final yet, since an unsent value might be among their k largest values.
     """
     candidates, ceilings = gathered[:, :, :-1].movedim(0, 1), gathered[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
     # The negated comparison is True for NaN.
     is_open = ~(ceilings <= smallest).all(dim=0)
-    n_chosen = is_chosen.sum(dim=2).masked_fill_(is_open[:, None], -1)
-    # A 16-bit dtype would round the numbers.
-    floor = wide(smallest)
-    return torch.stack([floor.expand(len(gathered), -1), n_chosen.T.to(floor.dtype)], dim=2)
-
-
-def _not_below(values: Tensor, floor: Tensor, n_chosen: Tensor) -> Tensor:
-    """Return a mask of the `n_chosen` [n_tokens] largest values [n_tokens, n] of each token; −1 means any mask.
-
-    `floor` [n_tokens] is the smallest value that any rank has chosen; of several equal values, not all may be chosen.
-    """
-    # The negated comparison is True for NaN.
-    is_chosen = ~(values < floor[:, None])
-    n_tied = is_chosen.sum(dim=1) - n_chosen
-    if len(tied := ((n_tied > 0) & (n_chosen >= 0)).nonzero().flatten()):
-        order = values[tied].argsort(dim=1, descending=True)
-        is_first = torch.arange(values.shape[1]) < n_chosen[tied, None]
-        is_chosen[tied] = torch.zeros_like(is_first).scatter_(1, order, is_first)
-    return is_chosen
+    return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
 
 class _LocalChoice(NamedTuple):
