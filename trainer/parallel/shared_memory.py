@@ -111,7 +111,8 @@ class SharedRanks(Processes):
         first, *rest = (rank for rank in range(self.size) if rank != self.index)
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
             part, own = total[piece], blocks[self.index][piece]
-            torch.add(own, places[first, : len(part)], out=part)
+            # Sums of 16-bit blocks are wider than the blocks.
+            torch.add(wide(own), places[first, : len(part)], out=part)
             for rank in rest:
                 part += places[rank, : len(part)]
 
