@@ -7,7 +7,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from trainer.contract.machine_memory import available_bytes
 from trainer.contract.paths import RunPaths
@@ -61,11 +62,11 @@ class EarlyRanks:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def start(self, spec: RankSpec) -> None:
+    def start(self, spec: RankSpec, command: Callable[[Path], Sequence[str]] = rank_command) -> None:
         """Start one process per rank, unless the machine has too little memory."""
         if available_bytes() < NEEDED_BYTES * spec.n_processes:
             return
-        argv = rank_command(RunPaths(spec.run_dir).rank_spec(spec.attempt))
+        argv = command(RunPaths(spec.run_dir).rank_spec(spec.attempt))
         for rank in range(spec.n_processes):
             ours, theirs = socket.socketpair()
             # A rank that is still importing torch reads nothing. Environments rarely exceed the socket's buffer.

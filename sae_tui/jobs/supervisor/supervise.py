@@ -182,10 +182,12 @@ class Supervisor:
         job = self._line.job
         launch = table_of(job.config).get("launch")
         is_other = job.backend != "local" or (isinstance(launch, dict) and launch.get("python"))
-        is_other = is_other or self._command is not rank_command or not kind_of(job.config).trains
-        if self._has_started_early or job.held or is_other:
+        if self._has_started_early or job.held or is_other or not kind_of(job.config).trains:
             return
         self._has_started_early = True
+        # In the middle of an upgrade, modules may be missing.
+        if not self._installed.is_current():
+            return
         # Import this module now too. It is large, so supervisors of other waiting jobs do without it.
         pkgutil.resolve_name(kind_of(job.config).runner)
         spec = RankSpec(
@@ -193,7 +195,7 @@ class Supervisor:
             world_size=job.world_size, device=job.device, box_file=self._data.box_file,
             as_one_process=job.mode in ONE_PROCESS,
         )  # fmt: skip
-        self._early.start(spec)
+        self._early.start(spec, self._command)
 
     def _fail(self, error: Exception) -> None:
         """Stop all ranks, record that the supervisor failed, and run the user's command, unless the job has ended."""
