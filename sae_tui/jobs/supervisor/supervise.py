@@ -38,7 +38,6 @@ from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, umask_of
-from trainer.contract.planning.workload import ONE_PROCESS
 from trainer.contract.prctl import become_subreaper
 from trainer.contract.process import STOP_SIGNALS, ProcessRef
 from trainer.contract.runs.lock import RunLock
@@ -188,8 +187,10 @@ class Supervisor:
         # In the middle of an upgrade, modules may be missing.
         if not self._installed.is_current():
             return
-        # Import this module now too. It is large, so supervisors of other waiting jobs do without it.
+        # These imports are large, so supervisors of other waiting jobs do without them.
         pkgutil.resolve_name(kind_of(job.config).runner)
+        from trainer.contract.planning.workload import ONE_PROCESS
+
         spec = RankSpec(
             run_dir=self._paths.root, output_dir=self._data.sae(job.id), attempt=job.attempt + 1,
             world_size=job.world_size, device=job.device, box_file=self._data.box_file,
