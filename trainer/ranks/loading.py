@@ -15,6 +15,8 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.ranks.rank import hold_signals
 
 _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
+# The other modules that a rank imports before its first step.
+_EARLY = ("trainer.ranks.training_work", "trainer.reporting.mirroring", "trainer.evaluation.at_end")
 
 
 def load_trainer() -> None:
@@ -37,6 +39,9 @@ def wait_for_turn() -> None:
     # If the import fails, it fails again after the restart, and the error is then reported.
     with contextlib.suppress(Exception):
         load_trainer()
+        with without_collection():
+            for name in _EARLY:
+                importlib.import_module(name)
         is_loaded = True
     if (grant := receive_grant(int(channel))) is None:
         os._exit(EXIT_FINISHED)

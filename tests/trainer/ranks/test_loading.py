@@ -19,7 +19,7 @@ import mmap, os, sys
 from trainer.contract.runs.grant import CHANNEL
 from trainer.ranks import loading
 is_early = CHANNEL in os.environ
-loading._NEEDED = tuple(filter(None, os.environ["IMPORTS"].split()))
+loading._NEEDED, loading._EARLY = tuple(os.environ["IMPORTS"].split()), ()
 if driver := os.environ.get("DRIVER"):
     mapped = mmap.mmap(os.open(driver, os.O_RDWR), 4096)
 loading.wait_for_turn()
