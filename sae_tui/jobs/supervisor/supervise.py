@@ -57,8 +57,9 @@ RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 # The delay before a command is queued again at its own request, so that a command that always asks for it costs little.
 REQUEUED_AFTER_S = 5.0
-# How long a supervisor waits in the queue, which is long enough to skip another supervisor that does not respond.
-LEAVES_AFTER_S = 60.0
+# How long a supervisor waits in the queue, which is long enough to skip another supervisor that does not respond. With
+# ranks that were started early, it waits longer, because a running job may evaluate its SAE for minutes at its end.
+LEAVES_AFTER_S, EARLY_LEAVES_AFTER_S = 60.0, 300.0
 
 
 T = TypeVar("T")
@@ -171,7 +172,7 @@ class Supervisor:
                 # Even if the store cannot be read, `_conclude` can record how the job ended in the run folder.
                 self._conclude(JobEnding(state=JobState.STOPPED, ended=time.time()))
                 return False
-            is_late = time.monotonic() - began > LEAVES_AFTER_S
+            is_late = time.monotonic() - began > (EARLY_LEAVES_AFTER_S if self._early else LEAVES_AFTER_S)
             if (is_late or self._line.job.held) and is_attended(self._data, self._job):
                 return False
             time.sleep(EARLY_TICK_S if self._early else TICK_S)
