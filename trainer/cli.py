@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pkgutil
 import re
 import socket
@@ -30,6 +31,7 @@ from trainer.contract.printable import printable_json, printable_lines
 from trainer.contract.process import take_back_signals
 from trainer.contract.progress import Progress
 from trainer.contract.runs import cuda_variables
+from trainer.contract.runs.grant import CHANNEL
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import (
     EXIT_FAILED,
@@ -459,6 +461,10 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 
 def _rank(flags: argparse.Namespace) -> int:
+    if CHANNEL in os.environ:
+        from trainer.ranks.loading import wait_for_turn
+
+        wait_for_turn()
     try:
         spec = (read_spec if flags.any_owner else read_own_spec)(flags.spec)
     except FileNotFoundError:
