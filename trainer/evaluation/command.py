@@ -60,6 +60,7 @@ def evaluate(
     is_probed: bool = False,
     n_sets: int | None = None,
     keeps_rows: bool = False,
+    refine: int = 0,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run or checkpoint on the run's data, or the SAEs in a folder on rows of `data` if given.
@@ -69,7 +70,8 @@ def evaluate(
     report card was written to (`written_to`). A job file may request a language model's own Python code; this code runs
     only if `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such
     measurement for the same weights. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12) sets of
-    texts that `model` reads. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if
+    texts that `model` reads. With `refine`, activations are also measured on rows after that many steps of refinement.
+    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if
     the run has exported the SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
@@ -81,6 +83,8 @@ def evaluate(
     for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
         if is_given and not data:
             raise UsageError(f"{flag}: needs --data; give the activations to measure on")
+    if refine and keeps_rows:
+        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
     if path.is_file():
         raise UsageError(f"{path} is a file, but an SAE needs a folder for its report card; give a folder or import it")
     if is_folder_of_saes(path):
@@ -95,7 +99,7 @@ def evaluate(
                 raise UsageError(f"{flag}: requires the folder of a run, but {path} contains an SAE")
         with Progress("evaluating"):
             on = _device(device)
-            cards = cards_in(path.absolute(), on, data, targets, given, allows_code=allows_code)
+            cards = cards_in(path.absolute(), on, data, targets, given, refine=refine, allows_code=allows_code)
             return [one.as_json() for one in _compared([_written(one) for one in cards], on)]
     if data and RunPaths(path).job_file.exists():
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
@@ -110,7 +114,7 @@ def evaluate(
     on = _device(device)
     evaluations = evaluations_of(
         path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows,
-        allows_code=allows_code,
+        refine=refine, allows_code=allows_code,
     )  # fmt: skip
     asked = {
         ROWS: not keeps_rows, FIRES_ON: n_contexts and not keeps_rows, IN_MODEL: model and n_tokens != 0,

@@ -92,6 +92,11 @@ def _transformed(card: Card) -> tuple[object, ...]:
     return card.data.place, card.data.dimensions
 
 
+def _refined(card: Card) -> tuple[object, ...]:
+    """Return what two report cards must share for the figures of refined activations to be comparable."""
+    return *_transformed(card), card.figures.refined.n_steps if card.figures.refined else 0
+
+
 def texts_of(card: Card) -> tuple[object, ...] | None:
     """Return what two report cards must share for the language model's losses to be comparable.
 
@@ -134,6 +139,9 @@ def _of_rows(name: str, series: Series, group: Group = "reconstruction", **more:
 _FIGURES = (
     _of_rows("fvu", _FVU, error=_of("figures", "fvu_error")),
     _of_rows("fvu_all_dimensions", _like(_FVU, "FVU, raw rows"), condition=_place),
+    _Declared("refined_fvu", "reconstruction", _like(_FVU, "FVU, refined"), _of("figures", "refined", "fvu"),
+              _of("figures", "refined", "fvu_error"), _refined),
+    _Declared("refined_l0", "reconstruction", _like(_L0, "L0, refined"), _of("figures", "refined", "l0")),
     _of_rows("median_row_fvu", _like(_FVU, "median row FVU")),
     # The explained variance is 1 - FVU, with the same error.
     _of_rows("explained_variance", _like(METRICS["explained_variance"].series, "explained variance", format=".2%"),

@@ -71,6 +71,18 @@ class AtK(msgspec.Struct, frozen=True):
     fvu_error: float = math.nan
 
 
+class Refined(msgspec.Struct, frozen=True):
+    """The FVU, its standard error and the L0 of activations that `n_steps` steps of refinement have improved.
+
+    Only `encode(x, refine=n_steps)` in Python computes these activations; other tools do not.
+    """
+
+    n_steps: int
+    fvu: float = math.nan
+    fvu_error: float = math.nan
+    l0: float = math.nan
+
+
 class Figures(Reconstruction, frozen=True, kw_only=True):
     """An SAE's metrics on `n_tokens` rows.
 
@@ -89,6 +101,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
 
     `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
+    `refined` is None unless the evaluation was asked to refine activations.
     """
 
     n_tokens: int
@@ -109,6 +122,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     max_decoder_cosine: float = math.nan
     fvu_all_dimensions: float | None = None
     by_k: tuple[AtK, ...] = ()
+    refined: Refined | None = None
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
@@ -413,10 +427,11 @@ class Card(msgspec.Struct, frozen=True):
         rows = self if ROWS in self.parts or not self.parts else older
         # The figures of random twins and of known features are valid only for the same rows.
         same_rows = (older.data.place, older.figures.n_tokens) == (rows.data.place, rows.figures.n_tokens)
+        refined = rows.figures.refined or (older.figures.refined if same_rows else None)
         return msgspec.structs.replace(
             self,
             data=rows.data,
-            figures=rows.figures,
+            figures=msgspec.structs.replace(rows.figures, refined=refined),
             # If an SAE's folder is evaluated without its run, fields such as the label and the step are unknown.
             label=self.label or older.label,
             step=self.step or older.step,
@@ -595,6 +610,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         *([("FVU by k", _by_k(one))] if one.by_k else []),
+        *([("FVU, refined", _refined(one.refined))] if one.refined else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
@@ -622,6 +638,12 @@ def facts(card: Card) -> list[tuple[str, str]]:
 def _by_k(one: Figures) -> str:
     """Return the FVU for each k, like `8: 0.3776 ± 0.0031, 16: 0.2886 ± 0.0024`."""
     return ", ".join(f"{at.k}: {_with_error(at.fvu, at.fvu_error)}" for at in one.by_k)
+
+
+def _refined(one: Refined) -> str:
+    """Return the figures of refined activations, like `0.1281 ± 0.0021 at L0 31.9, with refine=1 in Python only`."""
+    fvu, l0 = _with_error(one.fvu, one.fvu_error), _known(one.l0, ".1f")
+    return f"{fvu} at L0 {l0}, with refine={one.n_steps} in Python only"
 
 
 def family_words(families: Mapping[str, int]) -> str:
