@@ -30,9 +30,8 @@ from trainer.evaluation.known_features import known_features
 from trainer.evaluation.rows import EvaluationRows
 from trainer.saes.refinement import refuse_transcoder
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
+from trainer.sharing.origins import ORIGIN
 from trainer.training.thresholds import SET_ON
-
-_ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
 
 class MeasuredSae(NamedTuple):
@@ -137,7 +136,7 @@ def card_of(
         architecture=sae.architecture,
         step=step,
         tokens=sae.tokens,
-        origin={fact: sae.metadata[fact] for fact in _ORIGIN if fact in sae.metadata},
+        origin={fact: sae.metadata[fact] for fact in ORIGIN if fact in sae.metadata},
         data=data,
         figures=figures,
         sums=rows.sums,

@@ -23,7 +23,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.progress import advance, stage
 from trainer.contract.runs.card_versions import of_weights, weights_of
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.runs.evaluation_time import LOADING
+from trainer.contract.runs.evaluation_time import LOADING, READING, ROWS_READ_AGAIN
 from trainer.contract.runs.report_card import (
     FIRES_ON,
     IN_MODEL,
@@ -64,10 +64,6 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
-
-# For each device type, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to 2
-# minutes.
-ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
@@ -238,6 +234,8 @@ class _PartTimer:
             return {}, {}
         parts: dict[str, Part] = {}
         sae, timed, model = learner.sae, self._begin(), self._hooks.model(learner.hook)
+        if model:
+            stage(PART_TITLES[PROMOTED])
         moved = model.moved_tokens(sae.raw_decoder()) if model else {}
         if moved and model:
             parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=model.name)
@@ -328,7 +326,7 @@ def _folder_with_tokens(settings: SourceSettings, device: torch.device) -> Itera
     job, n = job_of_stream(settings, [hook]), ROWS_READ_AGAIN[device.type]
     with tempfile.TemporaryDirectory(prefix="sae-tui-texts-") as folder:
         job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=folder, n_tokens=n))
-        stage("reading the text again", n)
+        stage(READING, n)
         so_far = 0
 
         def report(kept: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.layouts import D_IN as LAYOUTS_WIDTH
 from support.layouts import LAYOUTS
 from support.report_cards import put_card
@@ -284,6 +284,25 @@ def test_renamed_saes_are_compared_if_their_metadata_differ_only_in_the_seed(
     named = {card["label"]: card for card in cards(capsys, str(tmp_path / "seeds"), "--data", str(activations))}
     for label, own in (("seed=0", found["first"]), ("seed=1", found["second"]), ("seed=2", found["third"])):
         assert own | {"others": None} == named[label]["stability"] | {"others": None}
+
+
+@pytest.mark.parametrize("names_hook", [False, True])
+def test_saes_of_other_layers_with_the_same_recipe_are_not_seeds_of_each_other(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown, names_hook: bool
+) -> None:
+    shutil.copytree(activations, other := tmp_path / "other")
+    for layer, folder in enumerate((activations, other)):
+        if names_hook:
+            (folder / "meta.json").write_text(json.dumps({"hook_name": f"resid_post.{layer}"}))
+    for file in () if names_hook else other.glob("*.safetensors"):
+        save_file({"activations": load_file(file)["activations"] * 2}, file)
+    for seed, data in enumerate((activations, other)):
+        job = make_job(data={"path": str(data)}, train={"seed": seed})
+        for folder in ("renamed/a", "named/seed="):
+            assert make_trainer(job, output=tmp_path / f"{folder}{seed}").run()
+    for folder in ("renamed", "named"):
+        found = cards(capsys, str(tmp_path / folder), "--data", str(activations))
+        assert [card["stability"] for card in found] == [None, None]
 
 
 def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_that_k(
