@@ -14,6 +14,7 @@ from torch.nn.functional import normalize
 from trainer.activations.base import Indices, Pair, Source
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,
+    LEAST_CLUSTERS,
     LEAST_ROWS_FOR_RARE,
     LOWEST_DECADE,
     RARE,
@@ -235,9 +236,12 @@ def by_label(labels: Indices, values: Tensor) -> Tensor:
 
 
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
-    """Return the standard error of Σ numerators / Σ denominators for [n] independent clusters (delta method)."""
+    """Return the standard error of Σ numerators / Σ denominators for [n] independent clusters (delta method).
+
+    Return NaN if there are too few clusters.
+    """
     n, total = len(numerators), float(denominators.sum())
-    if n < 2 or not total:
+    if n < LEAST_CLUSTERS or not total:
         return math.nan
     left = numerators - numerators.sum() / total * denominators
     return float((left.square().sum() * n / (n - 1)).sqrt()) / abs(total)

@@ -21,7 +21,7 @@ from torch.nn.functional import normalize
 
 from trainer.contract.progress import track
 from trainer.contract.runs.evaluation_time import COSINES, MOST_LATENTS, MOST_MATCHED
-from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.features import FIRING, STABILITY
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import STABLE_COSINE, Card, Stability, read_card
 from trainer.contract.store.seeds import by_seeds, names_seed
@@ -84,9 +84,9 @@ def write_stability(
         saes = {label: read_exported(folders[label], device) for label in cards}
         saes = {label: sae for label, sae in saes.items() if bool(sae.directions.isfinite().all())}
         if len(saes) > 1 and len({sae.directions.shape for sae in saes.values()}) == 1:
-            for label, stability, cosines in _compared(saes, rows_of(labels[0])):
+            for label, stability, of_latents in _compared(saes, rows_of(labels[0])):
                 whole = msgspec.structs.replace(cards[label], stability=stability)
-                done[label] = write_card(folders[label], whole, {STABILITY: cosines}, replaces=cards[label])
+                done[label] = write_card(folders[label], whole, of_latents, replaces=cards[label])
     return done, f"comparing {wide:,} latents with all others takes too long here" if wide else ""
 
 
@@ -132,8 +132,10 @@ def are_compared(cards: Mapping[str, Card]) -> bool:
     return all(one and one.rows and {label, *one.others} == cards.keys() for label, one in found)
 
 
-def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator[tuple[str, Stability, Tensor]]:
-    """Compare each pair of SAEs once; yield each label with its figures and each latent's mean decoder cosine.
+def _compared(
+    saes: Mapping[str, ExportedSae], rows: EvaluationRows
+) -> Iterator[tuple[str, Stability, dict[str, Tensor]]]:
+    """Compare each pair of SAEs once; yield each label with its figures, and each latent's means for its features file.
 
     If the activations cannot be correlated, yield the other figures, and then raise the error.
     """
@@ -162,7 +164,8 @@ def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator
         found[label].firing.add_(correlation)
     for label, own in found.items():
         others = tuple(other for other in saes if other != label)
-        yield label, _figures(own, others, firing), (own.decoder / len(others)).float().cpu()
+        means = {STABILITY: own.decoder / len(others)} | ({FIRING: own.firing / len(others)} if firing.n_rows else {})
+        yield label, _figures(own, others, firing), {name: mean.float().cpu() for name, mean in means.items()}
     if failure:
         raise failure
 

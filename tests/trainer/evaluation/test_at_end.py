@@ -20,6 +20,7 @@ from trainer.cli import main
 from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.features import Features
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
@@ -100,6 +101,20 @@ def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval
         assert again["median"] == pytest.approx(own["median"], rel=1e-3)
         assert (own["n_rows"], own["rows"]) == (card["figures"]["n_tokens"], again["rows"])
         assert again["firing_correlation"] == pytest.approx(own["firing_correlation"], rel=1e-3)
+
+
+def test_the_features_file_has_the_firing_correlation_of_each_latent(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job(train={"seed": [0, 1]})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    for seed in (0, 1):
+        folder = tmp_path / "sae" / f"seed={seed}"
+        features, stability = Features(folder / "features.safetensors"), read_card(folder).stability
+        found = [features.feature(latent).firing_correlation for latent in range(features.n_latents)]
+        known = [one for one in found if one is not None]
+        assert sum(known) / len(known) == pytest.approx(stability.firing_correlation, abs=1e-5)
 
 
 def test_keep_rows_correlates_activations_only_if_that_was_not_done(
