@@ -74,8 +74,8 @@ def evaluate(
     only if `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such
     measurement for the same weights. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12) sets of
     texts that `model` reads. With `refine`, activations are also measured on rows after that many steps of refinement.
-    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if
-    the run has exported the SAE. Raise `UserError` if a file cannot be read.
+    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has exported the
+    SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")

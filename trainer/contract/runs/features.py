@@ -123,8 +123,9 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 # direction of another seed, averaged over the other seeds.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
-# An additional tensor in newer files: for each latent, the correlation of its activations with those of the latent with
-# the nearest decoder direction in another seed, averaged over the other seeds; NaN if the latent never fires.
+# An additional tensor in newer files. Each latent has a partner in every other seed, the latent with the nearest
+# direction. The tensor contains the correlation of the activations of a latent and its partner, averaged over the other
+# seeds; NaN if the latent never fires.
 FIRING = "firing_correlation"
 _FIRING: dict[str, tuple[str, str, int | None]] = {FIRING: ("F32", "f", 1)}
 # Additional tensors in newer files: for each latent, the share of its activations on its most common token, and the
@@ -186,8 +187,8 @@ class Feature(msgspec.Struct, frozen=True):
     contains the latents with the most similar decoder directions as pairs (latent, cosine), most similar first.
     `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, largest change first;
     both are empty if the evaluation did not use the language model. `stability` is the largest cosine with any decoder
-    direction of another seed, averaged over the other seeds, or None without other seeds. `firing_correlation` is the
-    correlation of its activations with those of the latents with these directions, averaged in the same way, or None if
+    direction of another seed, averaged over the other seeds, or None without other seeds. `firing_correlation` is how
+    well its activations correlate with the latents that have these directions, averaged in the same way; None if
     unknown. `family` is one of `FAMILIES`.
     """
 
