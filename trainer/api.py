@@ -35,7 +35,7 @@ from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
-from trainer.saes.refinement import refined
+from trainer.saes.refinement import refined_output, refuse_transcoder
 from trainer.sharing.saelens import export_sae
 from trainer.training.bad_rows import CURE, too_many
 from trainer.training.evaluate import evaluate
@@ -77,14 +77,14 @@ class Fitted:
         sae, x = self.sae, x.to(self.sae.W_enc.device).float() * self.sae.x_scale
         if not isinstance(refine, int) or refine < 0:
             raise UserError(f"refine: must be a number of steps, 0 or more, not {refine!r}")
-        if refine and sae.is_transcoder:
-            raise UserError("refine: must be 0 for a transcoder, which encodes without knowing its target")
+        if refine:
+            refuse_transcoder("refine", is_transcoder=sae.is_transcoder)
         with self._learner.evaluating():
             output: Output = sae(x, x.new_zeros(len(x), sae.d_out))
             if not refine:
                 return output
-            acts = refined(x - sae.b_dec, output.acts, sae.W_dec, refine)
-            return output._replace(acts=acts, x_hat=sae.reconstruct(acts, x, x)[0])
+            acts, x_hat = refined_output(sae, x, output.acts, refine)
+            return output._replace(acts=acts, x_hat=x_hat)
 
 
 def train(

@@ -383,6 +383,7 @@ def _eval(flags: argparse.Namespace) -> int:
         is_probed=flags.probe,
         n_sets=flags.sets,
         keeps_rows=flags.keep_rows,
+        refine=flags.refine,
         allows_code=flags.allow_code,
     )
     for card in [] if flags.json else cards:

@@ -195,6 +195,13 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         help="skip measuring on rows if the report card already has these metrics for these weights",
     )
     command.add_argument(
+        "--refine",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="also measure FVU and L0 after N steps of refinement (encode(x, refine=N) in Python); default 0",
+    )
+    command.add_argument(
         "--contexts",
         type=_count,
         metavar="N",

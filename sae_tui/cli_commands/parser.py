@@ -644,6 +644,8 @@ def _add_finding(add: Add) -> None:
     )
     keep = "skip the measurement on rows if the report card already has it for the same weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
+    better = "also measure FVU and L0 after N steps of refinement (encode(x, refine=N) in Python); default 0"
+    judge.add_argument("--refine", type=rank, default=0, metavar="N", help=better)
     judge.add_argument(
         "--no-splice",
         action="store_true",

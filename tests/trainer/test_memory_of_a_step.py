@@ -259,6 +259,10 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
         yield wide | {"architecture": name, "skip": True}, train | {"precision": "fp32"}, d_in, 1024, 4
     yield wide | {"k": [32, 64, 128]}, train, d_in, None, 1
     yield {"architecture": ["topk", "jumprelu"], "d_sae": 12288}, train, d_in, None, 1
+    many = {"architecture": "hierarchical_topk", "k": 1024}
+    for (sae, width, n_tokens), n_levels, precision in itertools.product(SHAPES[:2], (4, 10), ("fp32", "bf16")):
+        of_batch = {"batch_size": n_tokens, "precision": precision}
+        yield many | {"d_sae": sae["d_sae"], "n_levels": n_levels}, of_batch, width, None, 1
 
 
 def marked() -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -24,7 +24,7 @@ from trainer.contract.runs.report_card import ROWS, EvaluationData, Figures
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.exported import ExportedSae
-from trainer.evaluation.figures import Grouped, Reconstruct, by_label, measure
+from trainer.evaluation.figures import Grouped, Levels, Reconstruct, Refinement, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import RowSampler
@@ -124,14 +124,15 @@ class EvaluationRows:
         reconstruct: Reconstruct,
         w_dec: Tensor,
         place: str,
-        by_k: Mapping[int, Reconstruct],
+        levels: Levels | None = None,
+        refinement: Refinement | None = None,
         *,
         is_trained_on: bool = True,
     ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
-            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, by_k)
+            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, levels, refinement)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)

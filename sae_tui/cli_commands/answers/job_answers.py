@@ -470,6 +470,7 @@ _FEATURE = typed(
         "suppressed": "Tokens that it suppresses most.",
         "family": "silent, dense, token (fires on one token), position, rare or other.",
         "stability": "Mean cosine with the nearest decoder direction of each other seed; null for one seed.",
+        "firing_correlation": "Mean correlation of its activations with those of these latents; null if unknown.",
     },
     {
         "histogram": list_of(int),

@@ -112,6 +112,17 @@ def test_the_fvu_of_a_copy_is_that_of_a_run_that_ends_with_the_same_cool_down(
     assert kept.curve(f"cooled_fvu@lr={RATES[0]}")[-1] == alone.report.values[""]["heldout_fvu"]
 
 
+def test_a_sae_with_a_penalty_trains_to_the_end_while_others_are_dropped(
+    make_job: MakeJob, make_trainer: MakeTrainer
+) -> None:
+    rates, architectures = [0.01, 1e-5], ["topk", "jumprelu"]
+    train = {"lr": rates, "n_steps": 100, "eval_every": 100}
+    trainer = make_trainer(sweep(make_job, train=train, sae={"architecture": architectures}))
+    assert trainer.run()
+    kept = ["architecture=topk,lr=0.01", "architecture=jumprelu,lr=0.01", "architecture=jumprelu,lr=1e-05"]
+    assert [*trainer.learners] == kept
+
+
 def test_seeds_are_kept_or_dropped_together(make_job: MakeJob, make_trainer: MakeTrainer, kept: Any) -> None:
     trainer = make_trainer(sweep(make_job, train={"lr": [0.01, 1e-5], "seed": [0, 1]}), kept)
     trainer.run()

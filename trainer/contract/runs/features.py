@@ -123,6 +123,11 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 # direction of another seed, averaged over the other seeds.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
+# An additional tensor in newer files. Each latent has a partner in every other seed, the latent with the nearest
+# direction. The tensor contains the correlation of the activations of a latent and its partner, averaged over the other
+# seeds; NaN if the latent never fires.
+FIRING = "firing_correlation"
+_FIRING: dict[str, tuple[str, str, int | None]] = {FIRING: ("F32", "f", 1)}
 # Additional tensors in newer files: for each latent, the share of its activations on its most common token, and the
 # share at its most common position in the text.
 _BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
@@ -139,7 +144,7 @@ _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
 _KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FILTERS = re.compile(r"(?<!\S)(?:stable|family):\S*")
 NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
-_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND).items()}
+_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _BOUND).items()}
 
 
 def is_filter(words: str) -> bool:
@@ -182,8 +187,9 @@ class Feature(msgspec.Struct, frozen=True):
     contains the latents with the most similar decoder directions as pairs (latent, cosine), most similar first.
     `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, largest change first;
     both are empty if the evaluation did not use the language model. `stability` is the largest cosine with any decoder
-    direction of another seed, averaged over the other seeds, or None without other seeds. `family` is one of
-    `FAMILIES`.
+    direction of another seed, averaged over the other seeds, or None without other seeds. `firing_correlation` is how
+    well its activations correlate with the latents that have these directions, averaged in the same way; None if
+    unknown. `family` is one of `FAMILIES`.
     """
 
     latent: int
@@ -196,6 +202,7 @@ class Feature(msgspec.Struct, frozen=True):
     promoted: tuple[LogitChange, ...] = ()
     suppressed: tuple[LogitChange, ...] = ()
     stability: float | None = None
+    firing_correlation: float | None = None
     family: Family = "other"
 
 
@@ -270,6 +277,7 @@ class Features:
     @property
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
         more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+        more |= _FIRING if FIRING in self._entries else {}
         return _LAYOUT | more | (_BOUND if self.has_families else {})
 
     @property
@@ -480,8 +488,13 @@ class Features:
             promoted=self._moved("promoted", latent),
             suppressed=self._moved("suppressed", latent),
             stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
+            firing_correlation=self._firing_correlation(latent),
             family=self.families[latent],
         )
+
+    def _firing_correlation(self, latent: int) -> float | None:
+        value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
+        return value if math.isfinite(value) else None
 
     def _moved(self, name: str, latent: int) -> tuple[LogitChange, ...]:
         if not self._tells_moved:
