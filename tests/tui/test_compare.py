@@ -46,7 +46,7 @@ def text(app, panel) -> str:
 async def opened(app, pilot, ids) -> CompareScreen:
     await wait_until(pilot, lambda: len(app.session.jobs) >= len(ids))
     screen = CompareScreen(app.session, ids)
-    app.session.go.switch_to(screen)
+    app.session.go.show(screen)
     await wait_until(pilot, lambda: screen.comparison.saes)
     await pilot.pause()
     return screen
