@@ -135,6 +135,14 @@ async def test_each_curve_has_a_glyph_and_its_newest_value(make_app, jobs) -> No
         assert labels == ["0.4", "0.3", "0.2", "0.1", "0"]
 
 
+async def test_the_curves_of_a_job_without_values_have_a_title(make_app, data) -> None:
+    job_id = record_job(data, "new", JobState.RUNNING, config=job_file(k=16))
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, [job_id])
+        assert text(app, Overlay).startswith("Curves over step")
+
+
 async def test_keys_change_metric_axis_smoothing_and_scale(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:

@@ -66,6 +66,15 @@ async def test_a_wide_window_shows_the_preview_and_all_default_columns_of_the_jo
         assert beside == (size[0] >= SIDE_BY_SIDE_FROM)
 
 
+async def test_the_previews_title_fits_its_frame_after_the_window_gets_smaller(make_app, data) -> None:
+    record_metrics(data, record_job(data, "wide", JobState.RUNNING, total_steps=400), steps=200)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await titled(pilot, "Job 1 · wide")
+        await pilot.resize_terminal(80, 24)
+        await wait_until(pilot, lambda: str(app.screen.query_one(PreviewPanel)._border_title) == " Job 1 · wide ")
+
+
 def report(data, job_id: int, kind: str, message: str) -> None:
     """Write a run event as rank 0 does."""
     with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
