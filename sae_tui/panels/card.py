@@ -128,7 +128,8 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
     for group in get_args(Group):
         rows = [_figure_line(one) for one in figures if one.group == group]
         if group == "model" and not rows:
-            rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
+            words = "none: the rows are synthetic" if card.known else "not measured; press e"
+            rows = [((fit(f"  {words}", _CELLS), "dim"),)]
         if group == "latents":
             rows = [*rows[:1], *_quantiles(card), *rows[1:], *_histograms(card, cosines)]
         if rows:

@@ -18,6 +18,7 @@ from trainer.contract.runs.evaluation_time import SEEDS, language_model, planned
 from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Card, Part
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.sources import SyntheticSettings
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
@@ -83,7 +84,10 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     dropped = _dropped(data, job.id)
     seconds = _seconds(data, parsed, cards, dropped, "cuda" if wants_gpu else "cpu") if parsed else {}
     default = _default(seconds, cards, has_model=model is not None)
-    no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
+    if parsed and isinstance(parsed.data.settings, SyntheticSettings):
+        no_model = "its rows are synthetic, so there is no language model"
+    else:
+        no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []
     for name in _STAGES:
         # The model's name or folder may come from another user, so make it printable.
