@@ -103,7 +103,7 @@ class Update:
         self._sae.constrain(self._stepped.rows)
 
     def _square(self, names: Iterable[str], *, of_latents: bool) -> Tensor:
-        """Return Σ‖g‖² over those of the named parameters that are per latent, or over the others."""
+        """Return Σ‖g‖² over the named parameters that are per latent, or over all others."""
         dims = self._sae.latent_dims()
         gradients = [self._stepped.parameters[name].grad for name in names if (name in dims) == of_latents]
         return total_square([dense(one) for one in gradients if one is not None], self._sae.W_dec.device)
@@ -318,8 +318,8 @@ class Learner:
     def tensors_to_exchange(self) -> StepSums:
         """Return the tensors to be summed over ranks between the last backward pass and `update`."""
         self._drop_frozen()
-        # Gradients of sharded latents are already complete, so their norm needs no exchange of its own. fp32 suffices
-        # for it, and all small fp32 tensors are sent together.
+        # Gradients of sharded latents are already complete, so their norm is summed in the same exchange as the other
+        # small fp32 tensors.
         if self.latents.is_shared and self.sae.data.size == 1:
             self._square_of_latents = self._update.measure_latents().float()
         squares = [] if self._square_of_latents is None else [self._square_of_latents]
