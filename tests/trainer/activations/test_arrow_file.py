@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.combinations import slow_unless
 from support.shard_files import BEGINS, lists, problem, rows
 
 from trainer.activations.foreign import read_rows
@@ -47,7 +48,9 @@ def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
+@pytest.mark.parametrize(
+    ("shuffle", "dtype"), slow_unless(lambda shuffle, dtype: shuffle, [(False, "float32"), (True, "float16")])
+)
 def test_rows_read_from_a_saelens_cache_equal_those_that_saelens_reads(
     shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

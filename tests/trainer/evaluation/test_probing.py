@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.combinations import slow_except
 from support.extractions import CPU, extraction_job, run
 from support.probe_texts import two_classes, write_set
 from support.tiny_models import FAMILIES, make_model, sentences
@@ -163,7 +164,7 @@ def alone(folder: Path, text: str) -> torch.Tensor:
     return output.hidden_states[2][0, len(before) + len(own) - 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except([*FAMILIES][:2], FAMILIES))
 def test_each_text_gets_the_same_row_as_without_batching(tiny: Callable[[str], Path], family: str) -> None:
     texts = sentences(12)
     rows = last_rows(load(tiny(family)), texts, CONTEXT)
