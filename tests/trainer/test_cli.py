@@ -149,7 +149,13 @@ def test_the_result_of_several_seeds_is_their_mean_and_no_seed_is_called_the_bes
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGINT], marks=pytest.mark.slow),
+        [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM],
+    ],
+)
 def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoint(
     numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
