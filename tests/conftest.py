@@ -84,10 +84,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += others
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection to make tests 5 % faster."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected, which takes a fifth of that time, and rarely afterwards.
+
+    Modules and tests are excluded from later garbage collections, which makes tests 5 % faster.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        # By default, tests of the app would spend a fifth of their time on garbage collection.
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

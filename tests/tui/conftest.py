@@ -27,15 +27,6 @@ def _lasting_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage as rarely as the app does. By default, Python would spend a fifth of the test time on it."""
-    usual = gc.get_threshold()
-    gc.set_threshold(20_000, 20, 20)
-    yield
-    gc.set_threshold(*usual)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _parse_css_once() -> Iterator[None]:
     """Keep parsed CSS for later apps with the same theme. Parsing would take a tenth of the test time."""
