@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.combinations import ALL
+from support.combinations import ALL, combined
 from support.fake_gpu import job_of
 from support.kernels import use_kernels
 from support.steps import skips
@@ -239,12 +239,7 @@ def assert_measured(one: Learner) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "precision", "widest"),
-    [
-        (one, precision, 4096)
-        for one in ("topk", "batch_topk", "matryoshka_batch_topk")
-        for precision in ("fp32", "bf16", "fp16")
-    ]
-    + [("topk", "fp16", 32), ("batch_topk", "fp32", 32), ("matryoshka_batch_topk", "bf16", 32)],
+    combined(("topk", "batch_topk", "matryoshka_batch_topk"), ("fp32", "bf16", "fp16"), (4096, 32)),
 )
 def test_gradients_are_measured_while_they_are_summed(
     architecture: str, precision: str, widest: int, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
