@@ -25,6 +25,16 @@ from trainer.contract.store.rows import Job
 def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     """Start evaluating a job; with `--wait`, wait for the evaluation to end and return 0 on success, otherwise 1."""
     _refuse_contradictions(flags)
+    went_well, message = evaluated(context, flags)
+    if context.as_json:
+        show_json({"id": flags.id, "message": message})
+    else:
+        say(message)
+    return Exit.DONE if went_well else Exit.FAILED
+
+
+def evaluated(context: CommandContext, flags: argparse.Namespace) -> tuple[bool, str]:
+    """Start evaluating a job and, with `--wait`, wait for the end; return whether it went well, and a message."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
@@ -41,11 +51,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):
             went_well, message = request.wait_for_end(context.data, flags.id, since)
-    if context.as_json:
-        show_json({"id": flags.id, "message": message})
-    else:
-        say(message)
-    return Exit.DONE if went_well else Exit.FAILED
+    return went_well, message
 
 
 def _refuse_contradictions(flags: argparse.Namespace) -> None:

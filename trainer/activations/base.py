@@ -151,6 +151,10 @@ class IndexedSource(Source):
         """Return the token of each of the given ascending rows, or None if the source does not store tokens."""
         return None
 
+    def places(self) -> list[Indices] | None:
+        """Return each shard's place in the text of every row, or None if the source does not store places."""
+        return None
+
     @abstractmethod
     def name_of(self, index: int) -> str:
         """Return the name to use for a row in messages."""
