@@ -18,6 +18,8 @@ from trainer.saes.base import Sae
 # The metadata key for the list of parts.
 PARTS = "crosscoder_parts"
 _ORIGIN = ("model_name", "hook_name", "module")
+# The maximum length of a text, because files from other people may contain any text.
+_LONGEST = 200
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -37,7 +39,11 @@ class Part(msgspec.Struct, frozen=True):
     def origin(self) -> dict[str, str]:
         """Return the part's model and hook, as far as they are known, with SAELens' field names."""
         known = {name: getattr(self, name) for name in _ORIGIN}
-        return {name: printable(value) for name, value in known.items() if value is not None}
+        return {name: printable(value)[:_LONGEST] for name, value in known.items() if value}
+
+    def facts(self) -> dict[str, str]:
+        """Return the part's name, model and hook for the metadata of another export."""
+        return {"name": printable(self.name)[:_LONGEST]} | self.origin()
 
 
 def parts_in(metadata: Mapping[str, Any], d_in: int) -> tuple[Part, ...]:

@@ -30,7 +30,7 @@ from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
-from trainer.sharing.parts import PARTS, joined_paths
+from trainer.sharing.parts import PARTS, Part, joined_paths, scales_of_parts
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -77,11 +77,13 @@ def import_sae(
     learner = Learner(job, source.d_in, source.d_out, Parallel(CPU))
     x, y = _sample(source, job)
     learner.initialise(x, y)
+    if shared.parts:
+        _keep_scales(learner, x, shared.parts)
     _set_weights(learner, shared)
     checked, doubts = check(learner, shared, x, y, partial(_set_weights, learner))
     facts = origin(source.meta) | origin_of(shared.metadata)
     if shared.parts:
-        facts[PARTS] = shared.metadata[PARTS]
+        facts[PARTS] = [part.facts() for part in shared.parts]
     _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
     notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
@@ -156,6 +158,18 @@ def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
     sampler = RowSampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
     sampler.find_outliers(job)
     return sampler.sample(job.train.seed)
+
+
+@torch.no_grad()
+def _keep_scales(learner: Learner, x: Tensor, parts: Sequence[Part]) -> None:
+    """Restore the ratios between the scales of a crosscoder's parts, so that its decoder rows and FVU stay the same."""
+    sae = learner.sae
+    scales = (scales_of_parts(parts) * sae.acts_scale).float()
+    for mean in (sae.x_mean, sae.y_mean):
+        mean.mul_(scales / sae.x_scale)
+    for own in (sae.x_scale, sae.y_scale):
+        own.copy_(scales)
+    sae.y_variance.copy_((x * scales - sae.y_mean).square().sum(dim=1).mean())
 
 
 @torch.no_grad()
