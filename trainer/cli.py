@@ -350,7 +350,7 @@ def _import(flags: argparse.Namespace) -> int:
 
     given = Given(parsed_config(flags.config), flags.transcoder)
     with Progress("importing"):
-        done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format, given)
+        done = import_sae(flags.folder, flags.out.absolute(), flags.data, flags.overrides, flags.format, given)
     if flags.json:
         _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
         return EXIT_FINISHED

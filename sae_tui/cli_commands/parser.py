@@ -537,11 +537,11 @@ def _add_importing(add: Add) -> None:
 
 
 def _add_import_flags(take: argparse.ArgumentParser) -> None:
-    from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
+    from trainer.contract.settings.catalog import EACH_PART, IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
 
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
-    data = "stored activations for evaluating the SAE and training it further"
-    take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
+    data = f"stored activations for evaluating the SAE and training it further{EACH_PART}"
+    take.add_argument("--data", type=Path, action="append", metavar="DATA", required=True, help=data)
     take.add_argument("--format", choices=READ_FORMATS, help="default: detected from the files")
     take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     take.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)

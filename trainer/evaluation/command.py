@@ -57,7 +57,7 @@ def evaluate(
     model: str | None = None,
     n_tokens: int | None = None,
     n_contexts: int | None = None,
-    data: str | None = None,
+    data: Sequence[str] | None = None,
     targets: str | None = None,
     given: Given = NOTHING_GIVEN,
     is_probed: bool = False,

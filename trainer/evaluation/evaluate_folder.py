@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from trainer.evaluation.rows import EvaluationRows
 from trainer.saes.refinement import refuse_transcoder
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
 from trainer.sharing.origins import ORIGIN
+from trainer.sharing.parts import joined_paths
 from trainer.training.thresholds import SET_ON
 
 
@@ -45,7 +46,7 @@ class MeasuredSae(NamedTuple):
 def cards_in(
     path: Path,
     device: torch.device,
-    data: str | None = None,
+    data: Sequence[str] | None = None,
     targets: str | None = None,
     given: Given = NOTHING_GIVEN,
     *,
@@ -54,8 +55,9 @@ def cards_in(
 ) -> Iterator[MeasuredSae]:
     """Measure the SAE in a folder, or the SAEs in its subfolders, one at a time.
 
-    An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
-    With `refine`, activations are also measured after that many steps of refinement.
+    An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`. The
+    rows of a crosscoder are joined from several folders. With `refine`, activations are also measured after that many
+    steps of refinement.
     Without `data`, the held-out rows of the SAEs' run are used. `given` overrides settings in the SAEs' files. Raise
     `UserError` if there is neither `data` nor a run, or if a file cannot be read.
     """
@@ -89,9 +91,9 @@ def saes_in(path: Path) -> list[Path]:
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
-def _job_on(data: str, targets: str | None) -> JobConfig:
+def _job_on(data: Sequence[str], targets: str | None) -> JobConfig:
     """Return a job whose data is all the rows in a folder."""
-    stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
+    stored = joined_paths(data) | {"held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
         raise JobFileError(problems)

@@ -18,7 +18,16 @@ from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, holds
+from trainer.sharing.base import (
+    NOTHING_GIVEN,
+    Format,
+    Given,
+    SharedSae,
+    folder_of,
+    forget_card,
+    holds,
+    without_crosscoders,
+)
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
 
@@ -44,6 +53,8 @@ class CircuitTracer(Format):
     reads = ((CONFIG, "layer_N.safetensors"),)
 
     def refusal(self, sae: SharedSae) -> str | None:
+        if reason := without_crosscoders(sae, "circuit-tracer"):
+            return reason
         if not sae.is_transcoder:
             return (
                 "circuit-tracer supports only transcoders, but this is an SAE; train a transcoder with data.hook = "
