@@ -704,15 +704,17 @@ def _add_finding(add: Add) -> None:
     )
     latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     order = (
-        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
-        " default: sparse"
+        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last; norm:"
+        " by the relative norm of a crosscoder's decoder rows; default: sparse"
     )
     latents.add_argument("--sort", choices=_choices(latents, _orders_of_latents), default="sparse", help=order)
     latents.add_argument(
         "--search",
         metavar="WORDS",
         help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
-        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token",
+        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token;"
+        " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
+        " those with a larger relative norm",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import MOVED, SPREAD, features_file
+from support.features import MOVED, OF_PARTS, SCALING, SPREAD, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -154,3 +154,19 @@ def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tm
     (shell.data.sae(job_id) / FEATURES).write_bytes(b"nothing")
     (line,) = shell.errors("features", job_id, code=1)
     assert "was not written by `sae-train eval`" in line
+
+
+def test_latents_of_a_crosscoder_are_listed_with_their_share_in_each_part(shell: Shell, job_id: int) -> None:
+    (line,) = shell.errors("features", job_id, "--sort", "norm", code=1)
+    assert line == "sae-tui: error: --sort: this SAE is not a crosscoder, so its latents have no parts"
+    (file,) = shell.data.sae(job_id).rglob(FEATURES)
+    file.write_bytes(features_file(**OF_PARTS, **SCALING))
+    head, *rows = shell.run("features", job_id, "--sort", "norm").stdout.splitlines()[1:]
+    assert head.split() == ["LATENT", "DENSITY", "LARGEST", "IN", "A", "IN", "B", "FIRES", "ON"]
+    assert [row.split()[3:5] for row in rows] == [["0.06", "0.94"], ["0.50", "0.50"]]
+    (one,) = shell.json("features", job_id, "--search", "confirmed:B")
+    assert (one["latent"], one["part"], one["nu_error"]) == (1, "B", 0.125)
+    assert one["parts"][1] == {"name": "chat", "share": 0.9375, "beta_error": 1.0, "beta_reconstruction": 2.0}
+    lines = shell.run("features", job_id, 1).stdout.splitlines()
+    assert "β error      A 0.12  B 1.00  ν 0.12" in lines
+    assert "scaling      confirmed as only in B" in lines

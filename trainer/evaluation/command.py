@@ -222,7 +222,8 @@ def is_folder_of_saes(path: Path) -> bool:
 
 
 def _written(one: MeasuredSae) -> _Measured:
-    return _Measured(write_card(one.folder, one.card), one.folder, one.rows, [f"written to {one.folder}"])
+    card = write_card(one.folder, one.card, one.tensors)
+    return _Measured(card, one.folder, one.rows, [f"written to {one.folder}"])
 
 
 def _device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from trainer.activations.base import Source
 from trainer.activations.open_source import continue_from, open_source
@@ -36,11 +37,12 @@ from trainer.training.thresholds import SET_ON
 
 
 class MeasuredSae(NamedTuple):
-    """An SAE's folder, its report card, and the rows on which it was measured."""
+    """An SAE's folder, its report card, the rows on which it was measured, and tensors for its features file."""
 
     folder: Path
     card: Card
     rows: EvaluationRows
+    tensors: dict[str, Tensor]
 
 
 def cards_in(
@@ -83,7 +85,7 @@ def cards_in(
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
         card = card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data, refine=refine)
-        yield MeasuredSae(folder, card, rows[hook])
+        yield MeasuredSae(folder, card, rows[hook], rows[hook].part_tensors)
 
 
 def saes_in(path: Path) -> list[Path]:

@@ -36,7 +36,7 @@ class ExportedSae:
         self._form = shared.form
         self.is_transcoder, self._k = shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
-        self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
+        self.W_dec, self.b_dec = self._weights["W_dec"], self._weights["b_dec"]
         scales = scales_in(shared.metadata, shared.d_out)
         # The dimension scales [d_out] used in training, or None if all are 1.
         self.dimension_scales = None if scales is None else scales.to(device)
@@ -106,13 +106,13 @@ class ExportedSae:
         """Return the refinement in `n_steps` steps, or None for 0 steps."""
 
         def refine(x: Tensor, acts: Acts) -> tuple[Acts, Tensor]:
-            better = refined(x - self._b_dec, acts, self.W_dec, n_steps)
-            return better, decode(better, self.W_dec) + self._b_dec
+            better = refined(x - self.b_dec, acts, self.W_dec, n_steps)
+            return better, decode(better, self.W_dec) + self.b_dec
 
         return Refinement(n_steps, refine) if n_steps else None
 
     def _offset(self, x: Tensor) -> Tensor:
-        return self._b_dec + x @ self._weights["W_skip"].T if "W_skip" in self._weights else self._b_dec
+        return self.b_dec + x @ self._weights["W_skip"].T if "W_skip" in self._weights else self.b_dec
 
     def encode(self, x: Tensor) -> DenseActs:
         """Return the latent activations [n, d_sae] for rows [n, d_in]."""
@@ -128,7 +128,7 @@ class ExportedSae:
         return DenseActs(pre_acts.relu())
 
     def _product(self, x: Tensor) -> Tensor:
-        return (x if self.is_transcoder else x - self._b_dec) @ self._weights["W_enc"]
+        return (x if self.is_transcoder else x - self.b_dec) @ self._weights["W_enc"]
 
     def _largest(self, pre_acts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the k largest activations of each row, the largest first, and their latents; both are [n, k]."""

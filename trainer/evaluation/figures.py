@@ -23,6 +23,7 @@ from trainer.contract.runs.report_card import (
     Refined,
     TextRows,
 )
+from trainer.evaluation.crosscoder import CrosscoderRows, crosscoder_figures
 from trainer.saes.sparse_acts import Acts
 
 # Takes inputs [n, d_in] and targets [n, d_out]; returns the activations and the reconstructed targets.
@@ -131,13 +132,15 @@ def measure(
     scales: Tensor | None = None,
     levels: Levels | None = None,
     refinement: Refinement | None = None,
+    parts: CrosscoderRows | None = None,
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
     targets. `levels` replaces `reconstruct` for an SAE that is trained for several k. With `refinement`, refined
-    activations are also measured. Raise `ValueError` if there are no rows.
+    activations are also measured. `parts` are the parts of a crosscoder's rows. Raise `ValueError` if there are no
+    rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
@@ -147,6 +150,7 @@ def measure(
     errors: list[list[Tensor]] = []
     refined_l0: list[Tensor] = []
     ks, d_in = levels.ks if levels else (), 0
+    of_parts: list[Tensor] = []
     for x, y in batches():
         acts, x_hats = levels.reconstruct(x, y) if levels else _alone(reconstruct(x, y))
         x_hat, others = x_hats[-1], [*x_hats[: len(ks)]]
@@ -160,22 +164,36 @@ def measure(
         sums.add(target, rebuilt)
         fires = acts.values > 0
         per_row = acts.per_token(fires.to(x_hat.dtype))
-        error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
+        squares = (target - rebuilt).square(), (target - mean * factors).square()
+        error, spread = (one.sum(1) for one in squares)
+        if parts:
+            each = [part.sum(1).cpu() for one in squares for part in one.split(parts.widths, dim=1)]
+            of_parts.append(torch.stack(each))
         counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
         errors.append([(target - one.double() * factors).square().sum(1).cpu() for one in others])
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
     of_others = [torch.cat(column) for column in zip(*errors, strict=True)]
+    n_others = len(of_others)
+    of_others += [*torch.cat(of_parts, dim=1)] if parts else []
     groups = grouped(error, spread, *of_others) if grouped else Grouped(error, spread, "", tuple(of_others))
-    figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
+    w_dec = w_dec if scales is None else w_dec * scales
+    figures = _figures(rows, sums, d_in, w_dec, groups)
     fvus = [
         (_fvu(one, spread), ratio_error(of_groups, groups.spread))
-        for one, of_groups in zip(of_others, groups.others, strict=True)
+        for one, of_groups in zip(of_others[:n_others], groups.others[:n_others], strict=True)
     ]
     figures = msgspec.structs.replace(figures, by_k=tuple(AtK(k, *fvu) for k, fvu in zip(ks, fvus, strict=False)))
     if refinement:
         refined_l0_mean = float(torch.cat(refined_l0).double().mean())
         figures = msgspec.structs.replace(figures, refined=Refined(refinement.n_steps, *fvus[-1], refined_l0_mean))
+    if parts:
+        n = len(parts.widths)
+        own = zip(of_others[-2 * n : -n], of_others[-n:], strict=True)
+        of_groups = zip(groups.others[-2 * n : -n], groups.others[-n:], strict=True)
+        of_each = [(_fvu(*one), ratio_error(*grouped)) for one, grouped in zip(own, of_groups, strict=True)]
+        crosscoder = crosscoder_figures(w_dec, rows.fired > 0, parts, factors, of_each)
+        figures = msgspec.structs.replace(figures, crosscoder=crosscoder)
     if scales is None:
         return figures
     return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))

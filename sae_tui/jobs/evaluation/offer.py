@@ -86,6 +86,8 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     default = _default(seconds, cards, has_model=model is not None)
     if parsed and isinstance(parsed.data.settings, SyntheticSettings):
         no_model = "its rows are synthetic, so there is no language model"
+    elif parsed and any(len(settings.parts()) > 1 for settings in parsed.hooks.values()):
+        no_model = "a crosscoder reconstructs several hooks or models at once"
     else:
         no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []

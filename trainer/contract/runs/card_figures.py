@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.recipe import asked_l0, misses_l0
 from trainer.contract.runs.report_card import AS_SAELENS, LEAST_ROWS, Card, Caution, Twin, data_cautions, few_cautions
 from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 from trainer.contract.store.twins import frozen_in
 
-Group = Literal["reconstruction", "model", "latents", "probes", "all_tokens"]
+Group = Literal["reconstruction", "parts", "model", "latents", "probes", "all_tokens"]
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
 
 
@@ -195,7 +196,7 @@ def figures_of(card: Card) -> list[CardFigure]:
         _figure(one.name, one.group, one.series, one.read(card), one.error(card), one.condition(card))
         for one in _FIGURES
     ]
-    return [one for one in (*found, *_probes(card)) if one is not None]
+    return [one for one in (*found, *_parts(card), *_probes(card)) if one is not None]
 
 
 def over_seeds(cards: Mapping[str, Card], label: str) -> list[tuple[CardFigure, Spread]]:
@@ -258,6 +259,25 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def _parts(card: Card) -> Iterator[CardFigure | None]:
+    """Yield the figures for a crosscoder's parts, named after their letters."""
+    if (crosscoder := card.figures.crosscoder) is None:
+        return
+    for number, part in enumerate(crosscoder.parts):
+        name = letter(number)
+        fvu = _like(_FVU, f"FVU, {name}", "key")
+        yield _figure(f"fvu_{name}", "parts", fvu, part.fvu, part.fvu_error, _transformed(card))
+    count = Series("", format=",.0f")
+    for number, part in enumerate(crosscoder.parts):
+        name = letter(number)
+        only = _like(count, f"only in {name}")
+        yield _figure(f"only_{name}", "parts", only, part.n_only, None, _rows(card))
+        if part.n_confirmed is not None:
+            yield _figure(f"confirmed_{name}", "parts", _like(count, "  confirmed", "minor"), part.n_confirmed, None)
+    yield _figure("shared", "parts", _like(count, "shared"), crosscoder.n_shared, None, _rows(card))
+    yield _figure("other_parts", "parts", _like(count, "other", "minor"), crosscoder.n_other, None, _rows(card))
+
+
 def _probes(card: Card) -> Iterator[CardFigure | None]:
     """Yield the figures for the probes; the probe on all activations does not depend on the SAE."""
     if card.probing is None:
@@ -275,6 +295,7 @@ def title_of_group(group: Group, card: Card) -> str:
     which = "" if left_out is None else f", without {left_out}" if left_out else f", {AS_SAELENS.partition(',')[0]}"
     return {
         "reconstruction": "Reconstruction",
+        "parts": "Parts of the crosscoder",
         "model": f"Language model{which}",
         "latents": "Latents",
         "probes": "Probes",

@@ -66,8 +66,13 @@ class LanguageModelSize(msgspec.Struct, frozen=True):
 
 
 def language_model(job: JobConfig) -> LanguageModelSize | None:
-    """Return the model that produced a job's training activations, or None if the data does not record the model."""
+    """Return the model that produced a job's training activations, or None if the data does not record the model.
+
+    A crosscoder's rows come from several hooks or models, so no single model can be patched with them.
+    """
     for settings in job.hooks.values():
+        if len(settings.parts()) > 1:
+            continue
         path: object = None
         if isinstance(settings, ModelSettings):
             path = settings.model

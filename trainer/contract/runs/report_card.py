@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trainer.contract.json_file import convert_as, read_json
+from trainer.contract.runs.crosscoder import Crosscoder, part_facts, part_remarks
 from trainer.contract.runs.features import CARD, ActivatingExample, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -109,6 +110,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
     `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
     `refined` is None unless the evaluation was asked to refine activations.
+    `crosscoder` contains the figures of a crosscoder's parts; it is None for other SAEs.
     """
 
     n_tokens: int
@@ -129,6 +131,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     max_decoder_cosine: float = math.nan
     fvu_all_dimensions: float | None = None
     by_k: tuple[AtK, ...] = ()
+    crosscoder: Crosscoder | None = None
     refined: Refined | None = None
 
     def dense(self, least: float) -> float | None:
@@ -644,6 +647,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         *([("FVU by k", _by_k(one))] if one.by_k else []),
         *([("FVU, refined", _refined(one.refined))] if one.refined else []),
+        *(part_facts(one.crosscoder) if one.crosscoder else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         *(("note", f"{note.text}; {note.remedy}") for note in few_cautions(card)),
@@ -732,6 +736,7 @@ def remarks(card: Card) -> list[tuple[str, str]]:
     return [
         *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
+        *(part_remarks(card.figures.crosscoder) if card.figures.crosscoder else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("families", _families(card))] if card.families else []),
         *([("model read", _text_read(card.spliced))] if card.spliced else []),
