@@ -43,7 +43,7 @@ def evaluated(context: CommandContext, flags: argparse.Namespace) -> tuple[bool,
     asked = request.Request(
         flags.id, model, _gpu(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
-        is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
+        is_spliced=not flags.no_splice, refine=flags.refine, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
@@ -60,6 +60,8 @@ def _refuse_contradictions(flags: argparse.Namespace) -> None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     if flags.no_splice and not flags.probe:
         raise UsageError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
+    if flags.refine and flags.keep_rows:
+        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
     if flags.keep_rows and flags.model is None:
         raise UsageError("--keep-rows: leaves nothing to measure; add --model auto, or leave out --keep-rows")
 

@@ -20,14 +20,17 @@ from sae_tui.jobs.features import (
     has_features,
     in_row,
     in_words,
+    part_lines,
     search,
+    stability_words,
     strongest_tokens,
 )
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.runs.features import NO_STABILITY, Feature, Features, is_filter
+from trainer.contract.runs.crosscoder import letter
+from trainer.contract.runs.features import NO_PARTS, NO_STABILITY, Feature, Features, is_filter
 from trainer.contract.wording import bars
 
 
@@ -36,6 +39,8 @@ def features(context: CommandContext, flags: argparse.Namespace) -> int:
     read = Features(_file(context, flags))
     if flags.sort == "stable" and not read.has_stability:
         raise UserError(f"--sort: {NO_STABILITY}")
+    if flags.sort == "norm" and not read.has_parts:
+        raise UserError(f"--sort: {NO_PARTS}")
     if flags.latent is not None:
         feature = read.feature(flags.latent)
         if context.as_json:
@@ -92,17 +97,24 @@ def _of_card(context: CommandContext, job_id: int, number: int) -> dict[str, Pat
 
 
 def _list(shown: Sequence[Feature]) -> None:
-    rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
-    if rows:
-        show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
+    if shown:
+        parts = [f"IN {letter(number)}" for number in range(len(shown[0].parts))]
+        show_table(("LATENT", "DENSITY", "LARGEST", *parts, "FIRES ON"), map(_cells, shown))
+
+
+def _cells(one: Feature) -> tuple[object, ...]:
+    shares = [f"{part.share:.2f}" for part in one.parts]
+    return one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", *shares, strongest_tokens(one)
 
 
 def _show(feature: Feature, read: Features) -> None:
     share = f"{feature.density:.3%} of {read.n_rows:,} rows{family_words(feature)}"
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
-    if feature.stability is not None:
-        say(f"stability    {feature.stability:.2f} (mean cosine with the nearest latent of each other seed)")
+    if words := stability_words(feature):
+        say(f"stability    {words}")
+    for title, words in part_lines(feature):
+        say(f"{title.lower():<11}  {words}")
     if feature.density:
         say(f"activations  0 {bars(feature.histogram)} {feature.largest:.2f}")
     say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))

@@ -81,7 +81,10 @@ _OF_CARD = (
     "architecture", "step", "tokens", "data", "figures", "recovery", "known", "twins", "spliced", "probing", "training",
     "weights", "parts",
 )  # fmt: skip
-_KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
+_KEY_FACTS = (
+    "training", "overfitting", "FVU", "latents by part", "latent scaling", "L0", "latents", "CE score", "KL score",
+    "probing (AUC)",
+)  # fmt: skip
 # Maps a job's final state to the exit code of a command waiting for the job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
@@ -267,7 +270,11 @@ def _show_cards(shown: Sequence[Card]) -> None:
     say(f"Report card, {text(rows)}:")
     for line in when:
         say(text(line))
-    show_fields((title, value) for title, value in facts(shown[0]) if title in _KEY_FACTS)
+    show_fields((title, value) for title, value in facts(shown[0]) if _is_key(title))
+
+
+def _is_key(title: str) -> bool:
+    return title in _KEY_FACTS or title.startswith("part ")
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:

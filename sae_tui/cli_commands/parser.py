@@ -537,11 +537,11 @@ def _add_importing(add: Add) -> None:
 
 
 def _add_import_flags(take: argparse.ArgumentParser) -> None:
-    from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
+    from trainer.contract.settings.catalog import EACH_PART, IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
 
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
-    data = "stored activations for evaluating the SAE and training it further"
-    take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
+    data = f"stored activations for evaluating the SAE and training it further{EACH_PART}"
+    take.add_argument("--data", type=Path, action="append", metavar="DATA", required=True, help=data)
     take.add_argument("--format", choices=READ_FORMATS, help="default: detected from the files")
     take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     take.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
@@ -682,6 +682,8 @@ def _add_finding(add: Add) -> None:
     )
     keep = "skip the measurement on rows if the report card already has it for the same weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
+    better = "also measure FVU and L0 after N steps of refinement (encode(x, refine=N) in Python); default 0"
+    judge.add_argument("--refine", type=rank, default=0, metavar="N", help=better)
     judge.add_argument(
         "--no-splice",
         action="store_true",
@@ -702,15 +704,17 @@ def _add_finding(add: Add) -> None:
     )
     latents.add_argument("--sae", metavar="LABEL", help="label of the SAE in a sweep, such as k=16")
     order = (
-        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last;"
-        " default: sparse"
+        "sparse: latents that fire on 0.01 to 1 %% of the rows first, by largest activation, dense latents last; norm:"
+        " by the relative norm of a crosscoder's decoder rows; default: sparse"
     )
     latents.add_argument("--sort", choices=_choices(latents, _orders_of_latents), default="sparse", help=order)
     latents.add_argument(
         "--search",
         metavar="WORDS",
         help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
-        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token",
+        " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token;"
+        " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
+        " those with a larger relative norm",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, letter
 from trainer.contract.runs.features import (
     DENSE,
     FEATURES,
@@ -81,10 +82,41 @@ def counts(features: Features) -> str:
     return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%} of rows)", *bound, f"{n['silent']:,} never fire"])
 
 
+def stability_words(feature: Feature) -> str:
+    """Return a latent's similarity with other seeds, like `0.93, mean cosine with …; firing correlation 0.88`."""
+    if feature.stability is None:
+        return ""
+    fires = feature.firing_correlation
+    firing = "" if fires is None else f"; firing correlation {fires:.2f}"
+    return f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed{firing}"
+
+
 def family_words(feature: Feature) -> str:
     """Describe when a latent fires, like ` (almost only on one token)`, or return "" for any other family."""
     words = {"dense": "dense", "token": "almost only on one token", "position": "almost only at one position"}
     return f" ({words[feature.family]})" if feature.family in words else ""
+
+
+def part_lines(feature: Feature) -> list[tuple[str, str]]:
+    """Return titles and texts about a crosscoder's latent: its norms and latent scaling, by part; [] for other SAEs."""
+    if not feature.parts:
+        return []
+    names = ", ".join(f"{letter(number)} {part.name}" for number, part in enumerate(feature.parts))
+    lines = [("Parts", names), ("Norms", _by_part([part.share for part in feature.parts]))]
+    if feature.nu_error is not None and feature.nu_reconstruction is not None:
+        errors, rebuilt = zip(*((part.beta_error, part.beta_reconstruction) for part in feature.parts), strict=True)
+        lines.append(("β error", f"{_by_part(errors)}  ν {feature.nu_error:.2f}"))
+        lines.append(("β reconstr.", f"{_by_part(rebuilt)}  ν {feature.nu_reconstruction:.2f}"))
+        if feature.part not in (SHARED, OTHER):
+            shares = [part.share for part in feature.parts]
+            holds = is_confirmed(shares, feature.nu_error, feature.nu_reconstruction)
+            lines.append(("Scaling", f"{'confirmed' if holds else 'not confirmed'} as only in {feature.part}"))
+    return lines
+
+
+def _by_part(values: Sequence[float | None]) -> str:
+    known = ("–" if value is None else f"{value:.2f}" for value in values)
+    return "  ".join(f"{letter(number)} {value}" for number, value in enumerate(known))
 
 
 def strongest_tokens(feature: Feature) -> str:

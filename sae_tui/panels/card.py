@@ -23,6 +23,7 @@ from trainer.contract.runs.card_figures import (
     next_to_twins,
     title_of_group,
 )
+from trainer.contract.runs.crosscoder import Crosscoder, letter
 from trainer.contract.runs.report_card import LOWEST_DECADE, Card, SampledLatent, remarks, title_lines
 from trainer.contract.runs.row_sums import LEAD
 from trainer.contract.runs.spread_words import spread_words
@@ -127,14 +128,36 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
     blocks = []
     for group in get_args(Group):
         rows = [_figure_line(one) for one in figures if one.group == group]
-        if group == "model" and not rows:
-            rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
+        if group == "model" and not rows and card.figures.crosscoder is None:
+            words = "none: the rows are synthetic" if card.known else "not measured; press e"
+            rows = [((fit(f"  {words}", _CELLS), "dim"),)]
+        if group == "parts" and card.figures.crosscoder:
+            rows = [*_part_lines(card.figures.crosscoder), *rows, _norms_line(card.figures.crosscoder)]
         if group == "latents":
             rows = [*rows[:1], *_quantiles(card), *rows[1:], *_histograms(card, cosines)]
         if rows:
             heading = title_of_group(group, card)
             blocks.append([((fit(f" {heading}", _CELLS), "accent"),), *rows])
     return blocks
+
+
+def _part_lines(crosscoder: Crosscoder) -> list[Line]:
+    """Return a line for each part with its letter and name, and its scale in training."""
+    return [
+        (
+            (f"  {letter(number)} ", "text"),
+            (fit(part.name, _CELLS - 15), "label"),
+            (f"{f'scale {part.scale:.3g}':>11}", "dim"),
+        )
+        for number, part in enumerate(crosscoder.parts)
+    ]
+
+
+def _norms_line(crosscoder: Crosscoder) -> Line:
+    """Return the histogram of the latents' relative norms."""
+    title = f"norm in {letter(1)}" if len(crosscoder.parts) == 2 else "largest"
+    shown = bars(crosscoder.norms)
+    return ((f"  {title:<10}0 │", "label"), (shown, "spark"), ("│ 1".ljust(_CELLS - 15 - len(shown)), "label"))
 
 
 def _twin_blocks(card: Card) -> list[list[Line]]:

@@ -11,9 +11,10 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import family_words, in_row, readable, strongest_tokens
+from sae_tui.jobs.features import family_words, in_row, part_lines, readable, stability_words, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
+from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.features import ActivatingExample, Feature, Features
 from trainer.contract.wording import bars
 
@@ -119,12 +120,14 @@ class LatentList(LineView, can_focus=True):
 
         def line(index: int) -> Line:
             if not index:
-                return ((_row(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), width), "label"),)
+                parts = tuple(map(letter, range(len(features.part_names))))
+                return ((_row(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), width, parts), "label"),)
             if index - 1 == border:
                 return ((fit(apart.ljust(width, "─"), width), "label"),)
             place = index - 1 - (border is not None and index - 1 > border)
             style = f"text {mark}" if index - 1 == here else "text"
-            return ((_row(_cells(features.feature(latents[place])), width), style),)
+            feature = features.feature(latents[place])
+            return ((_row(_cells(feature), width, [f"{part.share:.2f}" for part in feature.parts]), style),)
 
         self.show(LazyLines(1 + len(latents) + (border is not None), line))
 
@@ -133,10 +136,13 @@ def _cells(feature: Feature) -> tuple[str, str, str, str]:
     return str(feature.latent), f"{feature.density:.3%}", f"{feature.largest:.2f}", strongest_tokens(feature)
 
 
-def _row(cells: tuple[str, str, str, str], width: int) -> str:
+def _row(cells: tuple[str, str, str, str], width: int, parts: Sequence[str] = ()) -> str:
+    """Return a line of the list; `parts` has a value for each part of a crosscoder, instead of less useful columns."""
     latent, density, largest, tokens = cells
-    strongest = f" {largest:>8}" if width >= _WIDE else ""
-    return fit(f"{latent:>7} {density:>8}{strongest}  {tokens}", width)
+    shares = "".join(f" {one:>4}" for one in parts)
+    often = f" {density:>8}" if not parts or width >= _WIDE else ""
+    strongest = f" {largest:>8}" if width >= _WIDE + len(shares) else ""
+    return fit(f"{latent:>7}{often}{strongest}{shares}  {tokens}", width)
 
 
 class LatentDetail(LineView, can_focus=True):
@@ -180,10 +186,9 @@ class LatentDetail(LineView, can_focus=True):
 
 
 def _stability_lines(feature: Feature, width: int) -> list[Line]:
-    if feature.stability is None:
-        return []
-    text = f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed"
-    return [(("Stability   ", "label"), (fit(text, max(0, width - 12)), "text"))]
+    first, *others = textwrap.wrap(stability_words(feature), max(10, width - 12)) or [""]
+    lines: list[Line] = [(("Stability   ", "label"), (first, "text"))] if first else []
+    return lines + [((" " * 12, "label"), (line, "text")) for line in others]
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
@@ -201,6 +206,7 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
         *_stability_lines(feature, width),
+        *(((f"{title:<12}", "label"), (fit(text, max(0, width - 12)), "text")) for title, text in part_lines(feature)),
         *_moved_lines(feature, width),
         ((" ", "text"),),
     ]

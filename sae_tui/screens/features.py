@@ -35,6 +35,7 @@ WORDS: dict[Order, str] = {
     "density": "most frequent first",
     "largest": "strongest first",
     "stable": "stable over seeds first",
+    "norm": "by relative norm",
     "latent": "by number",
 }
 
@@ -74,11 +75,11 @@ class FeaturesScreen(Evaluates, FramedScreen):
     """Shows the latents of one SAE at a time."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go back to the job"),
+        Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents whose examples contain these words (firing on them first), or stable:>0.7"),
+                tooltip="Only latents whose examples contain these words (firing on them first), stable:>0.7, part:B"),
         Binding("o", "next_order", "Order", id="features.sort",
-                tooltip="0.01 to 1 % first, by density, by largest activation, by stability, by number"),
+                tooltip="0.01 to 1 % first, by density, by largest activation, by stability, by norm, by number"),
         Binding("colon", "go_to", "Go to", key_display=":", id="features.go", tooltip="Go to a latent by its number"),
         Binding("equals_sign", "go_to_nearest", "Nearest", key_display="=", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
@@ -196,7 +197,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
     # The following methods handle keys.
 
     def action_back(self) -> None:
-        """End a search, or return to the job."""
+        """End a search, or return to the previous screen."""
         if self.words:
             self.words, latent = "", self.query_one(LatentList).latent
             self._show(latent)
@@ -205,13 +206,16 @@ class FeaturesScreen(Evaluates, FramedScreen):
 
     def action_next_order(self) -> None:
         self.words, latent = "", self.query_one(LatentList).latent
-        known = [order for order in ORDERS if order != "stable" or (self._features and self._features.has_stability)]
+        has = {"stable": self._features and self._features.has_stability}
+        has |= {"norm": self._features and self._features.has_parts}
+        known = [order for order in ORDERS if has.get(order, True)]
         self.order = known[(known.index(self.order) + 1) % len(known)] if self.order in known else known[0]
         self._show(latent)
 
     def action_search(self) -> None:
         self.app.push_screen(
-            Ask("Find in the texts", "words or parts of words, or stable:>0.7", self.words), self._search
+            Ask("Find in the texts", "words or parts of words, or stable:>0.7, part:B, norm:>0.9", self.words),
+            self._search,
         )
 
     def _search(self, words: str | None) -> None:

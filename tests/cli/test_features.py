@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import MOVED, SPREAD, features_file
+from support.features import MOVED, OF_PARTS, SCALING, SPREAD, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -74,7 +75,13 @@ def test_latents_are_sorted_and_filtered_by_their_stability_across_seeds(shell: 
     ]
     (line,) = shell.errors("features", job_id, "--search", "lämb stable:>0.7", code=1)
     assert line.startswith("sae-tui: error: no max-activating example contains")
-    assert "stability    0.94 (mean cosine" in shell.run("features", job_id, 1).stdout
+    words = "stability    0.94, mean cosine with the nearest latent of each other seed"
+    assert f"{words}\n" in shell.run("features", job_id, 1).stdout
+    assert shell.json("features", job_id, 1)["firing_correlation"] is None
+    firing = ("F32", "f", [2], [math.nan, 0.875])
+    file.write_bytes(features_file(stability=("F32", "f", [2], [0.25, 0.9375]), firing_correlation=firing))
+    assert f"{words}; firing correlation 0.88\n" in shell.run("features", job_id, 1).stdout
+    assert [shell.json("features", job_id, latent)["firing_correlation"] for latent in (0, 1)] == [None, 0.875]
     file.write_bytes(features_file(stability=("F32", "f", [1], [0.25])))
     (line,) = shell.errors("features", job_id, code=1)
     assert line.endswith("was not written by `sae-train eval`; run the command again")
@@ -147,3 +154,19 @@ def test_missing_features_are_reported_in_one_line(shell: Shell, job_id: int, tm
     (shell.data.sae(job_id) / FEATURES).write_bytes(b"nothing")
     (line,) = shell.errors("features", job_id, code=1)
     assert "was not written by `sae-train eval`" in line
+
+
+def test_latents_of_a_crosscoder_are_listed_with_their_share_in_each_part(shell: Shell, job_id: int) -> None:
+    (line,) = shell.errors("features", job_id, "--sort", "norm", code=1)
+    assert line == "sae-tui: error: --sort: this SAE is not a crosscoder, so its latents have no parts"
+    (file,) = shell.data.sae(job_id).rglob(FEATURES)
+    file.write_bytes(features_file(**OF_PARTS, **SCALING))
+    head, *rows = shell.run("features", job_id, "--sort", "norm").stdout.splitlines()[1:]
+    assert head.split() == ["LATENT", "DENSITY", "LARGEST", "IN", "A", "IN", "B", "FIRES", "ON"]
+    assert [row.split()[3:5] for row in rows] == [["0.06", "0.94"], ["0.50", "0.50"]]
+    (one,) = shell.json("features", job_id, "--search", "confirmed:B")
+    assert (one["latent"], one["part"], one["nu_error"]) == (1, "B", 0.125)
+    assert one["parts"][1] == {"name": "chat", "share": 0.9375, "beta_error": 1.0, "beta_reconstruction": 2.0}
+    lines = shell.run("features", job_id, 1).stdout.splitlines()
+    assert "β error      A 0.12  B 1.00  ν 0.12" in lines
+    assert "scaling      confirmed as only in B" in lines

@@ -21,6 +21,18 @@ MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "suppressed_logits": ("F32", "f", [2, 1], [-2.5, -0.25]),
 }
 
+# Tensors of a crosscoder's latents: latent 0 is shared, and latent 1 is only in the second part.
+OF_PARTS: dict[str, tuple[str, str, list[int], list[Any]]] = {
+    "part_names": ("U8", "B", [9], list(b"base\nchat")),
+    "part_shares": ("F32", "f", [2, 2], [0.5, 0.5, 0.0625, 0.9375]),
+}
+SCALING: dict[str, tuple[str, str, list[int], list[Any]]] = {
+    "nu_error": ("F32", "f", [2], [1.0, 0.125]),
+    "nu_reconstruction": ("F32", "f", [2], [1.0, 0.25]),
+    "beta_error": ("F32", "f", [2, 2], [1.0, 1.0, 0.125, 1.0]),
+    "beta_reconstruction": ("F32", "f", [2, 2], [2.0, 2.0, 0.5, 2.0]),
+}
+
 
 def flat(values: Any) -> list[Any]:
     return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]

@@ -19,6 +19,16 @@ SPLICED = {
     "ce_with_mean": 7.0, "ce_score": 0.95, "ce_score_error": 0.004, "kl_with_sae": 0.2, "kl_with_zeros": 6.0,
     "kl_score": 0.96, "kl_score_error": 0.003,
 }  # fmt: skip
+CROSSCODER: dict[str, Any] = {
+    "parts": [
+        {"name": "resid_post.8", "width": 6, "scale": 1.0, "fvu": 0.2, "fvu_error": 0.02, "n_only": 5, "n_only_dead": 1,
+         "n_confirmed": 4},
+        {"name": "resid_post.12", "width": 10, "scale": 0.25, "fvu": 0.3, "fvu_error": 0.03, "n_only": 7,
+         "n_only_dead": 0, "n_confirmed": 7},
+    ],
+    "n_shared": 40, "n_shared_dead": 0, "n_other": 11, "n_other_dead": 0, "norms": [5, *[0] * 8, 30, 21, *[0] * 8, 7],
+    "n_rows": 100_000,
+}  # fmt: skip
 AUC = {"auc": 0.8, "seed_error": 0.01, "set_error": 0.05, "of_sets": {"a": 0.8}}
 PROBING = {"n_sets": 12, "n_seeds": 3, "n_texts": 12_000, "k": {"1": AUC, "16": AUC}, "dense": AUC}
 

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import msgspec
 import pytest
-from support.report_cards import FIGURES, card_table, put_card
+from support.report_cards import CROSSCODER, FIGURES, card_table, put_card
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
@@ -109,6 +109,28 @@ def test_a_report_card_with_only_held_out_rows_says_what_was_not_measured() -> N
     assert "not measured; press e" in text
     assert "Probes" not in text
     assert "nearest decoder    0 │" not in text
+
+
+def test_a_report_card_on_synthetic_rows_offers_no_evaluation_in_a_language_model() -> None:
+    table = card_table(spliced=None, known={"n_features": 256, "n_rows": 8192})
+    text = "\n".join("".join(text for text, _ in line) for line in card_lines(msgspec.convert(table, Card), (), 79))
+    assert "none: the rows are synthetic" in text
+    assert "press e" not in text
+
+
+@pytest.mark.parametrize("width", [79, 117])
+def test_the_parts_of_a_crosscoder_have_their_figures_and_a_histogram_of_norms(width: int) -> None:
+    card = msgspec.convert(card_table(figures=FIGURES | {"crosscoder": CROSSCODER}, spliced=None), Card)
+    lines = ["".join(text for text, _ in line) for line in card_lines(card, (), width)]
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert re.search(r"  A resid_post\.8 +scale 1\b", text)
+    assert re.search(r"  FVU, B +0\.3000 ± 0\.0300", text)
+    assert re.search(r"  only in A +5 ", text)
+    assert re.search(r"  norm in B 0 │▂ {8}█▆ {8}▂│ 1", text)
+    assert "did not fire" in text
+    # It reads several places in the model, so it cannot be patched into one of them.
+    assert "not measured; press e" not in text
 
 
 async def test_a_key_shows_the_differences_from_another_jobs_report_card(

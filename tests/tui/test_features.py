@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from support.features import ACTS, IDS, MOVED, SPREAD, features_file, flat
+from support.features import ACTS, IDS, MOVED, OF_PARTS, SCALING, SPREAD, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
@@ -282,3 +283,41 @@ def test_a_character_split_across_tokens_has_the_shade_of_the_strongest_token(tm
     features = Features(tmp_path / "sae" / FEATURES)
     lines = feature_lines(features.feature(0), features, 80)
     assert lines[-2][-2:] == ((" 天", "full"), ("气", "faint"))
+
+
+def test_a_latents_stability_and_firing_correlation_are_wrapped_not_cut(tmp_path: Path) -> None:
+    of_two = {
+        "stability": ("F32", "f", [2], [0.25, 0.9375]),
+        "firing_correlation": ("F32", "f", [2], [math.nan, 0.875]),
+    }
+    (file := tmp_path / "features.safetensors").write_bytes(features_file(**of_two))
+    features = Features(file)
+    words = "Stability 0.94, mean cosine with the nearest latent of each other seed; firing correlation 0.88"
+    for width in (40, 120):
+        lines = feature_lines(features.feature(1), features, width)
+        text = " ".join("".join(part for part, _ in line) for line in lines)
+        assert words in " ".join(text.split())
+    assert not [line for line in feature_lines(features.feature(0), features, 120) if "firing" in str(line)]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_crosscoder_has_a_column_for_each_part(make_app: MakeApp, data: DataDir, size: tuple[int, int]) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    record_metrics(data, job_id)
+    put(data.sae(job_id), features_file(**OF_PARTS, **SCALING))
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        density = ["DENSITY"] * (size[0] > 100), ["8.000%"] * (size[0] > 100)
+        assert listed(screen)[0] == ["LATENT", *density[0], "A", "B", "FIRES", "ON"]
+        assert listed(screen)[2] == ["1", *density[1], "0.06", "0.94", "the"]
+        await pilot.press("o", "o", "o")
+        assert title(screen).endswith("by relative norm") or size[0] < 100
+        assert [line[0] for line in listed(screen)[1:]] == ["1", "0"]
+        await pilot.press("up")
+        detail = screen.query_one(LatentDetail)
+        await wait_until(pilot, lambda: "Latent 1" in detail.plain)
+        lines = [" ".join(line.split()) for line in detail.plain.splitlines()]
+        assert "Parts A base, B chat" in lines
+        assert "β error A 0.12 B 1.00 ν 0.12" in lines
+        assert "Scaling confirmed as only in B" in lines

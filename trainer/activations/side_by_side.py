@@ -17,6 +17,8 @@ from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.wording import join_words, plural
 
 _ROWS_COMPARED = 4096
+# The key, in the metadata of joined rows, for the list of the parts' metadata.
+JOINED = "parts"
 
 
 class SideBySide(IndexedSource):
@@ -179,11 +181,11 @@ def _have_same_tokens(one: IndexedSource, other: IndexedSource) -> bool:
 
 
 def joined_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metadata of a crosscoder's rows: the values that all parts share, and the parts' hooks and models."""
+    """Return the metadata of a crosscoder's rows: the values that all parts share, and the metadata of each part."""
     common = {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
     named = {"hook": "+", "hook_name": "+", "model_name": "+"}
     joined = {key: sign.join(str(meta.get(key)) for meta in metas) for key, sign in named.items() if key in metas[0]}
-    return joined | common
+    return joined | common | {JOINED: [*metas]}
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:

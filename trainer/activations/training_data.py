@@ -93,6 +93,10 @@ class HookRows(ABC):
         """Return at most `SAMPLE_TOKENS` training rows, the same on all ranks."""
 
     @abstractmethod
+    def training_rows(self, n: int, seed: int, batch_size: int) -> Iterator[Pair]:
+        """Yield at most n random training rows in batches; fewer for a stream, whose rows are only in memory once."""
+
+    @abstractmethod
     def bad_in_sample(self, index: int, seed: int) -> str:
         """Return an error message for the non-finite row at `index` in the sample."""
 
@@ -272,6 +276,11 @@ class _IndexedRows(HookRows):
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))
+
+    def training_rows(self, n: int, seed: int, batch_size: int) -> Iterator[Pair]:
+        indices = np.sort(self._split.sample(n, seed))
+        for start in range(0, len(indices), batch_size):
+            yield self._source.pairs(indices[start : start + batch_size])
 
     def bad_in_sample(self, index: int, seed: int) -> str:
         return _bad_row(self._source, int(np.sort(self._split.sample(SAMPLE_TOKENS, seed))[index]))
@@ -521,6 +530,10 @@ class _StreamHook(HookRows):
     def sample(self, seed: int) -> Pair:
         return self._sample
 
+    def training_rows(self, n: int, seed: int, batch_size: int) -> Iterator[Pair]:
+        x, y = (rows[:n] for rows in self._sample)
+        return in_batches(x, x if self._sample[0] is self._sample[1] else y, batch_size)
+
     def bad_in_sample(self, index: int, seed: int) -> str:
         return self._bad(index)
 
@@ -539,9 +552,14 @@ class _StreamHook(HookRows):
             own = torch.from_numpy(self.of_half(half))
             inputs = x[own]
             x, y = inputs, inputs if y is x else y[own]
-        for start in range(0, len(x), batch_size):
-            inputs = x[start : start + batch_size]
-            yield inputs, inputs if y is x else y[start : start + batch_size]
+        return in_batches(x, y, batch_size)
+
+
+def in_batches(x: Tensor, y: Tensor, batch_size: int) -> Iterator[Pair]:
+    """Yield inputs and targets in batches; if both are the same tensor, so are the batches."""
+    for start in range(0, len(x), batch_size):
+        inputs = x[start : start + batch_size]
+        yield inputs, inputs if y is x else y[start : start + batch_size]
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:

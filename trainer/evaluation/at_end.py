@@ -21,10 +21,10 @@ from trainer.contract.settings.series import CRITERION, error_of, held_out
 from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, MetricRow
 from trainer.evaluation.card import timer, write_card
-from trainer.evaluation.contexts import Contexts, contexts_of, texts_of
+from trainer.evaluation.contexts import Contexts, contexts_of, joined_source, texts_of
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
-from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked
+from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked, parts_of_hooks
 from trainer.evaluation.stability import write_stability
 from trainer.evaluation.twins import write_twins
 from trainer.extraction.token_bytes import read_tokens
@@ -131,23 +131,26 @@ class Cards:
     def _write_one(self, folder: Path, label: str) -> Card:
         hook = self._trainer.learners[label].hook
         source, sae = self._source.of_hook(hook), read_exported(folder, self._parallel.device)
-        card = card_of(sae, folder, self._rows_of(label), source, name=self._job.name, label=label, step=self._at.step)
+        rows = self._rows_of(label)
+        card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
+        tensors = rows.part_tensors
         try:
             timed = timer(self._at.step, self._parallel.device)
             data = folder_of([*self._job.hooks.values()][hook])
             if data and (contexts := self._contexts(label, sae, data)):
-                tensors = contexts.tensors(sae.directions, read_tokens(data))
+                tensors = contexts.tensors(sae.directions, read_tokens(data)) | tensors
                 part = timed(contexts.n_rows, "rows", text=str(data), settings={"contexts": N_CONTEXTS})
                 return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
         except Exception as error:
             rank_log.say(f"no max-activating examples for {folder}: {first_line(error)}")
-        return write_card(folder, card)
+        return write_card(folder, card, rows.part_tensors)
 
     def _rows_of(self, label: str) -> EvaluationRows:
         hook = self._job.hook_number(members(self._job)[label])
         own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
         most = most_rows(self._at.tokens, self._parallel.world_size)
-        return EvaluationRows(own, outliers, self._job, self._parallel.device, most, self._stop, copies)
+        parts = parts_of_hooks(self._source, self._job)[hook]
+        return EvaluationRows(own, outliers, self._job, self._parallel.device, most, self._stop, copies, parts)
 
     def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.
@@ -165,7 +168,9 @@ class Cards:
             # Use the same scale as in training, as the `eval` command does.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
-        return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
+        source = joined_source(self._source.of_hook(learner.hook))
+        texts = texts_of(data, most, source)
+        return contexts_of(acts_of, texts, self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
         """Return the data with the held-out rows of all ranks or, for a stream, of this rank."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from trainer.activations.base import IndexedSource, Source
 from trainer.activations.open_source import open_source
 from trainer.activations.outliers import Outliers
 from trainer.checkpoints.atomic_folder import not_written
@@ -27,7 +28,7 @@ from trainer.contract.settings.shards import TENSOR, inspect_shards
 from trainer.contract.settings.tokens_of_data import META, folder_of, shard_tells_tokens, tells_tokens
 from trainer.evaluation.rows import EvaluationRows
 from trainer.extraction.shard_writer import RowOrigin, order_of_shard
-from trainer.saes.sparse_acts import Acts, SparseActs
+from trainer.saes.sparse_acts import Acts, active_entries
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
 
@@ -67,15 +68,19 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
     return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
 
 
-def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[TokenRows]:
-    """Yield up to `most` rows of a folder's shards in text order; stop at the first shard that records no tokens."""
-    meta, left = read_json(place / META, dict[str, object]) or {}, most
+def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = None) -> Iterator[TokenRows]:
+    """Yield up to `most` rows of a folder's shards in text order; stop at the first shard that records no tokens.
+
+    If `source` is given, its rows are yielded instead; `place` is the folder of the first part that it joins.
+    """
+    meta, left, begin = read_json(place / META, dict[str, object]) or {}, most, 0
     for shard in inspect_shards(place).shards:
         if left <= 0 or not shard_tells_tokens(shard.file):
             return
         with safe_open(shard.file, "pt") as tensors:
             origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
-            x = tensors.get_tensor(TENSOR)
+            x = tensors.get_tensor(TENSOR) if source is None else source.rows(np.arange(begin, begin + shard.n_tokens))
+        begin += shard.n_tokens
         if any(of_rows.shape != (len(x),) for of_rows in origin):
             return
         first = torch.arange(min(left, len(x)))
@@ -198,23 +203,11 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
         indices = torch.nonzero(outliers.ordinary(x, x)).flatten()
         n_rows += len(indices)
         if len(indices):
-            latents, tokens, values = _active(acts_of(x[indices]))
-            parts.append((latents, indices[tokens] + first, values))
+            latents, tokens, values = (one.cpu() for one in active_entries(acts_of(x[indices])))
+            parts.append((latents, indices[tokens] + first, values.float()))
     latents, numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
     order = (latents * len(rows) + numbers).argsort()
     return ActivationEntries(latents[order], numbers[order], values[order], n_rows)
-
-
-def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each positive activation's latent, token and value, on the CPU."""
-    if isinstance(acts, SparseActs):
-        fires = acts.values > 0
-        parts = acts.indices.latents[fires], acts.indices.tokens[fires], acts.values[fires]
-    else:
-        tokens, latents = torch.nonzero(acts.values > 0, as_tuple=True)
-        parts = latents, tokens, acts.values[tokens, latents]
-    latents, tokens, values = (part.cpu() for part in parts)
-    return latents.long(), tokens.long(), values.float()
 
 
 def _best_by_document(entries: ActivationEntries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
@@ -342,29 +335,36 @@ def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
     return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}
 
 
+def joined_source(source: Source) -> IndexedSource | None:
+    """Return the source of a crosscoder's stored rows, for `texts_of`; None for other rows."""
+    return source if isinstance(source, IndexedSource) and source.part_widths else None
+
+
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     """Return a function that finds where a learner's latents fire in the data, or None if the data has no tokens."""
     folders = [folder_of(settings) for settings in job.hooks.values()]
     if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
-    rows = EvaluationRows.of_hooks(open_source(job), job, torch.device("cpu"))
+    source = open_source(job)
+    rows = EvaluationRows.of_hooks(source, job, torch.device("cpu"))
 
     def firings(learner: Learner) -> Firings:
         folder = folders[learner.hook]
         assert folder is not None
-        return _firings(folder, rows[learner.hook].outliers, learner)
+        texts = texts_of(folder, source=joined_source(source.of_hook(learner.hook)))
+        return _firings(texts, rows[learner.hook].outliers, learner)
 
     return firings
 
 
-def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
-    """Split a folder's first texts into contexts, and find where latents fire in these texts.
+def _firings(texts: Iterable[TokenRows], outliers: Outliers, learner: Learner) -> Firings:
+    """Split texts into contexts, and find where latents fire in these texts.
 
     An incomplete context at the end is dropped. Outlier rows have no activations. Activations are returned at the raw
     data's scale.
     """
     tokens, rows, latents, activations, n_rows = [], [], [], [], 0
-    for text in texts_of(path):
+    for text in texts:
         entries = entries_of(partial(acts_of, learner), text.x, outliers)
         tokens.append(text.origin.token_ids)
         rows.append(entries.rows + n_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -17,20 +17,33 @@ from trainer.activations.base import Indices, Pair, Source, norms_of, on_device
 from trainer.activations.copies import copies_in
 from trainer.activations.heavy_dimensions import changed_scales, heavy_dimensions, scales_sentence
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import HALVES, HookRows, open_data
+from trainer.activations.training_data import HALVES, HookRows, in_batches, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.progress import track
+from trainer.contract.runs.crosscoder import Crosscoder, part_names, scales_words
 from trainer.contract.runs.report_card import ROWS, EvaluationData, Figures
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.crosscoder import (
+    CrosscoderRows,
+    LatentScaling,
+    part_scales,
+    part_tensors,
+    ratios,
+    scaling_tensors,
+    shares_of,
+    with_scaling,
+)
 from trainer.evaluation.exported import ExportedSae
-from trainer.evaluation.figures import Grouped, Reconstruct, by_label, measure
+from trainer.evaluation.figures import Grouped, Levels, Reconstruct, Refinement, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import RowSampler
 
 # The number of rows per forward pass of an SAE.
 BATCH = 1024
+# The number of rows for latent scaling, as in the diffing toolkit. If fewer rows are held out, training rows are added.
+SCALING_ROWS = 100_000
 # The number of values to hash per row, enough to identify the row. Hashing all values would take seconds.
 _HASHED = 32
 
@@ -55,8 +68,9 @@ class EvaluationRows:
         most: int | None = None,
         stop: threading.Event | None = None,
         copies: float | None = None,
+        parts: CrosscoderRows | None = None,
     ) -> None:
-        self._copies = copies
+        self._copies, self._parts = copies, parts
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
@@ -68,6 +82,10 @@ class EvaluationRows:
         self._digest = hashlib.sha256()
         self._of = ""
         self.sums: RowSums | None = None
+        # How many rows to use for latent scaling. If `most` is given, measuring must be fast.
+        self._n_scaling = SCALING_ROWS if most is None else 0
+        # The last measured crosscoder's tensors for the features file; {} for other SAEs.
+        self.part_tensors: dict[str, Tensor] = {}
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[EvaluationRows]:
@@ -77,8 +95,8 @@ class EvaluationRows:
         found = [RowSampler(one, device).find_outliers(job) for one in hooks]
         # A training run reports the same estimate at its start, with the same seed.
         copies = [copies_in(one, job.train.seed) for one in hooks]
-        every = zip(hooks, found, copies, strict=True)
-        return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
+        every = zip(hooks, found, copies, parts_of_hooks(source, job), strict=True)
+        return [cls(one, outliers, job, device, copies=share, parts=parts) for one, outliers, share, parts in every]
 
     def batches(
         self,
@@ -106,6 +124,15 @@ class EvaluationRows:
             if len(ordinary[0]):
                 yield ordinary
 
+    def _more_rows(self, n: int) -> Iterator[Pair]:
+        """Yield about `n` training rows, which the SAE may have been trained on, if rows are held out."""
+        for x, y in self._data.training_rows(n, self._job.train.seed, BATCH) if self.n_held_out and n > 0 else ():
+            if self._stop.is_set():
+                raise StopAsked("a stop was requested")
+            ordinary = self.outliers.leave_out(*on_device((x, y), self._device))
+            if len(ordinary[0]):
+                yield ordinary
+
     @property
     def digest(self) -> str:
         """A digest of the rows in the last complete pass."""
@@ -124,17 +151,54 @@ class EvaluationRows:
         reconstruct: Reconstruct,
         w_dec: Tensor,
         place: str,
-        by_k: Mapping[int, Reconstruct],
+        levels: Levels | None = None,
+        refinement: Refinement | None = None,
         *,
         is_trained_on: bool = True,
     ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
-            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, by_k)
+            scales = sae.dimension_scales
+            figures = measure(reconstruct, batches, w_dec, self.grouped, scales, levels, refinement, self._parts)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
+        if figures.crosscoder and self._parts:
+            crosscoder = self._by_part(sae, reconstruct, w_dec, self._parts, figures.crosscoder)
+            figures = msgspec.structs.replace(figures, crosscoder=crosscoder)
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
+
+    @torch.no_grad()
+    def _by_part(
+        self,
+        sae: Sae | ExportedSae,
+        reconstruct: Reconstruct,
+        w_dec: Tensor,
+        parts: CrosscoderRows,
+        figures: Crosscoder,
+    ) -> Crosscoder:
+        """Set `part_tensors`. For two parts, also measure latent scaling, and add its figures to a crosscoder's."""
+        scales = torch.ones(w_dec.shape[1], device=w_dec.device)
+        scales = scales if sae.dimension_scales is None else sae.dimension_scales
+        scaled = w_dec * scales
+        shares = shares_of(scaled, parts.widths)
+        self.part_tensors = part_tensors(parts.names, shares)
+        if len(parts.widths) != 2:
+            return figures
+        scaling, (bias, scale) = LatentScaling(scaled, parts.widths), _reconstruction(sae)
+
+        def add(rows: Iterator[Pair]) -> None:
+            for x, y in rows:
+                acts, x_hat = reconstruct(x, y)
+                scaling.add(acts, (y - x_hat) * scales, (x_hat - bias) * scales, scale)
+
+        add(self.batches(sae.measuring_half, "latent scaling"))
+        fires = scaling.has_fired
+        add(self._more_rows(self._n_scaling - scaling.n_rows))
+        betas = scaling.betas()
+        nu = torch.stack([ratios(one, shares) for one in betas], dim=1)
+        self.part_tensors |= scaling_tensors(nu, betas)
+        return with_scaling(figures, shares[fires], nu[fires], scaling.n_rows)
 
     def grouped(self, error: Tensor, spread: Tensor, *others: Tensor) -> Grouped:
         """For each text or block of neighbouring rows, sum the errors, spreads and `others` [n] from the last pass.
@@ -163,7 +227,8 @@ class EvaluationRows:
                 targets.add(y)
         mean, variance = inputs.mean_and_variance()
         of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
-        heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
+        widths = self._parts.widths if self._parts else ()
+        heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square(), widths)
         if scales is not None and self.sums is not None:
             # FVUs at different scales cannot be compared, so the rows' identity includes the scales.
             at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
@@ -180,10 +245,20 @@ class EvaluationRows:
             heavy=heavy.sentence() if heavy else "",
             hold_out=self._data.hold_out if self.n_held_out else "",
             copies=self._copies,
-            dimensions="" if scales is None else scales_sentence(changed_scales(scales), len(scales)),
+            dimensions="" if scales is None else self._dimensions(scales),
             zero_fraction=self._n_zero / max(1, self._n_rows),
             drops_zero=self._job.data.drop_zero_rows,
         )
+
+    def _dimensions(self, scales: Tensor) -> str:
+        """Return a phrase about the scales of a crosscoder's parts, and about dimensions with other scales."""
+        if self._parts is None:
+            return scales_sentence(changed_scales(scales), len(scales))
+        of_parts = part_scales(scales, self._parts.widths)
+        each = zip(scales.split(self._parts.widths), of_parts, strict=True)
+        within = torch.cat([part / scale if scale else part for part, scale in each])
+        sentences = [scales_words(self._parts.names, of_parts), scales_sentence(changed_scales(within), len(within))]
+        return "; ".join(filter(None, sentences))
 
     def _stored(
         self, measuring_half: Callable[[int], AbstractContextManager[None]]
@@ -193,7 +268,7 @@ class EvaluationRows:
         clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
         self._of = clusters.of
         if not self.n_held_out:
-            yield from self._labelled(_in_parts(*self._data.sample(seed)), clusters.labels)
+            yield from self._labelled(in_batches(*self._data.sample(seed), BATCH), clusters.labels)
             return
         for half in HALVES:
             rows = self._data.held_out(BATCH * self._every, half)
@@ -227,7 +302,17 @@ class _RunningMoments:
         return mean, self._squares / self.n_rows - mean.square()
 
 
-def _in_parts(x: Tensor, y: Tensor) -> Iterator[Pair]:
-    for first in range(0, len(x), BATCH):
-        inputs = x[first : first + BATCH]
-        yield inputs, inputs if y is x else y[first : first + BATCH]
+def parts_of_hooks(source: Source, job: JobConfig) -> list[CrosscoderRows | None]:
+    """Return the parts of each hook's rows, or None for rows that are not joined."""
+    found: list[CrosscoderRows | None] = []
+    for hook, settings in enumerate(job.hooks.values()):
+        widths = tuple(source.of_hook(hook).part_widths)
+        found.append(CrosscoderRows(part_names(settings), widths) if widths else None)
+    return found
+
+
+def _reconstruction(sae: Sae | ExportedSae) -> tuple[Tensor, float]:
+    """Return an SAE's bias for raw rows [d_out], and the factor from its activations to the units of `raw_decoder`."""
+    if isinstance(sae, ExportedSae):
+        return sae.b_dec, 1.0
+    return sae.raw(sae.b_dec), 1 / float(sae.acts_scale)

@@ -190,6 +190,15 @@ class DenseActs(NamedTuple):
 Acts = SparseActs | DenseActs
 
 
+def active_entries(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each positive activation's latent, token and value."""
+    if isinstance(acts, DenseActs):
+        tokens, latents = torch.nonzero(acts.values > 0, as_tuple=True)
+        return latents, tokens, acts.values[tokens, latents]
+    fires = acts.values > 0
+    return acts.indices.latents[fires].long(), acts.indices.tokens[fires].long(), acts.values[fires]
+
+
 def marked_in_columns(mask: Tensor) -> Tensor:
     """Return the number of marked elements in each column of a bool mask [n_rows, n]: fp32 [n].
 

@@ -19,7 +19,7 @@ from sae_tui.jobs.view.postmortem import Postmortem
 from sae_tui.jobs.view.quality import Estimate
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, SEEDS, answer, card, metric_words, metrics
-from trainer.contract.runs.features import ActivatingExample, Feature, LogitChange, Token
+from trainer.contract.runs.features import ActivatingExample, Feature, LatentPart, LogitChange, Token
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
@@ -470,8 +470,25 @@ _FEATURE = typed(
         "suppressed": "Tokens that it suppresses most.",
         "family": "silent, dense, token (fires on one token), position, rare or other.",
         "stability": "Mean cosine with the nearest decoder direction of each other seed; null for one seed.",
+        "firing_correlation": "Mean correlation of its activations with those of these latents; null if unknown.",
+        "parts": "A crosscoder's parts, A first; empty for other SAEs.",
+        "part": 'Letter of the only part in which it writes, "shared" or "other"; "" if it is not a crosscoder\'s.',
+        "nu_error": "Ratio of latent scaling for the error; null if it is unknown.",
+        "nu_reconstruction": "Ratio of latent scaling for the reconstruction; null if it is unknown.",
     },
     {
+        "parts": list_of(
+            typed(
+                "LatentPart",
+                LatentPart,
+                {
+                    "name": "Hook, model or folder of the part.",
+                    "share": "Share of this part of the latent's decoder norms (0 to 1).",
+                    "beta_error": "Coefficient of latent scaling for the part's error; null if it is unknown.",
+                    "beta_reconstruction": "The same for the part's reconstruction; null if it is unknown.",
+                },
+            )
+        ),
         "histogram": list_of(int),
         "nearest": list_of({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "number"}], "items": False}),
         "contexts": list_of(_CONTEXT),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.features import ACTS, MOVED, SPREAD, TEXTS, features_file, flat
+from support.features import ACTS, MOVED, OF_PARTS, SCALING, SPREAD, TEXTS, features_file, flat
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Features, is_of_weights
@@ -240,3 +240,39 @@ def test_a_file_with_a_deeply_nested_header_matches_no_weights(file: Path) -> No
     header = b"[" * 100_000
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     assert not is_of_weights(file, "0123")
+
+
+@pytest.mark.parametrize(
+    ("words", "latents"),
+    [
+        ("part:B", [1]),
+        ("part:chat", [1]),
+        ("part:shared", [0]),
+        ("part:A", []),
+        ("confirmed:B", [1]),
+        ("norm:>0.9", [1]),
+        ("norm:<0.9", [0]),
+        ("part:B lämb", []),
+        ("part:shared lämb", [0]),
+    ],
+)
+def test_latents_of_a_crosscoder_are_found_by_part(file: Path, words: str, latents: list[int]) -> None:
+    file.write_bytes(features_file(**OF_PARTS, **SCALING))
+    assert Features(file).search(words) == latents
+
+
+def test_a_crosscoder_without_latent_scaling_still_has_parts(file: Path) -> None:
+    file.write_bytes(features_file(**OF_PARTS))
+    features = Features(file)
+    assert (features.order("norm"), features.part_names) == ([1, 0], ("base", "chat"))
+    assert features.feature(1).nu_error is None
+    with pytest.raises(UserError, match="latent scaling was not measured"):
+        features.search("confirmed:B")
+
+
+@pytest.mark.parametrize("shape", [[2, 3], [1, 4], [4]])
+def test_part_tensors_of_the_wrong_shape_are_refused(file: Path, shape: list[int]) -> None:
+    values = [0.25] * (6 if shape == [2, 3] else 4)
+    file.write_bytes(features_file(**(OF_PARTS | {"part_shares": ("F32", "f", shape, values)})))
+    with pytest.raises(UserError, match="was not written by `sae-train eval`"):
+        Features(file)

@@ -106,7 +106,7 @@ def test_latents_that_differ_only_in_order_and_scale_have_a_correlation_of_one()
         "W_enc": (own._weights["W_enc"] * scale)[:, order],
         "W_dec": own.W_dec[order],
         "b_enc": (own._weights["b_enc"] * scale)[order],
-        "b_dec": own._b_dec,
+        "b_dec": own.b_dec,
     }
     other = ExportedSae(SharedSae({"architecture": "standard"}, weights, {}), CPU)
     partner = nearest(own.W_dec, other.W_dec)[0].latent

@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
 from trainer.contract.failure import Failure, Refusal
+from trainer.contract.runs.crosscoder import Crosscoder, CrosscoderPart
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
@@ -20,6 +21,7 @@ from trainer.contract.runs.report_card import (
     Part,
     PatchedModel,
     Probing,
+    Refined,
     Stability,
     TextRows,
     Twin,
@@ -117,6 +119,50 @@ _AT_K = typed(
     },
     no_number_is_null=True,
 )
+_REFINED = typed(
+    "Refined activations",
+    Refined,
+    {
+        "n_steps": "Number of refinement steps.",
+        "fvu": "FVU with the refined activations; null if undefined.",
+        "fvu_error": "Standard error of `fvu`; null if undefined.",
+        "l0": "Mean number of active latents per token; null if undefined.",
+    },
+    no_number_is_null=True,
+)
+_CROSSCODER = typed(
+    "Crosscoder",
+    Crosscoder,
+    {
+        "parts": "The parts that the rows are joined from, A first.",
+        "n_shared": "Number of shared latents that fire on these rows: each of two parts has 0.4 to 0.6 of the norms.",
+        "n_shared_dead": "Number of shared latents that do not fire.",
+        "n_other": "Number of firing latents that are neither shared nor only in one part.",
+        "n_other_dead": "Number of such latents that do not fire.",
+        "norms": "Histogram of the firing latents' relative norms, from 0 to 1: the share of part B, or with more than"
+        " two parts, the largest share.",
+        "n_rows": "Number of rows used for latent scaling; 0 if it was not measured.",
+    },
+    {
+        "parts": list_of(
+            typed(
+                "CrosscoderPart",
+                CrosscoderPart,
+                {
+                    "name": "What sets this part apart: its hook, model or folder.",
+                    "width": "Width of this part.",
+                    "scale": "Scale of this part in training, as a multiple of the largest one; null if undefined.",
+                    "fvu": "FVU of this part; null if undefined.",
+                    "fvu_error": "Standard error of `fvu`; null if undefined.",
+                    "n_only": "Number of firing latents only in this part: more than 0.9 of the decoder norms.",
+                    "n_only_dead": "Number of latents only in this part that do not fire.",
+                    "n_confirmed": "Number of `n_only` that latent scaling confirms; null if it was not measured.",
+                },
+                no_number_is_null=True,
+            )
+        )
+    },
+)
 _FIGURES = typed(
     "Figures",
     Figures,
@@ -147,8 +193,10 @@ _FIGURES = typed(
         " null if undefined.",
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
         "by_k": "The FVU for each k that the SAE is trained for; empty for most SAEs.",
+        "crosscoder": "The figures of a crosscoder's parts; null for other SAEs.",
+        "refined": "With `eval --refine`: figures of refined activations, which only Python computes; otherwise null.",
     },
-    {"by_k": list_of(_AT_K)},
+    {"by_k": list_of(_AT_K), "crosscoder": or_null(_CROSSCODER), "refined": or_null(_REFINED)},
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(

@@ -20,6 +20,8 @@ import msgspec
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import convert_as
+from trainer.contract.printable import printable
+from trainer.contract.runs.crosscoder import OTHER, SHARED, is_confirmed, kind_of, letter, relative_norm
 from trainer.contract.settings.shards import read_header
 
 
@@ -80,7 +82,7 @@ def _unfinished(text: bytes) -> int:
 
 # The names of the files that an evaluation writes next to an SAE's weights.
 FEATURES, CARD = "features.safetensors", "card.json"
-Order = Literal["sparse", "density", "largest", "stable", "latent"]
+Order = Literal["sparse", "density", "largest", "stable", "norm", "latent"]
 # Latents are most often interpretable if the share of rows they fire on is within `SPARSE`. Latents that fire on a
 # larger share of the rows than `DENSE` are called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
@@ -123,6 +125,21 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 # direction of another seed, averaged over the other seeds.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
+# An additional tensor in newer files. Each latent has a partner in every other seed, the latent with the nearest
+# direction. The tensor contains the correlation of the activations of a latent and its partner, averaged over the other
+# seeds; NaN if the latent never fires.
+FIRING = "firing_correlation"
+_FIRING: dict[str, tuple[str, str, int | None]] = {FIRING: ("F32", "f", 1)}
+# Additional tensors for a crosscoder: the names of its parts, one a line, and for each latent, each part's share of the
+# norms of its scaled decoder rows. For two parts, latent scaling adds the ratios ν and, for each part, β.
+PART_NAMES, PART_SHARES = "part_names", "part_shares"
+_PARTS: dict[str, tuple[str, str, int | None]] = {PART_NAMES: ("U8", "B", None), PART_SHARES: ("F32", "f", None)}
+SCALING: dict[str, tuple[str, str, int | None]] = {
+    "nu_error": ("F32", "f", 1),
+    "nu_reconstruction": ("F32", "f", 1),
+    "beta_error": ("F32", "f", None),
+    "beta_reconstruction": ("F32", "f", None),
+}
 # Additional tensors in newer files: for each latent, the share of its activations on its most common token, and the
 # share at its most common position in the text.
 _BOUND: dict[str, tuple[str, str, int | None]] = {"token_share": ("F32", "f", 1), "position_share": ("F32", "f", 1)}
@@ -136,10 +153,16 @@ BOUND, _LEAST_FIRED = 0.9, 10
 _OF_BOUND = ("token", "position")
 _FAMILY_FILTER = re.compile(rf"(?<!\S)family:({'|'.join(FAMILIES)})(?!\S)")
 _STABLE_FILTER = re.compile(r"(?<!\S)stable:([<>]=?)(\d*\.?\d+)(?!\S)")
+_NORM_FILTER = re.compile(r"(?<!\S)norm:([<>]=?)(\d*\.?\d+)(?!\S)")
+_PART_FILTER = re.compile(r"(?<!\S)(part|confirmed):(\S+)")
 _KEEPS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_FILTERS = re.compile(r"(?<!\S)(?:stable|family):\S*")
+_FILTERS = re.compile(r"(?<!\S)(?:stable|family|norm|part|confirmed):\S*")
 NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
-_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND).items()}
+NO_PARTS = "this SAE is not a crosscoder, so its latents have no parts"
+NO_SCALING = "latent scaling was not measured; an evaluation measures it for a crosscoder of two parts"
+_CODES = {
+    name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _BOUND | _PARTS | SCALING).items()
+}
 
 
 def is_filter(words: str) -> bool:
@@ -175,6 +198,15 @@ class ActivatingExample(msgspec.Struct, frozen=True):
         return self.tokens[self.at].act
 
 
+class LatentPart(msgspec.Struct, frozen=True):
+    """A crosscoder's part, its share of a latent's decoder norms, and the latent's β; None if they are unknown."""
+
+    name: str
+    share: float
+    beta_error: float | None = None
+    beta_reconstruction: float | None = None
+
+
 class Feature(msgspec.Struct, frozen=True):
     """A latent's data: the share of rows on which it fires, its largest and mean activation, and its top contexts.
 
@@ -182,8 +214,13 @@ class Feature(msgspec.Struct, frozen=True):
     contains the latents with the most similar decoder directions as pairs (latent, cosine), most similar first.
     `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, largest change first;
     both are empty if the evaluation did not use the language model. `stability` is the largest cosine with any decoder
-    direction of another seed, averaged over the other seeds, or None without other seeds. `family` is one of
-    `FAMILIES`.
+    direction of another seed, averaged over the other seeds, or None without other seeds. `firing_correlation` is how
+    well its activations correlate with the latents that have these directions, averaged in the same way; None if
+    unknown. `family` is one of `FAMILIES`.
+
+    For a crosscoder, `parts` says how much the latent writes in each part, and `part` is the letter of the only part in
+    which it writes, "shared" or "other". `nu_error` and `nu_reconstruction` are the ratios of latent scaling: β in the
+    part with the smaller share, divided by β in the other part. They are None if they are unknown.
     """
 
     latent: int
@@ -196,7 +233,12 @@ class Feature(msgspec.Struct, frozen=True):
     promoted: tuple[LogitChange, ...] = ()
     suppressed: tuple[LogitChange, ...] = ()
     stability: float | None = None
+    firing_correlation: float | None = None
     family: Family = "other"
+    parts: tuple[LatentPart, ...] = ()
+    part: str = ""
+    nu_error: float | None = None
+    nu_reconstruction: float | None = None
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -257,6 +299,10 @@ class Features:
         per_latent_only = (self._entries[name].shape for name in names)
         if any(len(shape) != 2 or shape[0] != self.n_latents for shape in per_latent_only) or len(n_texts) != 1:
             raise ValueError("shapes")
+        if self.has_parts:
+            of_parts = [PART_SHARES, *(["beta_error", "beta_reconstruction"] if self.has_scaling else [])]
+            if any(self._entries[name].shape != (self.n_latents, len(self.part_names)) for name in of_parts):
+                raise ValueError("shapes")
         self._texts, self._ends = self._ints("text_ids"), self._ints("text_ends")
         self._before = self._ints("before")[0]
         if not 0 <= self._before < max(1, width):
@@ -270,7 +316,37 @@ class Features:
     @property
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
         more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+        more |= _FIRING if FIRING in self._entries else {}
+        more |= (_PARTS if self.has_parts else {}) | (SCALING if self.has_scaling else {})
         return _LAYOUT | more | (_BOUND if self.has_families else {})
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the file says how much each latent writes in each part of a crosscoder."""
+        return self._entries.keys() >= _PARTS.keys()
+
+    @property
+    def has_scaling(self) -> bool:
+        """Whether the file has the results of latent scaling."""
+        return self.has_parts and self._entries.keys() >= SCALING.keys()
+
+    @cached_property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of a crosscoder's parts; empty for other SAEs."""
+        if not self.has_parts:
+            return ()
+        return tuple(map(printable, self._bytes(PART_NAMES, None).decode("utf-8", "replace").split("\n")))
+
+    @cached_property
+    def _shares(self) -> list[tuple[float, ...]]:
+        n = len(self.part_names)
+        flat = self._floats(PART_SHARES)
+        return [tuple(flat[first : first + n]) for first in range(0, len(flat), n)]
+
+    @cached_property
+    def part_kinds(self) -> list[str]:
+        """For each latent, the letter of the only part in which it writes, "shared" or "other"; "" without parts."""
+        return list(map(kind_of, self._shares)) if self.has_parts else [""] * self.n_latents
 
     @property
     def has_families(self) -> bool:
@@ -294,9 +370,10 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return all latents that fire, in the given order.
 
-        "density", "largest" (activation) and "stable" (cosine with other seeds; 0 if unknown) put the highest values
-        first, and "latent" sorts by index. With "sparse", the latents that fire on 0.01 to 1 % of the rows come first,
-        sorted by largest activation. Rarer latents follow, and then more frequent latents, the densest last.
+        "density", "largest" (activation), "stable" (cosine with other seeds; 0 if unknown) and "norm" (a crosscoder's
+        relative norm; 0 if unknown) put the highest values first, and "latent" sorts by index. With "sparse", the
+        latents that fire on 0.01 to 1 % of the rows come first, sorted by largest activation. Rarer latents follow, and
+        then more frequent latents, the densest last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -304,8 +381,17 @@ class Features:
             return alive
         if by == "sparse":
             return self._sparse_first(alive)
-        keys = fired if by == "density" else self._floats("largest") if by == "largest" else self.stability
+        keys: Sequence[float] = fired
+        if by == "largest":
+            keys = self._floats("largest")
+        elif by != "density":
+            keys = self.stability if by == "stable" else self.relative_norms
         return sorted(alive, key=lambda latent: -keys[latent])
+
+    @property
+    def relative_norms(self) -> Sequence[float]:
+        """The share of the second of two parts, or else the largest share, of each latent's norms; zeros if unknown."""
+        return list(map(relative_norm, self._shares)) if self.has_parts else [0.0] * self.n_latents
 
     @property
     def stability(self) -> Sequence[float]:
@@ -366,14 +452,16 @@ class Features:
         For words spanning tokens, only the `_MOST_JOINED` most frequent latents are searched.
 
         `stable:>0.7` and `stable:<0.3` keep only latents whose stability is above or below that cosine, and
-        `family:token` keeps only latents of that family. Without other words, the first list contains all latents that
-        are kept. Raise `UserError` if the stability or the families are unknown.
+        `family:token` keeps only latents of that family. For a crosscoder, `part:B` keeps latents that write only in
+        the second part, `confirmed:B` only the ones that latent scaling confirms, and `norm:>0.9` only latents with a
+        larger relative norm. Without other words, the first list contains all latents that are kept. Raise `UserError`
+        if the values are unknown.
         """
         filters = [*self._filters(words)]
         if not filters:
             return self._search_words(words)
         rest = " ".join(_FILTERS.sub(" ", words).split())
-        by: Order = "stable" if _STABLE_FILTER.search(words) else "sparse"
+        by: Order = "stable" if _STABLE_FILTER.search(words) else "norm" if _NORM_FILTER.search(words) else "sparse"
         firing, others = self._search_words(rest) if rest else (self.order(by), [])
         kept = set(range(self.n_latents)).intersection(*filters)
         return [one for one in firing if one in kept], [one for one in others if one in kept]
@@ -381,8 +469,11 @@ class Features:
     def _filters(self, words: str) -> Iterator[set[int]]:
         """Yield the latents that each filter in `words` keeps; raise `UserError` for an unknown filter."""
         for one in _FILTERS.findall(words):
-            if not (_STABLE_FILTER.fullmatch(one) or _FAMILY_FILTER.fullmatch(one)):
-                raise UserError(f"{one} is unknown; write stable:>0.7, or family: and one of {', '.join(FAMILIES)}")
+            known = (_STABLE_FILTER, _FAMILY_FILTER, _NORM_FILTER, _PART_FILTER)
+            if not any(pattern.fullmatch(one) for pattern in known):
+                of_crosscoder = "for a crosscoder: norm:>0.9, part:B or confirmed:B"
+                families = f"family: and one of {', '.join(FAMILIES)}; {of_crosscoder}"
+                raise UserError(f"{one} is unknown; write stable:>0.7, or {families}")
         for sign, than in _STABLE_FILTER.findall(words):
             if not self.has_stability:
                 raise UserError(f"stable: {NO_STABILITY}")
@@ -393,6 +484,32 @@ class Features:
                     f"family:{family} is unknown for this SAE, which an older version evaluated; evaluate it again"
                 )
             yield {latent for latent, own in enumerate(self.families) if own == family}
+        for sign, than in _NORM_FILTER.findall(words):
+            if not self.has_parts:
+                raise UserError(f"norm: {NO_PARTS}")
+            yield {latent for latent, norm in enumerate(self.relative_norms) if _KEEPS[sign](norm, float(than))}
+        for word, name in _PART_FILTER.findall(words):
+            yield self._in_part(word, name)
+
+    def _in_part(self, word: str, name: str) -> set[int]:
+        """Return the latents that `part:name` or `confirmed:name` keeps; a part is given by its letter or name."""
+        if not self.has_parts:
+            raise UserError(f"{word}: {NO_PARTS}")
+        letters = [letter(part) for part in range(len(self.part_names))]
+        known = dict(zip(map(str.casefold, self.part_names), letters, strict=True))
+        known |= {one.casefold(): one for one in letters} | ({SHARED: SHARED, OTHER: OTHER} if word == "part" else {})
+        kind = known.get(name.casefold())
+        if kind is None:
+            raise UserError(
+                f"{word}:{name} is unknown; write {word}: and one of {', '.join(dict.fromkeys(known.values()))}"
+            )
+        own = {latent for latent, of_latent in enumerate(self.part_kinds) if of_latent == kind}
+        if word == "part":
+            return own
+        if not self.has_scaling:
+            raise UserError(f"{word}: {NO_SCALING}")
+        ratios = list(zip(self._floats("nu_error"), self._floats("nu_reconstruction"), strict=True))
+        return {latent for latent in own if is_confirmed(self._shares[latent], *ratios[latent])}
 
     def _search_words(self, words: str) -> tuple[list[int], list[int]]:
         wanted = words.casefold()
@@ -480,8 +597,28 @@ class Features:
             promoted=self._moved("promoted", latent),
             suppressed=self._moved("suppressed", latent),
             stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
+            firing_correlation=self._firing_correlation(latent),
             family=self.families[latent],
+            parts=tuple(self._parts(latent)),
+            part=self.part_kinds[latent],
+            nu_error=self._ratio("nu_error", latent),
+            nu_reconstruction=self._ratio("nu_reconstruction", latent),
         )
+
+    def _firing_correlation(self, latent: int) -> float | None:
+        value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
+        return value if math.isfinite(value) else None
+
+    def _parts(self, latent: int) -> Iterator[LatentPart]:
+        for number, name in enumerate(self.part_names):
+            betas = [
+                _finite(self._floats(tensor, latent)[number]) if self.has_scaling else None
+                for tensor in ("beta_error", "beta_reconstruction")
+            ]
+            yield LatentPart(name, self._shares[latent][number], *betas)
+
+    def _ratio(self, name: str, latent: int) -> float | None:
+        return _finite(self._floats(name, latent)[0]) if self.has_scaling else None
 
     def _moved(self, name: str, latent: int) -> tuple[LogitChange, ...]:
         if not self._tells_moved:
@@ -544,6 +681,10 @@ class Features:
             n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:

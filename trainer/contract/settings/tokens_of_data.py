@@ -19,8 +19,12 @@ ORIGIN = (TOKENS, "positions", DOCUMENT)
 
 
 def folder_of(settings: SourceSettings) -> Path | None:
-    """Return the data folder, or None if there is not exactly one."""
-    paths = each(settings.folders) if isinstance(settings, ShardSettings) else []
+    """Return the data folder, or None if there is not exactly one.
+
+    For a crosscoder, this is the first part's folder, because all parts have the rows of the same tokens.
+    """
+    first = settings.parts()[0]
+    paths = each(first.folders) if isinstance(first, ShardSettings) else []
     return Path(os.path.expanduser(paths[0])) if len(paths) == 1 else None
 
 
