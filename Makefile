@@ -74,7 +74,6 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/test_imports.py -k import_cycles
 	PYTHONPATH=tests $(BIN)/python -m support.plain_words --limit 6 sae_tui trainer tests docs *.md
 	$(MAKE) --no-print-directory docs
 

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # one.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
-settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("same", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
@@ -84,10 +84,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items += others
 
 
-def pytest_collection_finish() -> None:
-    """Exclude all modules and tests from garbage collection to make tests 5 % faster."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while tests are collected, which takes a fifth of that time, and rarely afterwards.
+
+    Modules and tests are excluded from later garbage collections, which makes tests 5 % faster.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        # By default, tests of the app would spend a fifth of their time on garbage collection.
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -140,22 +140,23 @@ def test_every_python_block_compiles() -> None:
         compile(block.text, block.place, "exec")
 
 
-def test_the_example_that_trains_from_python_runs_without_errors(
+def test_the_examples_that_train_from_python_run_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    block = next(block for block in blocks("python") if "how-to/python.md" in block.place)
+    sae, crosscoder, _ = (block for block in blocks("python") if "how-to/python.md" in block.place)
     smaller = (
-        block.text.replace("4096, 384", "256, 32").replace("8192, 384", "512, 32").replace("n_steps=500", "n_steps=5")
+        sae.text.replace("4096, 384", "256, 32").replace("8192, 384", "512, 32").replace("n_steps=500", "n_steps=5")
     )
-    exec(compile(smaller.replace("d_sae=3072", "d_sae=64"), block.place, "exec"), {})
-    assert (tmp_path / "my-sae" / "cfg.json").exists()
+    exec(compile(smaller.replace("d_sae=3072", "d_sae=64"), sae.place, "exec"), {})
+    exec(compile(crosscoder.text.replace("n_steps=50", "n_steps=5"), crosscoder.place, "exec"), {})
+    assert all((tmp_path / name / "cfg.json").exists() for name in ("my-sae", "my-crosscoder"))
 
 
 def test_the_example_that_runs_commands_from_python_runs_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, block = (block for block in blocks("python") if "how-to/python.md" in block.place)
+    *_, block = (block for block in blocks("python") if "how-to/python.md" in block.place)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -6,6 +6,8 @@ from trainer.api import train
 fitted = train(batches, d_sae=3072, k=32, n_steps=500, held_out=rows)
 print(fitted.values["heldout_fvu"], fitted.encode(x).shape)  # "fvu" is measured on the last training batches
 fitted.save("my-sae")  # SAELens' format
+
+With `parts=(768, 768)`, the rows are joined from two hooks or models, and the SAE is a crosscoder.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,11 +34,12 @@ from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_settings
+from trainer.contract.settings.sources import DataShape, SourceSettings
 from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
-from trainer.saes.refinement import refined
+from trainer.saes.refinement import refined_output, refuse_transcoder
 from trainer.sharing.saelens import export_sae
 from trainer.training.bad_rows import CURE, too_many
 from trainer.training.evaluate import evaluate
@@ -69,7 +73,11 @@ class Fitted:
         return self.sae.raw(self._run(x, refine).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Write the SAE in SAELens' format (a TopK transcoder in sparsify's); replace existing files."""
+        """Write the SAE in SAELens' format (a TopK transcoder in sparsify's); replace existing files.
+
+        For a crosscoder, `crosscoder_parts` may be a list with a dict for each part: its `name`, `model_name` and
+        `hook_name`. Widths and scales are added.
+        """
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
@@ -77,14 +85,14 @@ class Fitted:
         sae, x = self.sae, x.to(self.sae.W_enc.device).float() * self.sae.x_scale
         if not isinstance(refine, int) or refine < 0:
             raise UserError(f"refine: must be a number of steps, 0 or more, not {refine!r}")
-        if refine and sae.is_transcoder:
-            raise UserError("refine: must be 0 for a transcoder, which encodes without knowing its target")
+        if refine:
+            refuse_transcoder("refine", is_transcoder=sae.is_transcoder)
         with self._learner.evaluating():
             output: Output = sae(x, x.new_zeros(len(x), sae.d_out))
             if not refine:
                 return output
-            acts = refined(x - sae.b_dec, output.acts, sae.W_dec, refine)
-            return output._replace(acts=acts, x_hat=sae.reconstruct(acts, x, x)[0])
+            acts, x_hat = refined_output(sae, x, output.acts, refine)
+            return output._replace(acts=acts, x_hat=x_hat)
 
 
 def train(
@@ -93,6 +101,7 @@ def train(
     n_steps: int,
     device: str | torch.device | None = None,
     held_out: Rows | None = None,
+    parts: Sequence[int] = (),
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
@@ -104,13 +113,16 @@ def train(
     `on_log(step, values)` is called every `log_every` steps; `values` contains the metric means over the steps since
     the last call. `held_out` contains rows that are not in `data`. With `held_out`, the result's `values` include
     `heldout_fvu` and `heldout_l0`, and a BatchTopK or Matryoshka SAE gets a threshold that makes L0 = k on these rows.
+    `parts` contains the widths of the parts of a crosscoder's rows [n_tokens, Σ parts]; every part has its own scale,
+    so that all parts count the same.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
     first = list(_until(batches, SAMPLE_TOKENS))
     if not first:
         raise UserError("data: contains no batches; pass an iterable of tensors [n_tokens, d_in]")
-    job = _job(settings, n_steps, len(first[0][0]))
+    _refuse_parts(parts, first)
+    job = _job(settings, n_steps, len(first[0][0]), parts)
     rows = None if held_out is None else _UnseenRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
     if job.train.deterministic:
@@ -162,7 +174,32 @@ _NOT_HERE = {
 }
 
 
-def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
+class _JoinedTensors(SourceSettings, frozen=True):
+    """The settings for a crosscoder's rows that are passed as tensors."""
+
+    widths: tuple[int, ...]
+
+    def shape(self) -> DataShape:
+        return DataShape(sum(self.widths), None, None, self.widths)
+
+    def parts(self) -> list[SourceSettings]:
+        return [self] * len(self.widths)
+
+
+def _refuse_parts(parts: Sequence[int], batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Raise `UserError` if the widths of a crosscoder's parts do not fit the batches."""
+    x, y = batches[0]
+    if isinstance(parts, Sequence) and not len(parts):
+        return
+    if x is not y:
+        raise UserError("parts: cannot be combined with targets, since a crosscoder reconstructs its input")
+    are_widths = isinstance(parts, Sequence) and all(type(one) is int and one > 0 for one in parts)
+    if not are_widths or len(parts) < 2 or sum(parts) != x.shape[1]:
+        asked = f"must be the widths of at least two parts, whose sum is the width of the rows, {x.shape[1]}"
+        raise UserError(f"parts: {asked}, not {parts!r}")
+
+
+def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int, parts: Sequence[int]) -> JobConfig:
     train = {"n_steps": n_steps, "batch_size": batch_size}
     # A placeholder: a job requires a [data] section, but here the data is passed as tensors.
     table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
@@ -175,6 +212,9 @@ def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfi
         raise JobFileError(problems)
     if job.sweep:
         raise JobFileError([Problem(job.sweep[0].path, "accepts only one value here; call train once for each value")])
+    if parts:
+        data = msgspec.structs.replace(job.data, settings=_JoinedTensors(tuple(parts)))
+        job = msgspec.structs.replace(job, data=data)
     return job
 
 
@@ -236,7 +276,7 @@ def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: P
     is_transcoder = any(x is not y for x, y in first)
     learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, parallel)
     inputs, targets = x[finite].to(parallel.device), y[finite].to(parallel.device)
-    outliers = Outliers(inputs, targets, 0.0)
+    outliers = Outliers(inputs, targets, 0.0, parts=job.data.part_widths)
     learner.initialise(*outliers.leave_out(inputs, targets))
     return learner, outliers
 

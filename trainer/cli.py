@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pkgutil
 import re
 import socket
@@ -30,6 +31,7 @@ from trainer.contract.printable import printable_json, printable_lines
 from trainer.contract.process import take_back_signals
 from trainer.contract.progress import Progress
 from trainer.contract.runs import cuda_variables
+from trainer.contract.runs.grant import CHANNEL
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import (
     EXIT_FAILED,
@@ -348,7 +350,7 @@ def _import(flags: argparse.Namespace) -> int:
 
     given = Given(parsed_config(flags.config), flags.transcoder)
     with Progress("importing"):
-        done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format, given)
+        done = import_sae(flags.folder, flags.out.absolute(), flags.data, flags.overrides, flags.format, given)
     if flags.json:
         _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
         return EXIT_FINISHED
@@ -381,6 +383,7 @@ def _eval(flags: argparse.Namespace) -> int:
         is_probed=flags.probe,
         n_sets=flags.sets,
         keeps_rows=flags.keep_rows,
+        refine=flags.refine,
         allows_code=flags.allow_code,
     )
     for card in [] if flags.json else cards:
@@ -459,6 +462,10 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 
 def _rank(flags: argparse.Namespace) -> int:
+    if CHANNEL in os.environ:
+        from trainer.ranks.loading import wait_for_turn
+
+        wait_for_turn()
     try:
         spec = (read_spec if flags.any_owner else read_own_spec)(flags.spec)
     except FileNotFoundError:

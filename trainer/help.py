@@ -145,6 +145,7 @@ examples:
   sae-train import EleutherAI/sae-llama-3-8b-32x/layers.10 --out runs/l10 --data activations/resid_post.10
   sae-train import trainer_0/checkpoints/ae_1000.pt --out runs/early --data activations/resid_post.12
   sae-train import ae --out runs/ae --data acts --config trainer.dict_class=AutoEncoderTopK
+  sae-train import crosscoder --out runs/c --data resid_post.8 --data resid_post.12
   sae-train import layers.3.mlp --out runs/t --data mlp_in.3 --transcoder --set data.target_path=mlp_out.3
   sae-train eval runs/theirs                                  its report card on that data
   sae-train resume runs/theirs                                train it further: --set train.n_tokens=20M

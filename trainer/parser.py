@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.contract.output import SafeParser
 from trainer.contract.settings.catalog import (
+    EACH_PART,
     IS_TRANSCODER,
     READ_FORMATS,
     SAES_CONFIG,
@@ -143,10 +144,10 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to create")
     command.add_argument(
         "--data",
-        type=Path,
+        action="append",
         metavar="DATA",
         required=True,
-        help="stored activations for the SAE's evaluation and further training",
+        help=f"stored activations for the SAE's evaluation and further training{EACH_PART}",
     )
     command.add_argument("--format", choices=READ_FORMATS, help="default: recognised from the files")
     _add_given(command)
@@ -162,7 +163,10 @@ def _add_given(command: argparse.ArgumentParser) -> None:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
     command.add_argument(
-        "--data", metavar="DIR", help="activations to evaluate on, for an SAE that does not belong to a run"
+        "--data",
+        action="append",
+        metavar="DIR",
+        help=f"activations to evaluate on, for an SAE that does not belong to a run{EACH_PART}",
     )
     command.add_argument("--targets", metavar="DIR", help="with --data: the targets of a transcoder for these rows")
     _add_given(command)
@@ -193,6 +197,13 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         "--keep-rows",
         action="store_true",
         help="skip measuring on rows if the report card already has these metrics for these weights",
+    )
+    command.add_argument(
+        "--refine",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="also measure FVU and L0 after N steps of refinement (encode(x, refine=N) in Python); default 0",
     )
     command.add_argument(
         "--contexts",

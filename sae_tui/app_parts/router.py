@@ -49,20 +49,23 @@ class Router:
     def show_dashboard(self) -> None:
         """Go back to the dashboard and stop following a job."""
         self._session.watcher.follow(None)
-        while self._app.screen is not self.dashboard:
+        self._back_to(self.dashboard)
+
+    def _back_to(self, screen: Screen[None]) -> None:
+        """Close all screens above this one."""
+        while self._app.screen is not screen:
             self._app.pop_screen()
 
-    def switch_to(self, screen: Screen[None]) -> None:
-        """Show a screen above the dashboard, and close all others."""
-        self.show_dashboard()
+    def show(self, screen: Screen[None]) -> None:
+        """Show a screen above the current one, to which `escape` returns."""
         self._app.push_screen(screen)
 
     def open_job(self, job_id: int) -> None:
-        """Show a job and follow it, starting with rank 0."""
+        """Show a job, which follows it, starting with rank 0."""
         from sae_tui.screens.job import JobScreen
 
-        self.switch_to(JobScreen(self._session, job_id))
-        self._session.watcher.follow(job_id, 0)
+        if not (type(top := self._app.screen) is JobScreen and top.job_id == job_id):
+            self.show(JobScreen(self._session, job_id))
 
     # the launch form
 
@@ -131,17 +134,23 @@ class Router:
 
         The form is installed as an app screen so that it keeps its content while other screens are shown.
         """
-        self.show_dashboard()
+        self._leave_forms()
         if old := self._kept_form(new.form.kind):
             self._forget_form(old)
         self._app.install_screen(new, f"launch-{id(new)}")
         self._kept.append(new)
-        self._app.push_screen(new)
+        self.show(new)
 
     def _show_form(self, screen: LaunchScreen) -> None:
         self._kept.remove(screen)
         self._kept.append(screen)
-        self.switch_to(screen)
+        self._leave_forms()
+        self.show(screen)
+
+    def _leave_forms(self) -> None:
+        """If a launch form is open, close it and the screens above it, because a screen cannot be open twice."""
+        while any(form in self._app.screen_stack for form in self._kept):
+            self._app.pop_screen()
 
     def _forget_form(self, screen: LaunchScreen) -> None:
         """Discard a launch form unless it is open, so that the next job starts from a new form."""
@@ -167,7 +176,8 @@ class Router:
 
         # Probes run computations on the GPUs, so read-only mode skips them.
         refused = self._session.actions.refused
-        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
+        if not isinstance(self._app.screen, DoctorScreen):
+            self.show(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
         """Run the checks on a separate GPU source because the monitor's source is in use."""

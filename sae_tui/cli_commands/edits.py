@@ -126,14 +126,15 @@ def clone(context: CommandContext, flags: argparse.Namespace) -> int:
     """Launch a job with another job's settings and some changes; with `--print`, print the job file instead."""
     job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
-        return _print_job_file(context, job)
+        return print_job_file(context, job)
     if not sets(flags.overrides, "name"):
         with store_access.existing(context.data, flags.id) as control:
             job = msgspec.structs.replace(job, name=free_name(job.name, (one.name for one in control.jobs())))
     return launch_all(context, flags, [job], parent=flags.id)
 
 
-def _print_job_file(context: CommandContext, job: AnyJob) -> int:
+def print_job_file(context: CommandContext, job: AnyJob) -> int:
+    """Print the file with which the same job can be launched again."""
     from trainer.contract.settings.job_file import dump_job, to_table
 
     if context.as_json:

@@ -25,6 +25,16 @@ from trainer.contract.store.rows import Job
 def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     """Start evaluating a job; with `--wait`, wait for the evaluation to end and return 0 on success, otherwise 1."""
     _refuse_contradictions(flags)
+    went_well, message = evaluated(context, flags)
+    if context.as_json:
+        show_json({"id": flags.id, "message": message})
+    else:
+        say(message)
+    return Exit.DONE if went_well else Exit.FAILED
+
+
+def evaluated(context: CommandContext, flags: argparse.Namespace) -> tuple[bool, str]:
+    """Start evaluating a job and, with `--wait`, wait for the end; return whether it went well, and a message."""
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
@@ -33,7 +43,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     asked = request.Request(
         flags.id, model, _gpu(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
-        is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
+        is_spliced=not flags.no_splice, refine=flags.refine, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
@@ -41,11 +51,7 @@ def evaluate(context: CommandContext, flags: argparse.Namespace) -> int:
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):
             went_well, message = request.wait_for_end(context.data, flags.id, since)
-    if context.as_json:
-        show_json({"id": flags.id, "message": message})
-    else:
-        say(message)
-    return Exit.DONE if went_well else Exit.FAILED
+    return went_well, message
 
 
 def _refuse_contradictions(flags: argparse.Namespace) -> None:
@@ -54,6 +60,8 @@ def _refuse_contradictions(flags: argparse.Namespace) -> None:
         raise UsageError("--probe: needs --model; add --model auto, or --model with an extraction's job file")
     if flags.no_splice and not flags.probe:
         raise UsageError("--no-splice: needs --probe; add --probe, or leave out --no-splice")
+    if flags.refine and flags.keep_rows:
+        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
     if flags.keep_rows and flags.model is None:
         raise UsageError("--keep-rows: leaves nothing to measure; add --model auto, or leave out --keep-rows")
 

@@ -22,6 +22,7 @@ from sae_tui.jobs.features import (
     in_words,
     part_lines,
     search,
+    stability_words,
     strongest_tokens,
 )
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae
@@ -110,8 +111,8 @@ def _show(feature: Feature, read: Features) -> None:
     share = f"{feature.density:.3%} of {read.n_rows:,} rows{family_words(feature)}"
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
-    if feature.stability is not None:
-        say(f"stability    {feature.stability:.2f} (mean cosine with the nearest latent of each other seed)")
+    if words := stability_words(feature):
+        say(f"stability    {words}")
     for title, words in part_lines(feature):
         say(f"{title.lower():<11}  {words}")
     if feature.density:

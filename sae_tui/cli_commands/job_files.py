@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from sae_tui.cli_commands.context import CommandContext
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.consent import NO_CONSENT, Consent, problems_of, refused
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import apply_override, bases_of, load_any, parse_any, read_toml, to_table
+from trainer.contract.settings.sections import CHOSEN
 from trainer.contract.settings.toml import Judged
 
 
@@ -53,14 +56,30 @@ def examine_job(
     bases = bases_of(path)
     refusals = refused(raw, consent.given(overrides), judged.distrust)
     job, problems = parse_any(raw, bases)
-    for path_of in (*(problem.path for problem in problems), *(code.path for code in refusals)):
+    wrong = {problem.path for problem in problems} | {code.path for code in refusals}
+    for path_of in wrong:
         section, _, key = path_of.rpartition(".")
         table = raw.get(section) if section else raw
         if isinstance(table, dict):
             table.pop(key, None)
-    if problems or refusals:
-        job, _ = parse_any(raw, bases)
+    if wrong:
+        job = _with_known_entries(raw, wrong, bases)
     return job and job.with_paths(bases), problems, problems_of(refusals, judged.distrust)
+
+
+def _with_known_entries(raw: dict[str, Any], wrong: Collection[str], bases: Sequence[Path]) -> AnyJob | None:
+    """Return a job in which each unknown architecture, optimizer and source is replaced with one that fits the rest.
+
+    Return None if there is no such job.
+    """
+    unknown = {section: field for section, (field, _) in CHOSEN.items() if f"{section}.{field}" in wrong}
+    for words in itertools.product(*(CHOSEN[section][1] for section in unknown)):
+        for (section, field), word in zip(unknown.items(), words, strict=True):
+            raw[section][field] = word
+        job, _ = parse_any(raw, bases)
+        if job is not None:
+            return job
+    return None
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from sae_tui.cli_commands.values import (
     array,
     card_name,
+    count,
     gpu_indices,
     host,
     port,
@@ -36,7 +37,7 @@ Command = Callable[["CommandContext", argparse.Namespace], int]
 Add = Callable[[str, str, str], "CommandParser"]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
-_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running"})
+_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running", "diff"})
 # The shells that support completion.
 SHELLS = ("bash", "zsh", "fish")
 # Runs a command with `--host` on that host.
@@ -65,6 +66,7 @@ examples:
   sae-tui stop 7 --finish                       cool down first, and end as a shorter, finished run
   sae-tui resume 7 --gpus 2,3                   resume from its last good checkpoint, on other GPUs
   sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      queue six jobs
+  sae-tui diff base tuned --hook resid_post.12 --text texts.jsonl     what only one of two models has
   sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another learning rate, after job 7
   eval "$(sae-tui completion bash)"             complete commands and job ids; also zsh, and fish with | source
 
@@ -109,6 +111,12 @@ COMMAND_EXAMPLES = {
         "arena topk.toml matryoshka.toml",
         "arena recipe.toml --set sae.architecture=topk,batch_topk,jumprelu --seeds 5",
         "arena 12 13      the table of jobs that were trained on synthetic data",
+    ],
+    "diff": [
+        "diff Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct --hook resid_post.12 --text texts.jsonl",
+        "diff base tuned --hook resid_post.6+12 --text texts.jsonl --k 50 --d-sae 16384 --tokens 20M",
+        "diff base tuned --hook resid_post.12 --dataset HuggingFaceFW/fineweb --dry-run > diff.toml",
+        "features 7 --search part:B      the latents that only the second model has, if the crosscoder is job 7",
     ],
     "run": [
         "run --gpus 1 --memory 20GiB --name probe -- python probe.py --layer 12",
@@ -414,6 +422,7 @@ def _add_job_file_commands(add: Add) -> None:
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
+    _add_diff(add)
     _add_run(add)
     _add_adopt(add)
     _add_importing(add)
@@ -424,6 +433,35 @@ def _add_job_file_commands(add: Add) -> None:
         command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     for command in (validate, launch, look, compete):
         _add_gpus(command)
+
+
+def _add_diff(add: Add) -> None:
+    compare = add("diff", "diff.diff", "Train a crosscoder on two language models, and show what only one of them has")
+    for name, which in (("model_a", "the first model, A"), ("model_b", "the second model, B, with the same tokenizer")):
+        model = f"{which}: a folder, a name on the hub, or a .gguf file"
+        compare.add_argument(name, metavar=name.upper(), help=model)
+    where = "hook at which both models are read, like resid_post.12; several layers: resid_post.8+12"
+    compare.add_argument("--hook", required=True, metavar="HOOK", help=where)
+    texts = compare.add_mutually_exclusive_group(required=True)
+    texts.add_argument("--text", metavar="FILE", help="text that both models read: .txt, .jsonl, .parquet or a folder")
+    texts.add_argument("--dataset", metavar="NAME", help="data set on the hub, instead of --text")
+    k = "mean number of latents that fire per token; default: %(default)s"
+    compare.add_argument("--k", type=positive, default=100, metavar="N", help=k)
+    width = "number of latents; default: 8 per dimension of both models together"
+    compare.add_argument("--d-sae", type=positive, metavar="N", help=width)
+    tokens = "number of tokens to train on; default: 100 million, or fewer for a small text file"
+    compare.add_argument("--tokens", type=count, metavar="20M", help=tokens)
+    compare.add_argument("--name", metavar="NAME", help="name of the job; default: the names of the models")
+    compare.add_argument("--dry-run", action="store_true", help="print the job file and launch nothing")
+    compare.add_argument("-d", "--detach", action="store_true", help="launch the job and return; do not evaluate it")
+    compare.add_argument("--tag", action="append", default=[], metavar="WORD", help="tag the job; may be repeated")
+    _complete_ids(
+        compare.add_argument(
+            "--after", type=positive, action="append", default=[], metavar="ID", help="start only after this job"
+        )
+    )
+    _add_overrides(compare)
+    _add_gpus(compare)
 
 
 def _add_run(add: Add) -> None:
@@ -499,11 +537,11 @@ def _add_importing(add: Add) -> None:
 
 
 def _add_import_flags(take: argparse.ArgumentParser) -> None:
-    from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
+    from trainer.contract.settings.catalog import EACH_PART, IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE
 
     take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
-    data = "stored activations for evaluating the SAE and training it further"
-    take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
+    data = f"stored activations for evaluating the SAE and training it further{EACH_PART}"
+    take.add_argument("--data", type=Path, action="append", metavar="DATA", required=True, help=data)
     take.add_argument("--format", choices=READ_FORMATS, help="default: detected from the files")
     take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     take.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
@@ -644,6 +682,8 @@ def _add_finding(add: Add) -> None:
     )
     keep = "skip the measurement on rows if the report card already has it for the same weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
+    better = "also measure FVU and L0 after N steps of refinement (encode(x, refine=N) in Python); default 0"
+    judge.add_argument("--refine", type=rank, default=0, metavar="N", help=better)
     judge.add_argument(
         "--no-splice",
         action="store_true",

@@ -94,6 +94,16 @@ def size(text: str) -> int:
     return _parsed(parse_size, text)
 
 
+def count(text: str) -> int:
+    """Parse a number of tokens like 20M or 300,000."""
+    from trainer.contract.settings.typed import parse_number
+
+    value = _parsed(lambda given: parse_number(given, whole=True), text)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise argparse.ArgumentTypeError(f'must be a number like 20M, not "{_cut(text)}"')
+    return value
+
+
 # The largest allowed array, so that a typing mistake does not launch a million jobs.
 MOST_IN_ARRAY = 1000
 _INDEX = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")

@@ -82,6 +82,15 @@ def counts(features: Features) -> str:
     return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%} of rows)", *bound, f"{n['silent']:,} never fire"])
 
 
+def stability_words(feature: Feature) -> str:
+    """Return a latent's similarity with other seeds, like `0.93, mean cosine with …; firing correlation 0.88`."""
+    if feature.stability is None:
+        return ""
+    fires = feature.firing_correlation
+    firing = "" if fires is None else f"; firing correlation {fires:.2f}"
+    return f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed{firing}"
+
+
 def family_words(feature: Feature) -> str:
     """Describe when a latent fires, like ` (almost only on one token)`, or return "" for any other family."""
     words = {"dense": "dense", "token": "almost only on one token", "position": "almost only at one position"}

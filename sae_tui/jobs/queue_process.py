@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ from sae_tui.jobs.ending import JobEnding
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.machine import SIGN_EVERY_S, is_here, this_machine
 from sae_tui.jobs.mending import is_on_cluster, running_program
+from sae_tui.jobs.queue.gpu_reader import left_s
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.queue.plan import QueuePlan
 from sae_tui.jobs.queue.waiting_job import Reasons, obstacle_of
@@ -38,7 +40,7 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control, RequestKind
 from trainer.contract.store.rows import Job
-from trainer.contract.store.states import JobState
+from trainer.contract.store.states import RUNNING, JobState
 
 TICK_S = 0.25
 # How often to check whether other users' processes have left a GPU. Reading the GPUs takes 0.1 s of CPU time.
@@ -50,6 +52,9 @@ PLAN_EVERY_S = 60.0
 STARTS_PER_ROUND = 4
 # If a supervisor cannot be started, another attempt is made after this time.
 AGAIN_S = 3.0
+# The next job's supervisor is started this long before a running job is expected to end, so that the next job's ranks
+# have imported torch by then. If it waits in vain, it is not started early again until the second time has passed.
+EARLY_S, EARLY_AGAIN_S = 30.0, 600.0
 # The process exits once its user has had no active jobs for this long.
 LEAVES_AFTER_S = 60.0
 
@@ -71,6 +76,8 @@ class QueueProcess:
         # A pidfd for each live supervisor of this user's running jobs.
         self._supervisors: dict[ProcessRef, int] = {}
         self._refused_until: dict[int, float] = {}
+        # The job whose supervisor was last started before its turn, and when it may be started early again.
+        self._early, self._early_again_at = 0, 0.0
         # The store's version, and the queue's fingerprint at that version.
         self._version: tuple[int, int] | None = None
         self._queue = ""
@@ -193,6 +200,8 @@ class QueueProcess:
         for source, jobs in ready.items():
             waits, n = self._start_jobs(source, jobs, active)
             reasons, n_started = [*reasons, *waits], n_started + n
+            if not n:
+                self._start_early(source, jobs, active)
         self._reasons.record_all(reasons)
         return bool(n_left) or n_started >= STARTS_PER_ROUND
 
@@ -243,6 +252,26 @@ class QueueProcess:
                     waits.append((job, reason))
                 n_started += 1
         return waits, n_started
+
+    def _start_early(self, source: str, jobs: Sequence[Job], active: Sequence[Job]) -> None:
+        """Start the supervisor of the job that is next, if a running job ends soon; otherwise, plan again in time.
+
+        Only one supervisor waits at a time.
+        """
+        left = {job.id: left_s(job) for job in active if job.state in RUNNING and job.host == self._host}
+        first_s = min(left.values(), default=math.inf)
+        if first_s > EARLY_S:
+            self._plan_at = min(self._plan_at, time.monotonic() + max(1.0, first_s - EARLY_S))
+            return
+        if any(job.state == JobState.QUEUED and job.supervisor in self._supervisors for job in active):
+            return
+        ending = [job_id for job_id, seconds in left.items() if seconds <= EARLY_S]
+        job = self._plans[source].next_after(ending, jobs, active)
+        if job is None or not self._may_begin(job):
+            return
+        if job.id != self._early or time.monotonic() >= self._early_again_at:
+            self._early, self._early_again_at = job.id, time.monotonic() + EARLY_AGAIN_S
+            self._begin(job)
 
     def _may_begin(self, job: Job) -> bool:
         return self._refused_until.get(job.id, 0.0) <= time.monotonic()

@@ -129,7 +129,8 @@ def _blocks(card: Card, cosines: Sequence[int]) -> list[list[Line]]:
     for group in get_args(Group):
         rows = [_figure_line(one) for one in figures if one.group == group]
         if group == "model" and not rows and card.figures.crosscoder is None:
-            rows = [((fit("  not measured; press e", _CELLS), "dim"),)]
+            words = "none: the rows are synthetic" if card.known else "not measured; press e"
+            rows = [((fit(f"  {words}", _CELLS), "dim"),)]
         if group == "parts" and card.figures.crosscoder:
             rows = [*_part_lines(card.figures.crosscoder), *rows, _norms_line(card.figures.crosscoder)]
         if group == "latents":

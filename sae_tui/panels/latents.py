@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import family_words, in_row, part_lines, readable, strongest_tokens
+from sae_tui.jobs.features import family_words, in_row, part_lines, readable, stability_words, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.crosscoder import letter
@@ -186,10 +186,9 @@ class LatentDetail(LineView, can_focus=True):
 
 
 def _stability_lines(feature: Feature, width: int) -> list[Line]:
-    if feature.stability is None:
-        return []
-    text = f"{feature.stability:.2f}, mean cosine with the nearest latent of each other seed"
-    return [(("Stability   ", "label"), (fit(text, max(0, width - 12)), "text"))]
+    first, *others = textwrap.wrap(stability_words(feature), max(10, width - 12)) or [""]
+    lines: list[Line] = [(("Stability   ", "label"), (first, "text"))] if first else []
+    return lines + [((" " * 12, "label"), (line, "text")) for line in others]
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:

@@ -54,7 +54,8 @@ class Overlay(Chart):
             "log" if view.log else "",
             f"{MOST_CURVES} of {len(comparison.curves)} curves" if len(comparison.curves) > MOST_CURVES else "",
         ]
-        return (f"{title_of(comparison.metric)} ", "title"), (" · ".join(filter(None, words)), "label")
+        title = title_of(comparison.metric) if comparison.metric else "Curves"
+        return (f"{title} ", "title"), (" · ".join(filter(None, words)), "label")
 
 
 def _entry(trace: Trace, name: str, metric: str) -> Line:

@@ -1,11 +1,11 @@
-"""Shows the speed of each rank and how its step time is spent, to reveal a slow rank."""
+"""Shows how each rank spends the time of a step, to reveal a slow rank."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
 
-from sae_tui.format import UNKNOWN, count, fit, gibibytes, sparkline
+from sae_tui.format import UNKNOWN, fit, gibibytes, sparkline
 from sae_tui.jobs.output import kind_of
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
@@ -14,24 +14,24 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-SHARE = "share"
-# The columns and their widths. A panel shows only as many columns as leave space for the speed history.
+WAIT, SHARE = "wait_ms", "share"
+# The columns and their widths. A panel shows only as many columns as leave space for the speed history. Busy, wait and
+# data add up to the step in the title.
 COLUMNS = (
-    ("tokens/s", RATE, 10),
-    ("busy ms", OWN, 8),
-    ("share", SHARE, 7),
+    ("busy", OWN, 7),
+    ("wait", WAIT, 7),
     ("data", DATA, 7),
-    ("memory", MEMORY, 8),
-    ("step", STEP, 8),
+    ("share", SHARE, 7),
+    ("memory", MEMORY, 9),
 )
-LEAST_SPARK, SIGN = 3, 5
+LEAST_SPARK, SIGN, SPARK_TITLE = 3, 5, " speed"
 
 
 class RanksPanel(DetailPanel):
-    """One line per rank: tokens per second, with a history on a shared axis, and the work time in milliseconds.
+    """One line per rank: its times in a step, and the history of its speed while busy, on a shared axis.
 
-    Speed and work time exclude time spent waiting for other ranks, so that a slow rank stands out. A slow rank is also
-    marked.
+    All ranks take the same steps, so a slow rank, which is also marked, is busy while the others wait. The history
+    omits waits, too. It has no numbers, because these would add up to more than the speed of the run.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
@@ -45,11 +45,13 @@ class RanksPanel(DetailPanel):
         super().show_detail(detail)
 
     def title(self, detail: JobDetail) -> Line:
-        return (("Ranks, excluding waits", "title"),)
+        steps = [step for rank in _ranks(detail.series) if (step := latest(detail.series, STEP, rank)) is not None]
+        time = f" · {_cell_text(STEP, statistics.mean(steps))} ms/step" if steps else ""
+        return ((f"Ranks{time}", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        ranks = sorted(rank for name, rank in detail.series if name == RATE)
+        ranks = _ranks(detail.series)
         rates = {rank: [point.value for point in detail.series[RATE, rank]] for rank in ranks}
         top = max((value or 0 for values in rates.values() for value in values), default=None)
         # Leave an eighth of a row free above the fastest rank, to separate the rows.
@@ -60,7 +62,7 @@ class RanksPanel(DetailPanel):
             rank_line(rank, rates[rank], top, width, detail.series, share=shares.get(rank), is_late=rank in late)
             for rank in ranks
         ]
-        return [((fit(column_titles(width), width), "label"),), *(rank_lines or [_none(detail, width)])]
+        return [((column_titles(width), "label"),), *(rank_lines or [_none(detail, width)])]
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
@@ -73,8 +75,14 @@ def columns(width: int) -> list[tuple[str, str, int]]:
     return fitting
 
 
+def _ranks(series: Mapping[tuple[str, int], tuple[Point, ...]]) -> list[int]:
+    return sorted(rank for name, rank in series if name == RATE)
+
+
 def column_titles(width: int) -> str:
-    return " rank" + "".join(fit(name, size, right=True) for name, _, size in columns(width))
+    """Return the headings of the columns and, if it fits, of the speed history."""
+    titles = " rank" + "".join(fit(name, size, right=True) for name, _, size in columns(width))
+    return fit(titles + SPARK_TITLE * (len(titles + SPARK_TITLE) <= width), width)
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
@@ -97,6 +105,12 @@ def latest(series: Mapping[tuple[str, int], tuple[Point, ...]], name: str, rank:
     return points[-1].value if points else None
 
 
+def _wait_ms(series: Mapping[tuple[str, int], tuple[Point, ...]], rank: int) -> float | None:
+    """Return how long a rank waits for other ranks in a step, the remaining time of the step."""
+    step, *own = (latest(series, name, rank) for name in (STEP, OWN, DATA))
+    return None if step is None else max(0.0, step - sum(one or 0 for one in own))
+
+
 def _none(detail: JobDetail, width: int) -> Line:
     return ((fit("  no values" if detail.view.state.is_final else "  no values yet", width), "dim"),)
 
@@ -111,9 +125,9 @@ def rank_line(
     share: float | None = None,
     is_late: bool,
 ) -> Line:
-    """Return a line like `▲ 1    7.3k    98.2` with as many columns as fit; the sign marks a slow rank."""
+    """Return a line like `▲ 1    98.2    1.1` with as many columns as fit; the sign marks a slow rank."""
     cells = {name: latest(series, name, rank) for _, name, _ in columns(width)}
-    cells |= {RATE: values[-1] if values else None, SHARE: share}
+    cells |= {WAIT: _wait_ms(series, rank), SHARE: share}
     text = "".join(fit(_cell_text(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
     return (
         (f"{'▲' if is_late else ' '}{rank:>3} ", "warn" if is_late else "label"),
@@ -123,8 +137,6 @@ def rank_line(
 
 
 def _cell_text(name: str, value: float | None) -> str:
-    if name == RATE:
-        return count(value)
     if name == MEMORY:
         return gibibytes(value)
     if name == SHARE:

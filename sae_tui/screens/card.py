@@ -53,7 +53,7 @@ class CardScreen(Evaluates, FramedScreen):
     """Shows an SAE's complete report card, and reloads it after the job has ended or been evaluated."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="card.back", tooltip="End the comparison, or go back to the job"),
+        Binding("escape", "back", "Back", id="card.back", tooltip="End the comparison, or go to the previous screen"),
         Binding("m", "next_member(1)", "SAE", id="card.member", tooltip="The report card of the next SAE in the sweep"),
         Binding("M", "next_member(-1)", "Previous SAE", show=False, id="card.member_before",
                 tooltip="The report card of the previous SAE in the sweep"),

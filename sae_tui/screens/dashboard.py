@@ -187,6 +187,7 @@ class Dashboard(FramedScreen):
 
     def on_resize(self) -> None:
         self.show_gpus()
+        self.show_jobs()  # a frame may have gained or lost its corners, which changes the title of the preview
 
     def show_gpus(self) -> None:
         """Draw the latest samples."""

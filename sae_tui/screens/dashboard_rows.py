@@ -14,8 +14,9 @@ from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 # Which panel has the lower part of the window to itself, or "" if the panels share it.
 Lower = Literal["", "processes", "jobs", "gpus"]
 
-# The minimum widths to show the totals as four plots, and to show the preview next to the jobs.
-PLOTS_FROM, SIDE_BY_SIDE_FROM = 100, 160
+# The minimum widths to show the totals as four plots, and to show the preview next to the jobs. The jobs list needs 193
+# cells for its default columns; the rest is for the preview.
+PLOTS_FROM, SIDE_BY_SIDE_FROM = 100, 280
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
 _LEAST_JOBS = 5  # including the heading; the first steps, shown if there are no jobs, have as many lines
@@ -24,7 +25,7 @@ _LEAST_PROCESSES = 3  # including the heading
 _SOME_PROCESSES, _MORE_PROCESSES = 4, 8
 _LEAST_PLOT = 2
 _ROWS_PER_PLOT_ROW = 10  # a window of 40 rows gets plots of up to 4 rows, one of 60 rows up to 6
-_LEAST_PREVIEW, _GOOD_PREVIEW = 5, 14
+_LEAST_PREVIEW, _FAIR_PREVIEW, _GOOD_PREVIEW = 5, 8, 14
 _MANY_JOBS = 8
 _STEP = 4  # the processes panel grows in steps, so that a short-lived process does not move all panels
 
@@ -121,7 +122,7 @@ def _least(rows: PanelHeights, space: int, contents: Contents, lower: Lower) -> 
     totals, left = (_TOTALS, with_totals) if has_totals and is_room else (0, left)
     if not least:
         return replace(rows, totals=totals, gpus=left)
-    few = 1 + min(contents.n_jobs, 2) if contents.n_jobs and not contents.is_running else _LEAST_JOBS
+    few = min(_LEAST_JOBS if contents.is_running else 3, 1 + contents.n_jobs) if contents.n_jobs else _LEAST_JOBS
     gpus = min(wanted, max(min(wanted, _FEWEST_GPUS), left - few), max(1, left - least))
     fewest = min(few, left - gpus)
     rows = replace(rows, totals=totals, gpus=gpus)
@@ -159,9 +160,10 @@ class _Layout:
         yield {"processes": _LEAST_PROCESSES}
         yield from self._gpu_lines()
         yield self._processes(_SOME_PROCESSES)
-        yield from self._previews(_LEAST_PREVIEW + 1, _GOOD_PREVIEW)
-        yield self._processes(_MORE_PROCESSES)
+        yield from self._previews(_LEAST_PREVIEW + 1, _FAIR_PREVIEW)
         yield self._jobs(_MANY_JOBS)
+        yield from self._previews(_FAIR_PREVIEW + 1, _GOOD_PREVIEW)
+        yield self._processes(_MORE_PROCESSES)
         yield self._processes(self.of.n_processes)
         yield self._jobs(self.of.n_jobs)
         yield from self._plots(_LEAST_PLOT + 1)
@@ -177,9 +179,10 @@ class _Layout:
         yield from self._gpu_lines()
         yield self._processes(self.of.n_processes)
         yield from self._previews(_LEAST_PREVIEW, _LEAST_PREVIEW)
+        yield from self._previews(_LEAST_PREVIEW + 1, _FAIR_PREVIEW)
         yield self._jobs(_MANY_JOBS)
         yield from self._plots(_LEAST_PLOT + 1)
-        yield from self._previews(_LEAST_PREVIEW + 1, _GOOD_PREVIEW)
+        yield from self._previews(_FAIR_PREVIEW + 1, _GOOD_PREVIEW)
         yield self._jobs(self.of.n_jobs)
 
     def _jobs(self, most: int) -> Mapping[str, int]:

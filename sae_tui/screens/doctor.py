@@ -29,7 +29,7 @@ class DoctorScreen(FramedScreen):
     """Shows findings as soon as a thread reports them, since the driver may hang and importing torch takes seconds."""
 
     BINDINGS = [
-        Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
+        Binding("escape", "app.pop_screen", "Back", id="doctor.back", tooltip="To the previous screen"),
         # The app also binds this key, and calls `read_again`.
         Binding("ctrl+n", "app.redraw", "Refresh", id="doctor.look", tooltip="Run all checks again", priority=True),
         old_key("r", "app.redraw"),

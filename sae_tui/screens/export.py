@@ -201,7 +201,7 @@ class ImportDialog(_SaeDialog):
         session = self._session
         source = name_elsewhere(session.monitor.source_name, len(session.monitor.latest()))
         job_id, imported = import_sae(
-            session.data, folder, rows, arguments, gpu_source=source, tags=(), python=session.settings.python,
+            session.data, folder, [rows], arguments, gpu_source=source, tags=(), python=session.settings.python,
             on_reached=show, in_terminal=False,
         )  # fmt: skip
         doubts = "".join(f"\nWarning: {doubt}." for doubt in imported.warnings)

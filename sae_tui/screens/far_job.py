@@ -95,6 +95,8 @@ class FarJobScreen(JobScreen):
     def __init__(self, app: App[None], home: Session, copy: JobCopy, marked: Sequence[int], then: str) -> None:
         """Prepare the screen; `marked` are the local jobs to compare with, and `then` is the first action."""
         self._copy, self._marked, self._then = copy, marked, then
+        # Whether the user opened this screen only for its first action, and whether that action is done.
+        self._only_for_first, self._is_first_done = bool(then), False
         watcher = CopyWatcher(copy.data, copy.on_change, readonly=True)
         self._actions = FarActions(home, copy.host, app)
         super().__init__(FarSession(home, copy, watcher, self._actions), copy.job_id)
@@ -109,7 +111,19 @@ class FarJobScreen(JobScreen):
         self._copy.on_change = lambda: self.post_message(self.Changed())
         self._copy.start()
         self.session.watcher.start()
-        self.session.watcher.follow(self.job_id, 0)
+
+    def on_screen_resume(self) -> None:
+        self._leave()
+
+    async def _do_first(self, action: str) -> None:
+        await self.run_action(action)
+        self._is_first_done = self._only_for_first
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close this screen if it was opened only for an action whose screen is closed or could not open."""
+        if self._is_first_done and not self._progress and self.app.screen is self:
+            self.app.pop_screen()
 
     def on_unmount(self) -> None:
         self.session.watcher.stop()
@@ -124,6 +138,7 @@ class FarJobScreen(JobScreen):
             self.notify(self._words, severity="warning", markup=False)
         self._told = why
         self.show_jobs()
+        self._leave()
 
     def show_jobs(self) -> None:
         """Draw the copy and, above it, whether it is up to date."""
@@ -136,7 +151,7 @@ class FarJobScreen(JobScreen):
         super().show_jobs()
         if self._then and state.is_complete and self.session.detail:
             then, self._then = self._then, ""
-            self.call_later(self.run_action, then)
+            self.call_later(self._do_first, then)
 
     @property
     def _words(self) -> str:
@@ -239,6 +254,8 @@ class FarJobScreen(JobScreen):
     def _clone(self, was: AnyJob) -> None:
         home = self.session.home
         start = msgspec.structs.replace(was, name=free_name(was.name, (job.name for job in home.jobs)))
+        if self._only_for_first and self.app.screen is self:
+            self.app.pop_screen()  # the form does not need the copy
         home.go.open_clone(self.job_id, was, start, self._copy.host)
         self.app.notify(f"Its paths are on {self._copy.host}; F6 launches it on another host.", markup=False)
 
@@ -279,4 +296,4 @@ def open_far_job(
         why = f"Job {job.id} on {host} cannot be copied to this host: {sentence(error)}."
         app.notify(why, severity="error", markup=False)
         return
-    session.go.switch_to(FarJobScreen(app, session, copy, marked, then))
+    session.go.show(FarJobScreen(app, session, copy, marked, then))

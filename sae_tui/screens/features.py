@@ -75,7 +75,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
     """Shows the latents of one SAE at a time."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go back to the job"),
+        Binding("escape", "back", "Back", id="features.back", tooltip="End the search, or go to the previous screen"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
                 tooltip="Only latents whose examples contain these words (firing on them first), stable:>0.7, part:B"),
         Binding("o", "next_order", "Order", id="features.sort",
@@ -197,7 +197,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
     # The following methods handle keys.
 
     def action_back(self) -> None:
-        """End a search, or return to the job."""
+        """End a search, or return to the previous screen."""
         if self.words:
             self.words, latent = "", self.query_one(LatentList).latent
             self._show(latent)

@@ -29,7 +29,7 @@ class GpuScreen(FramedScreen):
     """Shows a GPU's histories, details and processes. The details are read only while this screen is shown."""
 
     BINDINGS = [
-        Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
+        Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the previous screen"),
         Binding("right_square_bracket", "next_gpu(1)", "Next GPU", key_display="]", id="gpu.next",
                 tooltip="The next GPU"),
         Binding("left_square_bracket", "next_gpu(-1)", "Previous GPU", key_display="[", show=False, id="gpu.before",

@@ -71,7 +71,7 @@ class JobScreen(Evaluates, FramedScreen):
     """Follows one job. Each panel draws from the job details kept up to date by the watcher."""
 
     BINDINGS = [
-        Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
+        Binding("escape", "app.pop_screen", "Back", id="job.back", tooltip="To the previous screen"),
         Binding("s", "stop_job", "Stop", id="job.stop",
                 tooltip="Stop, saving a checkpoint if it trains; press again to kill it now"),
         Binding("p", "pause_job", "Pause", id="job.pause",
@@ -163,7 +163,8 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Redraw the screen, which was not updated while another screen was on top."""
+        """Follow the job (the screen above may have followed another job), and redraw the screen."""
+        self.session.watcher.follow(self.job_id, self.log_rank)
         self.show_jobs()
 
     @property

@@ -116,7 +116,7 @@ class JobEdits(JobsFinder):
                 f"{len(ids)} jobs are marked, but at most {MOST_RUNS} can be compared; unmark some.", severity="warning"
             )
         elif len(ids) > 1 or any(is_sweep(job) for job in self.session.jobs if job.id in ids):
-            self.session.go.switch_to(CompareScreen(self.session, ids))
+            self.session.go.show(CompareScreen(self.session, ids))
         else:
             self.notify("Mark two or more jobs with space, then press c.", severity="warning")
 

@@ -83,7 +83,7 @@ class LaunchScreen(FramedScreen):
     """Shows the launch form, has it reviewed, and launches the job."""
 
     BINDINGS = [
-        Binding("escape", "app.show_dashboard", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
+        Binding("escape", "app.pop_screen", "Back", id="launch.back", tooltip="To the previous screen; keeps the form"),
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job in the background", priority=True),
         Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="Launch one job for each SAE of the sweep"),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show rarely changed settings"),

@@ -36,7 +36,7 @@ class LogScreen(FramedScreen):
     """Follows the end of the log until the user scrolls up. A search does not move the view."""
 
     BINDINGS = [
-        Binding("escape", "back", "Back", id="logs.back", tooltip="End the search, or go back to the job"),
+        Binding("escape", "back", "Back", id="logs.back", tooltip="End the search, or go to the previous screen"),
         Binding("right_square_bracket", "next_source(1)", "Rank", key_display="]", id="logs.rank",
                 tooltip="The log of the next rank, the supervisor or all ranks"),
         Binding("left_square_bracket", "next_source(-1)", "Previous rank", key_display="[", show=False,

@@ -23,7 +23,7 @@ class ProcessesScreen(FramedScreen):
     """Shows the processes on all GPUs, in the full window."""
 
     BINDINGS = [
-        Binding("escape", "app.pop_screen", "Back", id="processes.back", tooltip="To the dashboard"),
+        Binding("escape", "app.pop_screen", "Back", id="processes.back", tooltip="To the previous screen"),
     ]
     HELP = (
         "The processes on the GPUs, with their details; ranks are folded under their job. A signal is sent only to "

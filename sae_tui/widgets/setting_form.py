@@ -148,6 +148,8 @@ class FieldHelp(Static):
 
 # The widths of the parts of a row, in cells, and the share of the row that the value takes up.
 _LABEL_WIDTH, _LEAST_VALUE_WIDTH, _VALUE_SHARE = 25, 22, 0.3
+# With less space, a row leaves out its help, because the beginning of a sentence does not explain a setting.
+_LEAST_HELP_WIDTH = 24
 _GAP = "  "
 
 
@@ -267,7 +269,8 @@ class SettingRow(Horizontal, can_focus=True):
     def render(self) -> Content:
         label = (fitted(self.label, _LABEL_WIDTH), self._look("changed", "unusual", usual="label"))
         gap = "\n" + " " * _LABEL_WIDTH if self.field.setting.is_command_line else _GAP
-        hint = (self.hint, self._look("wrong", "warned", usual="hint"))
+        has_help = self.size.width - _LABEL_WIDTH - self._value_width - len(_GAP) >= _LEAST_HELP_WIDTH
+        hint = (self.hint if has_help else self._remarks, self._look("wrong", "warned", usual="hint"))
         return Content.assemble(label, *self._drawn_value(), gap, hint)
 
     def _drawn_value(self) -> list[tuple[str, Style]]:
@@ -308,12 +311,18 @@ class SettingRow(Horizontal, can_focus=True):
     @property
     def hint(self) -> str:
         """The problem or the warning or, if there is neither, remarks on the value, and the help."""
+        remarks = self._remarks
+        return remarks if self._problem or self._warning else " · ".join(filter(None, (remarks, self.help)))
+
+    @property
+    def _remarks(self) -> str:
+        """The problem or the warning or, if there is neither, remarks on the value."""
         usual = f"default {self._placeholder()}" if self.marks_usual and self.is_unusual else ""
         was = f"was {self.original or 'default'}" if self.is_changed else ""
         was = "" if usual and self.original in ("", self._placeholder()) else was
         if self._problem or self._warning:
             return f"✗ {self._problem}" if self._problem else f"! {self._warning}"
-        return " · ".join(filter(None, (self._overridden, was, usual, self.help)))
+        return " · ".join(filter(None, (self._overridden, was, usual)))
 
     @property
     def is_unusual(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from pathlib import Path
 
@@ -74,7 +75,13 @@ def test_latents_are_sorted_and_filtered_by_their_stability_across_seeds(shell: 
     ]
     (line,) = shell.errors("features", job_id, "--search", "lämb stable:>0.7", code=1)
     assert line.startswith("sae-tui: error: no max-activating example contains")
-    assert "stability    0.94 (mean cosine" in shell.run("features", job_id, 1).stdout
+    words = "stability    0.94, mean cosine with the nearest latent of each other seed"
+    assert f"{words}\n" in shell.run("features", job_id, 1).stdout
+    assert shell.json("features", job_id, 1)["firing_correlation"] is None
+    firing = ("F32", "f", [2], [math.nan, 0.875])
+    file.write_bytes(features_file(stability=("F32", "f", [2], [0.25, 0.9375]), firing_correlation=firing))
+    assert f"{words}; firing correlation 0.88\n" in shell.run("features", job_id, 1).stdout
+    assert [shell.json("features", job_id, latent)["firing_correlation"] for latent in (0, 1)] == [None, 0.875]
     file.write_bytes(features_file(stability=("F32", "f", [1], [0.25])))
     (line,) = shell.errors("features", job_id, code=1)
     assert line.endswith("was not written by `sae-train eval`; run the command again")

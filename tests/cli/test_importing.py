@@ -85,7 +85,7 @@ def test_an_existing_folder_makes_the_import_fail_and_stays_unchanged(
     monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
     (shell.data.sae(2) / "precious").mkdir(parents=True)
     with pytest.raises(UserError, match="the SAE could not be copied into"):
-        import_sae(shell.data, foreign, SAMPLE, (), gpu_source="none", tags=())
+        import_sae(shell.data, foreign, [SAMPLE], (), gpu_source="none", tags=())
     assert (shell.data.sae(2) / "precious").is_dir()
     assert not shell.data.run(2).root.exists()
     assert [job["id"] for job in shell.json("jobs")] == [1]

@@ -72,6 +72,19 @@ def test_all_errors_in_a_job_are_reported_together(shell):
     assert 'did you mean "k_aux"?' in named["sae.k_axu"]
 
 
+def test_with_an_unknown_architecture_and_source_all_other_errors_are_reported_too(shell):
+    text = shell.job_file.read_text().replace("k = 4", "k = -4\narchitecture = 'topkk'\nsparsity_coefficient = 1.0")
+    shell.job_file.write_text(text)
+    answer = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "data.path=/none", code=1)
+    assert sorted(error.partition(":")[0] for error in answer["errors"]) == [
+        "data.path", "launch.gpus", "sae.architecture", "sae.k",
+    ]  # fmt: skip
+    synthetic = text.partition("[data]")[0] + "[data]\nsource = 'synthetik'\n[train]" + text.partition("[train]")[2]
+    shell.job_file.write_text(synthetic)
+    answer = shell.json("validate", shell.job_file, "--gpus", "0,7", code=1)
+    assert [error.partition(":")[0] for error in answer["errors"]] == ["data.source", "launch.gpus"]
+
+
 def test_busy_gpus_and_too_little_memory_cause_only_warnings(shell):
     answer = shell.json(
         "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=3800", "--set", "sae.d_sae=300000"

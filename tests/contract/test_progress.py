@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -110,7 +111,23 @@ def test_a_parent_process_gets_progress_as_json_and_standard_error_stays_empty()
         last = [read_reached(line) for line in lines][-1]
     assert done.stderr == b""
     assert last
-    assert (last.stage, last.share) == ("rows", 0.5)
+    assert (last.stage, last.share, last.left_s) == ("rows", 1.0, 0.0)
+
+
+def test_the_share_reaches_100_percent_only_when_the_command_has_succeeded() -> None:
+    planned = {"rows": Planned(10.0)}
+    with Progress("x", planned) as shown:
+        for _ in range(2):
+            # The second run of the stage was not planned.
+            assert list(track([1, 2], "rows")) == [1, 2]
+            assert shown.reached.share == 0.99
+        stage("writing")
+        assert shown.reached.share == 0.99
+    assert (shown.reached.share, shown.reached.left_s) == (1.0, 0.0)
+    failed = Progress("x", planned)
+    with contextlib.suppress(ValueError), failed:
+        raise ValueError
+    assert failed.reached.share == 0
 
 
 def test_a_terminal_shows_a_progress_bar_and_removes_it_at_the_end() -> None:

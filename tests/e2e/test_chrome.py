@@ -6,6 +6,7 @@ import re
 
 import pytest
 from support.box import ESC, Box
+from support.combinations import slow_unless
 from support.terminal import Terminal
 
 from trainer.contract.store.states import JobState
@@ -58,7 +59,13 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     terminal.wait_for(lambda _: differs_from_below(terminal, row_of(terminal, "Name of job 1")))
 
 
-@pytest.mark.parametrize(("term", "environment"), [("xterm-256color", {"NO_COLOR": "1"}), ("dumb", {}), ("vt100", {})])
+@pytest.mark.parametrize(
+    ("term", "environment"),
+    slow_unless(
+        lambda term, environment: term != "dumb",
+        [("xterm-256color", {"NO_COLOR": "1"}), ("dumb", {}), ("vt100", {})],
+    ),
+)
 def test_no_colour_is_sent_if_the_user_or_the_terminal_does_not_want_any(
     box: Box, term: str, environment: dict[str, str]
 ) -> None:

@@ -26,7 +26,7 @@ def test_a_job_launched_by_keys_outlives_the_app_and_saelens_loads_its_sae(box: 
     again = box.app()
     again.wait_for("✓ finished")
     again.send("\r")
-    again.wait_for(lambda text: "FVU" in text and "learning rate" in text and "busy ms" in text)
+    again.wait_for(lambda text: "FVU" in text and "learning rate" in text and "ms/step" in text)
     assert_saelens_loads(Path(job["output_path"]))
     assert processes_of(box.folder / "data", with_queue=False) == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults.hangs import Hangs
+from support.combinations import slow_except
 from support.terminal import Terminal
 
 from trainer.contract.exits import Exit
@@ -123,7 +124,7 @@ def test_a_signal_during_the_first_screen_prints_no_traceback(start) -> None:
     assert b"Traceback" not in terminal.raw
 
 
-@pytest.mark.parametrize("n_keys", [7, 10, 20])
+@pytest.mark.parametrize("n_keys", slow_except([10], [7, 10, 20]))
 def test_a_second_signal_ends_an_app_whose_terminal_accepts_no_output(start, n_keys) -> None:
     terminal = start("--demo")
     before = terminal.mode

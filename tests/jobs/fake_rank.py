@@ -18,10 +18,14 @@ import time
 import tomllib
 from pathlib import Path
 
+from trainer.contract.runs.grant import CHANNEL, receive_grant
+
 STEP_S = 0.02
 
 
 def main(spec_file: str) -> int:
+    if channel := os.environ.pop(CHANNEL, None):
+        _wait_for_turn(int(channel))
     spec = json.loads(Path(spec_file).read_text())
     rank = int(os.environ["RANK"])
     run_dir = Path(spec["run_dir"])
@@ -34,6 +38,14 @@ def main(spec_file: str) -> int:
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins", flush=True)
     with _exclusive(spec["gpu_uuids"], rank, run_dir), _writer(run_dir, rank, {"quick", "mute"} & {*words}) as write:
         return _train(spec, rank, run_dir, words, signals, write)
+
+
+def _wait_for_turn(channel):
+    if not (grant := receive_grant(channel)):
+        os._exit(0)
+    for output in (1, 2):
+        os.dup2(grant.descriptors[0], output)
+    os.environ.update(grant.environment)
 
 
 def _train(spec, rank, run_dir, words, told, write):

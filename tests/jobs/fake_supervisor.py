@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sae_tui import policy
 from sae_tui.jobs.gpus import idle
-from sae_tui.jobs.launchers import local
+from sae_tui.jobs.launchers import early_ranks, local
 from sae_tui.jobs.supervisor import supervise
 from sae_tui.jobs.supervisor.supervise import main
 
@@ -35,6 +35,8 @@ if __name__ == "__main__":
         shorten_idle_times(float(idle_s))
     if os.environ.get("FAKE_BUG"):
         plant_a_mistake()
+    if not os.environ.get("FAKE_EARLY"):
+        early_ranks.NEEDED_BYTES = 2**62
     supervise.RESTART_AFTER_S = 0.1
     local.KILL_AFTER_S = float(os.environ.get("FAKE_KILL_AFTER_S", local.KILL_AFTER_S))
     fake_rank = Path(__file__).with_name("fake_rank.py")

@@ -44,6 +44,7 @@ def test_twine_accepts_the_packages(dist: Path) -> None:
     assert done.stdout.count("PASSED") == 2
 
 
+@pytest.mark.slow
 def test_the_wheel_built_from_the_sdist_equals_the_one_built_from_the_tree(dist: Path, tmp_path: Path) -> None:
     build(ROOT, tmp_path, "--wheel")
     assert the_only(tmp_path, "*.whl").read_bytes() == the_only(dist, "*.whl").read_bytes()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,11 @@ ALL = os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("EXAMPLES") ==
 def slow_except(fast: Collection[Any], choices: Iterable[Any]) -> list[Any]:
     """Return the choices as parameters, with all but the fast ones marked `slow`."""
     return [one if one in fast else pytest.param(one, marks=pytest.mark.slow) for one in choices]
+
+
+def slow_unless(is_fast: Callable[..., bool], cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Return cases of several values as parameters, marked `slow` unless the function returns True for their values."""
+    return [case if is_fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def combined(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:

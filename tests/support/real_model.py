@@ -49,7 +49,7 @@ def write_folder(folder: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=NAME, dtype=torch.float32)
     # transformers treats weights from GGUF as quantized, and refuses to write them.
     del model.config.quantization_config
-    model.hf_quantizer = None  # type: ignore[assignment]
+    model.hf_quantizer = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(FILE.parent, gguf_file=NAME).save_pretrained(folder)
     return folder

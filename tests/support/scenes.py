@@ -274,7 +274,7 @@ async def _compare(pilot: Pilot[Any]) -> None:
     app: Any = pilot.app
     await wait_until(pilot, lambda: len(app.session.jobs) == 3)
     screen = CompareScreen(app.session, sorted(job.id for job in app.session.jobs))
-    app.session.go.switch_to(screen)
+    app.session.go.show(screen)
     await wait_until(pilot, lambda: len(screen.comparison.curves) == 3)
     await pilot.pause()
 
@@ -282,7 +282,7 @@ async def _compare(pilot: Pilot[Any]) -> None:
 async def _doctor(pilot: Pilot[Any]) -> None:
     app: Any = pilot.app
     screen = DoctorScreen(lambda: FINDINGS)
-    app.session.go.switch_to(screen)
+    app.session.go.show(screen)
     await wait_until(pilot, lambda: screen.done)
     await pilot.press("down", "down", "down")
     await pilot.pause()

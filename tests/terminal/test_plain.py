@@ -6,7 +6,9 @@ import pytest
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
-from support.scenes import SCENES, Scene, same_everywhere
+from support.box import ROOT
+from support.combinations import slow_except
+from support.scenes import SCENES, same_everywhere
 from textual.color import Color
 from textual.strip import Strip
 
@@ -22,14 +24,24 @@ def rows(app: SaeApp) -> list[Strip]:
     return app.screen._compositor.render_strips()
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
-async def test_every_screen_is_ascii_and_keeps_its_layout(
-    scene: Scene, tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("folder", ["panels", "screens", "widgets"])
+def test_every_character_that_the_app_draws_has_an_ascii_replacement(folder: str) -> None:
+    used = {char for file in (ROOT / "sae_tui" / folder).rglob("*.py") for char in file.read_text()}
+    assert {char for char in used if not char.isascii()}
+    assert [char for char in used if "?" in to_ascii(char, letters=False) and char != "?"] == []
+
+
+FAST = {"dashboard, eight GPUs", "job, running", "launch", "features"}
+BY_NAME = {scene.name: scene for scene in SCENES}
+
+
+@pytest.mark.parametrize("name", slow_except(FAST, BY_NAME))
+async def test_every_screen_is_ascii_and_keeps_its_layout(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     same_everywhere(monkeypatch)
     data = DataDir(tmp_path)
     data.create()
     plain = Plain(letters=False)
+    scene = BY_NAME[name]
     app = scene.app(data, plain)
     async with app.run_test(size=(80, 24)) as pilot:
         await scene.show(pilot)

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.api import train
 from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.settings.job_file import parse_job
+from trainer.evaluation.exported import ExportedSae
+from trainer.sharing.saelens import SaeLens
 
 SETTINGS = {"d_sae": 64, "k": 4, "lr": 3e-3}
 
@@ -148,3 +152,68 @@ def test_an_unknown_architecture_is_reported_before_its_settings() -> None:
 def test_settings_that_apply_only_to_runs_with_files_are_refused(name: str) -> None:
     with pytest.raises(JobFileError, match=rf"^{name}: has no meaning here: "):
         train(batches_of(3, 64, 16), n_steps=3, **{name: 1})
+
+
+def joined(n: int, size: int = 256) -> list[Tensor]:
+    """Return batches whose rows join two views of the same latents; the second is 8 times as large."""
+    views = torch.randn(16, 20, generator=torch.Generator().manual_seed(8)) * torch.tensor([1.0] * 12 + [8.0] * 8)
+    return [one @ views for one in batches(n, size)]
+
+
+def test_a_crosscoder_gives_each_part_its_own_scale(tmp_path: Path) -> None:
+    data, x = joined(60), joined(61)[-1]
+    settings = SETTINGS | {"architecture": "batch_topk"}
+    fitted = train(data, n_steps=60, parts=(12, 8), held_out=x, **settings)
+    scaled = (torch.cat(data) * fitted.sae.x_scale).split((12, 8), dim=1)
+    spreads = [float((part - part.mean(0)).norm(dim=1).mean()) / part.shape[1] ** 0.5 for part in scaled]
+    assert spreads == pytest.approx([1, 1], rel=0.05)
+    assert fitted.values["heldout_fvu"] < 0.6
+    names = [{"name": "base", "model_name": "gpt2"}, {"name": "chat"}]
+    fitted.save(tmp_path / "sae", crosscoder_parts=names)
+    saved = SaeLens().read(tmp_path / "sae")
+    x_hat = ExportedSae(saved, torch.device("cpu")).reconstruct(x)[1]
+    torch.testing.assert_close(x_hat, fitted.reconstruct(x), rtol=1e-4, atol=1e-2)
+    assert [(part.name, part.width) for part in saved.parts] == [("base", 12), ("chat", 8)]
+    assert saved.parts[1].scale == pytest.approx(1 / 8, rel=0.5)
+    with pytest.raises(UserError, match=r"^crosscoder_parts: must be a list of 2 dicts, one for each part$"):
+        fitted.save(tmp_path / "no", crosscoder_parts=names[:1])
+
+
+def test_a_crosscoder_trained_from_python_equals_that_of_a_job(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = torch.cat(joined(8))
+    for name, part in zip("ab", rows.split((12, 8), dim=1), strict=True):
+        (tmp_path / name).mkdir()
+        save_file({"activations": part.contiguous()}, tmp_path / name / "rows.safetensors")
+    data = {"path": [str(tmp_path / name) for name in "ab"], "join": True, "held_out_tokens": 0}
+    sae, steps = {"architecture": "batch_topk", "d_sae": 64, "k": 4}, {"n_steps": 8, "lr": 3e-3}
+    of_job = steps | {"batch_size": 256, "report_card": False}
+    job, problems = parse_job({"data": data, "sae": sae, "train": of_job, "launch": {"gpus": "cpu"}})
+    assert job, problems
+    trainer = make_trainer(job)
+    fitted = train((trainer.data.read(256 * step, 256).x for step in range(8)), parts=(12, 8), **sae, **steps)
+    assert trainer.run()
+    for name, own in fitted.sae.state_dict().items():
+        torch.testing.assert_close(own, trainer.learners[""].sae.state_dict()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_row_is_left_out_if_one_part_of_it_is_too_large_for_fp32() -> None:
+    data = joined(3)
+    first, whole = (float(torch.cat(data)[:, :width].norm(dim=1).median()) for width in (12, 20))
+    data[2][7, :12] = 2e9 * first / 12**0.5
+    assert 2 * first < whole / 2
+    with pytest.warns(UserWarning, match=r"^data: 1 row left out"):
+        train(data, n_steps=3, parts=(12, 8), **SETTINGS)
+
+
+@pytest.mark.parametrize("parts", [(12,), (12, 9), (20, 0), (24, -4), (12.0, 8.0), ("12", "8"), 20, "ab", None])
+def test_parts_that_do_not_fit_the_rows_produce_a_one_sentence_error(parts: Any) -> None:
+    asked = r"^parts: must be the widths of at least two parts, whose sum is the width of the rows, 20, not "
+    with pytest.raises(UserError, match=asked):
+        train(joined(2), n_steps=2, parts=parts, **SETTINGS)
+
+
+def test_a_crosscoder_with_targets_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^parts: cannot be combined with targets"):
+        train([(one, one[:, :4].clone()) for one in joined(2)], n_steps=2, parts=(12, 8), **SETTINGS)

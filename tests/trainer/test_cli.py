@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.combinations import slow_except, slow_unless
 from support.tiny_models import sentences
 from tqdm import tqdm
 
@@ -58,7 +59,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
     )
 
 
-@pytest.mark.parametrize("command", ["eval", "extract", "inspect", "export"])
+@pytest.mark.parametrize("command", slow_except(["extract"], ["eval", "extract", "inspect", "export"]))
 def test_objects_created_by_imports_are_exempt_from_garbage_collection(command: str, tmp_path: Path) -> None:
     out = ["--out", "out"] if command == "export" else []
     code = f"import gc; from trainer.cli import main; main({[command, 'nowhere', *out]}); print(gc.get_freeze_count())"
@@ -148,7 +149,13 @@ def test_the_result_of_several_seeds_is_their_mean_and_no_seed_is_called_the_bes
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param([signal.SIGINT], marks=pytest.mark.slow),
+        [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM],
+    ],
+)
 def test_ctrl_c_a_batch_system_or_a_closed_terminal_stops_a_run_after_a_checkpoint(
     numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
@@ -446,18 +453,21 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [
-        (["run", "job.toml"], "job.toml"),
-        (["run", "JOB"], "--out"),
-        (["run", "JOB", "--out", "out"], "out"),
-        (["join", "JOB", "--out", "out"], "out"),
-        (["resume", "out"], "out"),
-        (["export", "out", "--out", "/tmp/sae"], "out"),
-        (["export", "/out", "--out", "sae"], "sae"),
-        (["estimate", "job.toml"], "job.toml"),
-        (["bench", "job.toml"], "job.toml"),
-        (["rank", "ranks.json"], "ranks.json"),
-    ],
+    slow_unless(
+        lambda arguments, named: named == "--out" or arguments[0] in ("resume", "export", "rank"),
+        [
+            (["run", "job.toml"], "job.toml"),
+            (["run", "JOB"], "--out"),
+            (["run", "JOB", "--out", "out"], "out"),
+            (["join", "JOB", "--out", "out"], "out"),
+            (["resume", "out"], "out"),
+            (["export", "out", "--out", "/tmp/sae"], "out"),
+            (["export", "/out", "--out", "sae"], "sae"),
+            (["estimate", "job.toml"], "job.toml"),
+            (["bench", "job.toml"], "job.toml"),
+            (["rank", "ranks.json"], "ranks.json"),
+        ],
+    ),
 )
 def test_a_relative_path_in_a_deleted_working_folder_produces_a_one_sentence_error(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.combinations import slow_except, slow_unless
 from support.fake_gpu import job_of
 from support.step_ops import Step, recorded_step
 from support.step_table import ARCHITECTURES, COLUMNS, rows
@@ -28,15 +30,20 @@ def test_a_steps_operations_match_those_in_the_table() -> None:
     assert not changed, f"if the change is intended, run support/step_table.py: {COLUMNS}\n" + "\n".join(changed)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "precision"),
+    slow_unless(
+        lambda architecture, precision: precision == "bf16" or architecture in ("topk", "jumprelu"),
+        itertools.product(ARCHITECTURES, ("fp32", "tf32", "bf16", "fp16")),
+    ),
+)
 def test_the_host_never_waits_and_every_operand_is_on_the_device(architecture: str, precision: str) -> None:
     step = step_of({"architecture": architecture}, {"precision": precision})
     assert not step.waits
     assert not [op for op in step.ops if op.is_mixed]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_except(["batch_topk", "gated", "jumprelu"], ARCHITECTURES))
 def test_the_host_never_waits_between_micro_batches(architecture: str) -> None:
     assert not step_of({"architecture": architecture}, {"precision": "bf16", "accumulate": 2}).waits
 

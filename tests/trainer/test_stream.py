@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.combinations import slow_except
 from support.toy_stream import ENTRY
 
 from trainer.cli import main
@@ -106,7 +107,7 @@ def be_rank(spec: RankSpec, rank: int, killed_at: int) -> None:
     main(spec)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_except([2], [1, 2]))
 def test_a_killed_and_resumed_run_has_the_same_weights_as_an_uninterrupted_one(world_size: int, tmp_path: Path) -> None:
     job = toy_job(launch={"gpus": f"cpu:{world_size}"}, train={"batch_size": BATCH // world_size})
     whole, killed = Attempts(job, tmp_path / "whole", world_size), Attempts(job, tmp_path / "killed", world_size)

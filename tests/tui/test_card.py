@@ -111,6 +111,13 @@ def test_a_report_card_with_only_held_out_rows_says_what_was_not_measured() -> N
     assert "nearest decoder    0 │" not in text
 
 
+def test_a_report_card_on_synthetic_rows_offers_no_evaluation_in_a_language_model() -> None:
+    table = card_table(spliced=None, known={"n_features": 256, "n_rows": 8192})
+    text = "\n".join("".join(text for text, _ in line) for line in card_lines(msgspec.convert(table, Card), (), 79))
+    assert "none: the rows are synthetic" in text
+    assert "press e" not in text
+
+
 @pytest.mark.parametrize("width", [79, 117])
 def test_the_parts_of_a_crosscoder_have_their_figures_and_a_histogram_of_norms(width: int) -> None:
     card = msgspec.convert(card_table(figures=FIGURES | {"crosscoder": CROSSCODER}, spliced=None), Card)

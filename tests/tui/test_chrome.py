@@ -353,7 +353,7 @@ async def test_the_export_names_the_folder_that_it_writes_to(make_app, data) -> 
         record_metrics(data, record_job(data, name, JobState.FINISHED))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        app.session.go.switch_to(CompareScreen(app.session, [1, 2]))
+        app.session.go.show(CompareScreen(app.session, [1, 2]))
         await wait_until(pilot, lambda: app.screen.comparison.curves)
         await pilot.press("x")
         asked = " ".join(str(app.screen.query_one(Label).render()).split())

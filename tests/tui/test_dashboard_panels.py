@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.combinations import slow_except
 from support.scenes import lively_monitor
 from support.tui import StillMonitor, record_job, title_of, wait_until
 from textual._compositor import LayoutUpdate
@@ -203,7 +204,7 @@ async def test_a_machine_without_gpus_shows_no_process_panel(make_app) -> None:
         assert not monitor.shares_wanted
 
 
-@pytest.mark.parametrize("key", ["", "n", "comma", "exclamation_mark", "t"])
+@pytest.mark.parametrize("key", slow_except(["", "n", "t"], ["", "n", "comma", "exclamation_mark", "t"]))
 async def test_a_key_reads_the_gpus_and_repaints_the_screen_on_every_screen(make_app, monkeypatch, key) -> None:
     app = make_app(4)
     whole: list[object] = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sae_tui.screens.dashboard_rows import Contents, Lower, arrange
+from sae_tui.screens.dashboard_rows import SIDE_BY_SIDE_FROM, Contents, Lower, arrange
 
 windows = st.tuples(st.integers(1, 300), st.integers(4, 120))
 contents = st.builds(
@@ -57,9 +57,22 @@ def test_few_processes_leave_space_for_the_preview_of_a_finished_job() -> None:
     assert arrange(120, 40, Contents(4, 30, n_processes=1, previews=True)).preview >= 5
 
 
-def test_a_large_window_shows_all_processes_and_most_jobs_before_taller_plots() -> None:
+def test_a_single_running_job_leaves_the_other_rows_to_its_preview() -> None:
+    rows = arrange(120, 40, Contents(4, 1, n_active=1, is_running=True, n_processes=1, previews=True))
+    assert rows.jobs == 2
+    assert rows.preview == 7
+
+
+def test_the_preview_is_next_to_the_jobs_only_if_the_default_columns_fit_beside_it() -> None:
     of = Contents(8, 12, n_active=2, is_running=True, n_processes=10, previews=True)
     rows = arrange(200, 60, of)
+    assert not rows.is_side_by_side
+    assert (rows.jobs, rows.preview) == (9, 12)
+
+
+def test_a_large_window_shows_all_processes_and_most_jobs_before_taller_plots() -> None:
+    of = Contents(8, 12, n_active=2, is_running=True, n_processes=10, previews=True)
+    rows = arrange(SIDE_BY_SIDE_FROM, 60, of)
     assert rows.is_side_by_side
     assert rows.preview == rows.jobs >= 13
     assert rows.processes >= 11

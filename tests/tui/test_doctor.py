@@ -29,7 +29,7 @@ async def test_findings_appear_one_by_one_while_the_app_stays_responsive(make_ap
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(examine)
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: screen.findings == [WELL])
         assert "disk" in text(app, "#findings")
         assert "logout" not in text(app, "#findings")
@@ -52,7 +52,7 @@ async def test_the_worst_finding_is_the_first_row_and_the_cursor_stays_where_it_
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(examine)
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: len(screen.findings) == 2)
         assert "an old version" in text(app, "#chosen")
         await pilot.press("down")
@@ -68,7 +68,7 @@ async def test_the_selected_finding_is_shown_below_in_full_with_its_remedy(make_
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(lambda: [WELL, long])
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: screen.done)
         shown = " ".join(text(app, "#chosen").split())
         assert shown == f"{long.sentence.strip()} → a remedy"
@@ -90,7 +90,7 @@ async def test_ctrl_n_checks_again_and_late_findings_from_an_earlier_check_are_d
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(examine)
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: screen.findings == [WELL])
         await pilot.press("ctrl+n")
         await wait_until(pilot, lambda: screen.done)
@@ -105,7 +105,7 @@ async def test_p_checks_again_with_the_probes(make_app) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(lambda: [WELL], lambda: [WELL, bus])
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: screen.done)
         assert screen.findings == [WELL]
         await pilot.press("p")
@@ -158,7 +158,7 @@ async def test_leaving_the_screen_ends_the_check(make_app) -> None:
 
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
-        app.session.go.switch_to(DoctorScreen(examine))
+        app.session.go.show(DoctorScreen(examine))
         await wait_until(pilot, lambda: begun == [0])
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.id == "dashboard")

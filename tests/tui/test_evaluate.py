@@ -20,6 +20,7 @@ from textual.widgets import Input, Label
 from sae_tui.app import SaeApp
 from sae_tui.jobs import going
 from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation.offer import offer_of
 from sae_tui.jobs.going import Going
 from sae_tui.jobs.launch.exporting import Exported
 from sae_tui.panels.headline import Headline
@@ -39,6 +40,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.progress import Reached
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 from trainer.contract.settings.catalog import WRITTEN_FORMATS
+from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
@@ -87,6 +89,17 @@ async def test_an_evaluation_asks_for_its_parts_and_needs_at_least_one(
         await pilot.press("space", "enter")
         await wait_until(pilot, lambda: asked)
     assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
+
+
+def test_for_synthetic_rows_the_offer_says_that_there_is_no_language_model(data) -> None:
+    config = dump_job(job_of({"data": {"source": "synthetic"}, "train": {"n_tokens": 1000}}))
+    job_id = record_job(data, "made", JobState.FINISHED, config=config)
+    put_card(data.sae(job_id))
+    (data.sae(job_id) / "cfg.json").touch()
+    with closing(Control(data.control_db, readonly=True)) as control:
+        rows, *others = offer_of(data, control.job(job_id), None, cuda=False).parts
+    assert rows.why_not == ""
+    assert {part.why_not for part in others} == {"its rows are synthetic, so there is no language model"}
 
 
 async def test_a_running_evaluation_has_a_row_and_is_stopped_with_the_same_key_as_a_job(

@@ -208,6 +208,28 @@ async def test_keys_that_cannot_work_name_the_command_for_the_other_host(make_ap
         await wait_until(pilot, lambda: messages_of(app).endswith(f"{by_hand('gpu1', 'eval 1')}`."))
 
 
+async def test_escape_from_a_screen_of_another_hosts_job_returns_to_where_it_was_opened(
+    make_app, data, hosts, there
+) -> None:
+    record_metrics(data, record_job(data, "mine", JobState.FINISHED, step=200, total_steps=200))
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=SCREEN) as pilot:
+        await wait_until(pilot, lambda: "mine" in text(app, JobsPanel))
+        app.screen.query_one(JobsPanel).select("1")
+        await pilot.press("space")
+        for key, opens in (("f", FeaturesScreen), ("c", CompareScreen)):
+            await reach(pilot, key)
+            await wait_until(pilot, lambda opens=opens: isinstance(app.screen, opens), 30)
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: app.screen is app.router.dashboard)
+            assert isinstance(app.focused, JobsPanel)
+            assert app.focused.selected is None  # the cursor is on the other host's job
+        (there.sae(1) / FEATURES).unlink()
+        await reach(pilot, "f")
+        await wait_until(pilot, lambda: app.notices and "no max-activating examples" in messages_of(app), 30)
+        await wait_until(pilot, lambda: app.screen is app.router.dashboard)
+
+
 async def test_a_job_on_another_host_is_compared_with_marked_jobs(make_app, data, hosts) -> None:
     record_metrics(data, record_job(data, "mine", JobState.FINISHED, step=200, total_steps=200))
     app = make_app(4, hosts=hosts)
@@ -240,9 +262,11 @@ async def test_settings_that_run_code_are_cloned_only_with_consent(make_app, hos
         await reach(pilot, "y")
         await wait_until(pilot, lambda: "runs `make evil` as you" in question(app), 30)
         await pilot.press("escape")
-        assert isinstance(app.screen, FarJobScreen)
+        await wait_until(pilot, lambda: isinstance(app.screen, Dashboard))
         # The environment stays on the other host, so the clone gets this app's environment.
-        await pilot.press("y", "y")
+        await pilot.press("y")
+        await wait_until(pilot, lambda: "runs `make evil` as you" in question(app), 30)
+        await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen), 30)
         await wait_until(
             pilot, lambda: app.screen.query_one("#environment").content == "this app's, conda environment q"

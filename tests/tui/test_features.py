@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -282,6 +283,21 @@ def test_a_character_split_across_tokens_has_the_shade_of_the_strongest_token(tm
     features = Features(tmp_path / "sae" / FEATURES)
     lines = feature_lines(features.feature(0), features, 80)
     assert lines[-2][-2:] == ((" 天", "full"), ("气", "faint"))
+
+
+def test_a_latents_stability_and_firing_correlation_are_wrapped_not_cut(tmp_path: Path) -> None:
+    of_two = {
+        "stability": ("F32", "f", [2], [0.25, 0.9375]),
+        "firing_correlation": ("F32", "f", [2], [math.nan, 0.875]),
+    }
+    (file := tmp_path / "features.safetensors").write_bytes(features_file(**of_two))
+    features = Features(file)
+    words = "Stability 0.94, mean cosine with the nearest latent of each other seed; firing correlation 0.88"
+    for width in (40, 120):
+        lines = feature_lines(features.feature(1), features, width)
+        text = " ".join("".join(part for part, _ in line) for line in lines)
+        assert words in " ".join(text.split())
+    assert not [line for line in feature_lines(features.feature(0), features, 120) if "firing" in str(line)]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])

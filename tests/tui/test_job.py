@@ -66,10 +66,20 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         late, other = screen.query_one(RanksPanel).plain.splitlines()[2:4]
         assert late.startswith("▲  0")
         assert other.startswith("   1")
-        assert "127.4" in late
-        assert "98.0" in other
         assert "2 ranks, ddp, gloo" in screen.query_one(EventsPanel).plain
         assert "step 200" in screen.query_one(LogPanel).plain
+
+
+async def test_the_times_of_each_rank_add_up_to_the_step_in_the_title(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(200, 60)) as pilot:
+        title, columns, *ranks = (await opened(pilot, app, job_id)).query_one(RanksPanel).plain.splitlines()
+        assert columns.split() == ["rank", "busy", "wait", "data", "share", "memory", "speed"]
+        times = [sum(map(float, re.findall(r"\d+\.\d(?= )", line)[:3])) for line in ranks[:2]]
+        assert times == pytest.approx([1.3 * 131, 131], abs=0.15)  # the steps of both ranks
+        assert title.strip() == "Ranks · 150.7 ms/step"
 
 
 @pytest.mark.parametrize(("width", "is_shown"), [(120, True), (80, True), (60, False)])

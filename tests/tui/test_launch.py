@@ -277,6 +277,15 @@ async def test_an_invalid_value_is_reported_at_its_field_and_blocks_the_launch(m
             await wait_until(pilot, lambda row=row: not row.has_class("-wrong") and job_of(screen))
 
 
+async def test_all_wrong_settings_are_reported_at_once_even_if_this_machine_refuses_one(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        for path, value in (("sae.k", "0"), ("train.lr", "-1"), ("data.path", "/nowhere/at/all")):
+            await type_into(pilot, screen, path, value)
+        await reviewed(pilot, screen, "sae.k: must be", "train.lr: must be", "data.path: there is nothing at")
+
+
 async def test_all_settings_can_be_shown_without_losing_typed_values(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -762,6 +771,11 @@ async def test_a_wide_window_shows_all_settings_in_columns(make_app) -> None:
         await wait_until(pilot, lambda: all(row.size.height for row in form.rows))
         assert len({row.region.x for row in form.rows}) == 3
         assert max(row.region.bottom for row in form.rows) <= screen.query_one("#form-scroll").region.bottom
+        # A column has no space for help, so only the focused field's help is shown, in full, below the form.
+        assert not any("…" in row.render().plain or row.help[:8] in row.render().plain for row in form.rows)
+        form.focus_field("train.batch_size")
+        await wait_until(pilot, lambda: "auto: " in str(screen.query_one(FieldHelp).content))
+        assert screen.query_one(FieldHelp).size.height == 1
         await pilot.press("ctrl+t")
         assert {row.region.x for row in form.rows if row.display} == {form.rows[0].region.x}
         assert not any(row.display for row in form.rows if row.field.setting.advanced and not row.is_changed)
@@ -923,7 +937,7 @@ async def test_comma_separated_values_are_a_sweep_and_enable_its_key(make_app) -
         help_line = screen.query_one(FieldHelp)
         await wait_until(pilot, lambda: "A list like 16,32,64 trains one SAE per value" in str(help_line.render()))
         await type_into(pilot, screen, "sae.k", "16,32,64")
-        await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · ")
+        await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 ")
         assert shown_bindings(screen)["ctrl+g"] == "Each"
         row = await type_into(pilot, screen, "sae.d_sae", "512,768")
         await wait_until(pilot, lambda: "may be one number or several" in row.hint)

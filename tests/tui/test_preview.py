@@ -9,7 +9,10 @@ from support.tui import NOW, record_job, record_metrics, wait_until
 
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.headline import Headline
+from sae_tui.panels.job_columns import SHOWN, columns_of
+from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.preview import PreviewPanel, PreviewText
+from sae_tui.screens.dashboard_rows import SIDE_BY_SIDE_FROM
 from trainer.contract.runs.checkpoint_manifest import Best
 from trainer.contract.runs.how_far import OVERFITTING, RESUMED, HowFar
 from trainer.contract.settings.job_file import dump_job, parse_any
@@ -49,6 +52,27 @@ async def test_the_preview_follows_the_cursor_once_it_rests_on_a_job(make_app, d
         await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
         await pilot.press("escape", "up")
         await titled(pilot, "Job 2")
+
+
+@pytest.mark.parametrize("size", [(200, 60), (SIDE_BY_SIDE_FROM, 60)])
+async def test_a_wide_window_shows_the_preview_and_all_default_columns_of_the_jobs(make_app, data, size) -> None:
+    record_metrics(data, record_job(data, "wide", JobState.FINISHED, total_steps=400), steps=200)
+    app = make_app(8)
+    async with app.run_test(size=size) as pilot:
+        await titled(pilot, "Job 1 · wide")
+        jobs = app.screen.query_one(JobsPanel)
+        assert jobs.plain.splitlines()[0].split() == [column.title for column in columns_of(SHOWN)]
+        beside = app.screen.query_one(PreviewPanel).region.y == app.screen.query_one("#finder").region.y
+        assert beside == (size[0] >= SIDE_BY_SIDE_FROM)
+
+
+async def test_the_previews_title_fits_its_frame_after_the_window_gets_smaller(make_app, data) -> None:
+    record_metrics(data, record_job(data, "wide", JobState.RUNNING, total_steps=400), steps=200)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await titled(pilot, "Job 1 · wide")
+        await pilot.resize_terminal(80, 24)
+        await wait_until(pilot, lambda: str(app.screen.query_one(PreviewPanel)._border_title) == " Job 1 · wide ")
 
 
 def report(data, job_id: int, kind: str, message: str) -> None:
@@ -115,6 +139,7 @@ async def test_a_job_opened_at_once_keeps_the_log_that_its_screen_follows(make_a
         await wait_until(pilot, lambda: app.session.jobs)
         app.screen._selected()
         app.session.go.open_job(1)
+        await wait_until(pilot, lambda: app.session.watcher._followed == (1, 0))
         app.session.watcher.follow(1, 1)
         # Wait longer than the cursor must rest on a job before the preview shows the job.
         await pilot.pause(0.5)

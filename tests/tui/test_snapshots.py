@@ -99,7 +99,7 @@ def test_the_comparison_matches_its_snapshot(snap_compare, make_app, data, size)
 
     async def ready(pilot) -> None:
         screen = CompareScreen(app.session, ids)
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: len(screen.comparison.curves) == 3)
         await pilot.pause()
 
@@ -122,7 +122,7 @@ def test_the_doctor_matches_its_snapshot(snap_compare, make_app) -> None:
 
     async def ready(pilot) -> None:
         screen = DoctorScreen(lambda: FINDINGS)
-        app.session.go.switch_to(screen)
+        app.session.go.show(screen)
         await wait_until(pilot, lambda: screen.done)
         await pilot.press("down", "down", "down")
         await pilot.pause()

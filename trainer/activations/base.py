@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -20,6 +21,7 @@ from trainer.parallel.group import Group
 Pair = tuple[Tensor, Tensor]
 # Allocates memory for rows, given their count, width and dtype.
 Empty = Callable[[int, int, torch.dtype], Tensor]
+_IDENTIFYING_ROWS = 16
 
 
 def empty_rows(n: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -149,6 +151,10 @@ class IndexedSource(Source):
         """Return the token of each of the given ascending rows, or None if the source does not store tokens."""
         return None
 
+    def places(self) -> list[Indices] | None:
+        """Return each shard's place in the text of every row, or None if the source does not store places."""
+        return None
+
     @abstractmethod
     def name_of(self, index: int) -> str:
         """Return the name to use for a row in messages."""
@@ -158,6 +164,14 @@ class IndexedSource(Source):
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
+
+
+def data_digest(source: Source) -> dict[str, str]:
+    """Return a digest of a source's first rows, which identifies data that does not name its hook; {} for a stream."""
+    if not isinstance(source, IndexedSource):
+        return {}
+    pair = source.pairs(np.arange(min(_IDENTIFYING_ROWS, source.n_tokens)))
+    return {"data_digest": hashlib.sha256(b"".join(one.float().numpy().tobytes() for one in pair)).hexdigest()[:16]}
 
 
 class StreamSource(Source):

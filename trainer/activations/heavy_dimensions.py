@@ -115,8 +115,10 @@ def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of each dimension, float64 [d_in]; both are 0 if there are no rows."""
     n = max(1, len(rows))
     mean, spread = (torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device) for _ in range(2))
+    # Measuring from a row keeps the squares small if the mean is large, and makes a constant dimension's variance 0.
+    origin = rows[0].double() if len(rows) else mean
     for part in rows.split(_ROWS_AT_ONCE):
-        mean += part.double().sum(0) / n
-    for part in rows.split(_ROWS_AT_ONCE):
-        spread += (part.double() - mean).square().sum(0) / n
-    return mean, spread
+        shifted = part.double().sub_(origin)
+        mean += shifted.sum(0) / n
+        spread += shifted.square_().sum(0) / n
+    return origin + mean, (spread - mean.square()).clamp(min=0)

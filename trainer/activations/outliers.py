@@ -88,6 +88,8 @@ class Outliers:
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
         """Return only the rows to keep."""
         stay = self.ordinary(x, y)
+        if stay.all():
+            return x, y
         kept = x[stay]
         return kept, kept if y is x else y[stay]
 

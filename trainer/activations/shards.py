@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
-from trainer.activations.side_by_side import Joined, SideBySide
+from trainer.activations.side_by_side import Joined, SideBySide, matched
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem, UserError, first_line
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.runs.data_record import DataRecord, cut_sentence
-from trainer.contract.settings.shards import DTYPE_BYTES, TOKENS, Shard, ShardSet, numbers_in
+from trainer.contract.settings.shards import DTYPE_BYTES, PLACE, TOKENS, Shard, ShardSet, numbers_in
 from trainer.contract.settings.sources import Paths, ShardSettings, each, inspect_sets
 from trainer.contract.wording import gibibytes, join_words
 
@@ -103,7 +103,7 @@ class Shards(IndexedSource):
         return SideBySide([self, *others])
 
     def joined(self, others: Sequence[Shards]) -> Joined:
-        return Joined([self, *others])
+        return Joined(matched([self, *others]))
 
     def read_by_all_threads(self) -> None:
         for mapped in (self._inputs, self._targets):
@@ -119,21 +119,27 @@ class Shards(IndexedSource):
         return x, x if self._targets is None else self._targets.rows(indices, empty)
 
     def token_ids(self, indices: Indices) -> Indices | None:
-        shards = [shard for one in self._sets for shard in one.shards]
-        found = [numbers_in(shard, TOKENS) for shard in shards]
-        if None in found:
+        if (parts := self._numbers(TOKENS)) is None:
             return None
-        parts = [
+        starts = np.cumsum([0, *map(len, parts)])
+        own = zip(parts, starts, itertools.pairwise(np.searchsorted(indices, starts)), strict=False)
+        return np.concatenate([part[indices[first:last] - start] for part, start, (first, last) in own]).astype(
+            np.int64
+        )
+
+    def places(self) -> list[Indices] | None:
+        return self._numbers(PLACE)
+
+    def _numbers(self, name: str) -> list[Indices] | None:
+        """Return a memory map of a number per row for each shard, or None if a shard does not store it."""
+        shards = [shard for one in self._sets for shard in one.shards]
+        found = [numbers_in(shard, name) for shard in shards]
+        maps: list[Indices] = [
             np.memmap(shard.file, at.dtype, "r", at.offset, (shard.n_tokens,))
             for shard, at in zip(shards, found, strict=True)
             if at
         ]
-        starts = np.cumsum([0] + [shard.n_tokens for shard in shards])
-        cuts = itertools.pairwise(np.searchsorted(indices, starts))
-        own = zip(parts, starts, cuts, strict=False)
-        return np.concatenate([part[indices[first:last] - start] for part, start, (first, last) in own]).astype(
-            np.int64
-        )
+        return maps if len(maps) == len(shards) else None
 
     def name_of(self, index: int) -> str:
         name = self._inputs.name_of(index)

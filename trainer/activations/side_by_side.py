@@ -14,9 +14,11 @@ from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.runs.data_record import DataRecord
-from trainer.contract.wording import join_words
+from trainer.contract.wording import join_words, plural
 
 _ROWS_COMPARED = 4096
+# The key, in the metadata of joined rows, for the list of the parts' metadata.
+JOINED = "parts"
 
 
 class SideBySide(IndexedSource):
@@ -78,17 +80,93 @@ class Joined(SideBySide):
         self.d_in = sum(self.part_widths)
         self.meta = joined_meta([one.meta for one in sources])
         if differ := next((one for one in sources[1:] if not _have_same_tokens(sources[0], one)), None):
-            message = (
-                f"the rows of {differ.place} and {sources[0].place} belong to different tokens; a crosscoder needs the"
-                " same tokens in the same order from each, so extract them from the same text with the same settings"
-            )
-            raise JobFileError([Problem("data.path", message)])
+            raise _of_different_tokens(differ, sources[0])
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or in the same row of another part"
+
+
+class _SomeRows(IndexedSource):
+    """Some rows of a source, in a different order; `at` contains the rows' numbers in the source."""
+
+    def __init__(self, source: IndexedSource, at: Indices) -> None:
+        self._source, self._at = source, at
+        self.d_in, self.n_tokens, self.sizes, self.run = source.d_in, len(at), [len(at)], source.run
+        self.place, self.meta, self.notes = source.place, source.meta, source.notes
+        order = np.argsort(at)
+        labels = [one.labels(at[order]) for one in source.texts]
+        self.texts = [Texts([_in_order_of(order, own)]) for own in labels]
+        self.usual_hold_out = source.usual_hold_out
+
+    def continue_from(self, before: DataRecord) -> None:
+        self._source.continue_from(before)
+        if sum(self._source.split_sizes) != self._source.n_tokens:
+            message = f"rows were added to {self.place}, and the joined folders had different rows before"
+            raise JobFileError([Problem("data.path", f"{message}; start a new run on the current data")])
+
+    def read_by_all_threads(self) -> None:
+        self._source.read_by_all_threads()
+
+    def rows(self, indices: Indices) -> Tensor:
+        # The source returns its rows in their own order.
+        at = self._at[np.sort(indices)]
+        return self._source.rows(at)[torch.from_numpy(_in_order_of(np.argsort(at), np.arange(len(at))))]
+
+    def token_ids(self, indices: Indices) -> Indices | None:
+        at = self._at[indices]
+        tokens = self._source.token_ids(np.sort(at))
+        return None if tokens is None else _in_order_of(np.argsort(at), tokens)
+
+    def name_of(self, index: int) -> str:
+        return self._source.name_of(int(self._at[index]))
+
+
+def _in_order_of(order: Indices, values: Indices) -> Indices:
+    """Return the values sorted by `order` in their order before sorting."""
+    before = np.empty_like(values)
+    before[order] = values
+    return before
+
+
+def matched(sources: Sequence[IndexedSource]) -> Sequence[IndexedSource]:
+    """Return sources whose i-th rows belong to the same token, leaving out rows that one of the sources lacks.
+
+    Extractions by two models leave out different outliers. Later rows are then at different places in the shuffled
+    shards, so rows are matched by their places in the text. Sources that do not store places are returned unchanged.
+    Raise `JobFileError` if two sources share less than half of their rows.
+    """
+    of_all = [one.places() for one in sources]
+    of_each = [one for one in of_all if one is not None]
+    if len(of_each) < len(sources) or all(_are_equal(of_each[0], one) for one in of_each[1:]):
+        return sources
+    first, *others = [np.concatenate(one) for one in of_each]
+    at = [np.arange(len(first))]
+    for source, places in zip(sources[1:], others, strict=True):
+        order = np.argsort(places)
+        found = order[np.searchsorted(places, first, sorter=order).clip(max=len(places) - 1)]
+        is_there = places[found] == first
+        if 2 * int(is_there.sum()) < min(len(first), len(places)):
+            raise _of_different_tokens(source, sources[0])
+        first, at = first[is_there], [*(one[is_there] for one in at), found[is_there]]
+    rows = [_SomeRows(source, numbers) for source, numbers in zip(sources, at, strict=True)]
+    n_without = max(one.n_tokens for one in sources) - len(first)
+    rows[0].notes = [*rows[0].notes, f"left out {plural(n_without, 'row')} that not all joined folders have"]
+    return rows
+
+
+def _are_equal(some: Sequence[Indices], others: Sequence[Indices]) -> bool:
+    return len(some) == len(others) and all(map(np.array_equal, some, others))
+
+
+def _of_different_tokens(one: IndexedSource, other: IndexedSource) -> JobFileError:
+    message = (
+        f"the rows of {one.place} and {other.place} belong to different tokens; a crosscoder needs the same tokens in"
+        " the same order from each, so extract them from the same text with the same settings"
+    )
+    return JobFileError([Problem("data.path", message)])
 
 
 def _have_same_tokens(one: IndexedSource, other: IndexedSource) -> bool:
@@ -103,11 +181,11 @@ def _have_same_tokens(one: IndexedSource, other: IndexedSource) -> bool:
 
 
 def joined_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metadata of a crosscoder's rows: the values that all parts share, and the parts' hooks and models."""
+    """Return the metadata of a crosscoder's rows: the values that all parts share, and the metadata of each part."""
     common = {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
     named = {"hook": "+", "hook_name": "+", "model_name": "+"}
     joined = {key: sign.join(str(meta.get(key)) for meta in metas) for key, sign in named.items() if key in metas[0]}
-    return joined | common
+    return joined | common | {JOINED: [*metas]}
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:

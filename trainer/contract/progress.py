@@ -24,6 +24,8 @@ ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
 # Intervals in seconds. A command that takes less than `QUIET_S` shows no bar.
 QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
 _LONGEST_STAGE = 200
+# The largest share that is shown before the command ends.
+_MOST_SHARE = 0.99
 
 T = TypeVar("T")
 
@@ -102,6 +104,7 @@ class Progress:
         # A new stage gets a new object because another thread may read the current object at any time.
         self._stage = _Stage("", None, {})
         self._began = time.monotonic()
+        self._is_done = False
         self._over = threading.Event()
         self._descriptor = _descriptor() if to_descriptor else None
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
@@ -120,6 +123,8 @@ class Progress:
     @property
     def reached(self) -> Reached:
         stage = self._stage
+        if self._is_done:
+            return Reached(stage.name, 1.0, 0.0)
         if stage.reported:
             return stage.reported
         return self._reached_of_plan(stage) if self._whole_s else Reached(stage.name, stage.part, stage.left_s)
@@ -133,6 +138,9 @@ class Progress:
             self._pace = elapsed / part / once
         # A stage without units may take any amount of time, so never show such a stage as more than 90 % complete.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
+        if stage.before.get(stage.name, 0) >= (self._planned[stage.name].times if once else 0):
+            # All planned runs of this stage are complete.
+            here = 0.0
         before = sum(
             min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
         )
@@ -140,7 +148,8 @@ class Progress:
         left = (self._whole_s - done) * self._pace
         if left_in_stage is not None:
             left += left_in_stage - (once - here) * self._pace
-        return Reached(stage.name, done / self._whole_s, max(0.0, left))
+        # The command is still running, even if all planned stages are complete.
+        return Reached(stage.name, min(_MOST_SHARE, done / self._whole_s), max(0.0, left))
 
     def _once_s(self, name: str) -> float:
         """Return the expected time for one run of a stage, in seconds."""
@@ -151,8 +160,9 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         _shown.remove(self)
+        self._is_done = kind is None
         self.close()
 
     def close(self) -> None:
@@ -170,6 +180,7 @@ class Progress:
                     show(self.reached, time.monotonic() - self._began)
             finally:
                 if self._descriptor is not None:
+                    self._write(self.reached if self._is_done else None, 0.0)
                     os.close(self._descriptor)
                 else:
                     show(None, 0.0)

@@ -13,7 +13,8 @@ import torch
 from trainer.contract.errors import UsageError, UserError, first_line
 from trainer.contract.paths import RunPaths
 from trainer.contract.progress import Planned, Progress
-from trainer.contract.runs.evaluation_time import planned
+from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.runs.evaluation_time import SEEDS, planned
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.runs.report_card import (
     FIRES_ON,
@@ -29,18 +30,20 @@ from trainer.contract.runs.report_card import (
 from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import load_as, members, to_table
+from trainer.contract.store.seeds import by_seeds
+from trainer.contract.store.twins import without_twins
 from trainer.evaluation.card import write_card
 from trainer.evaluation.evaluate_folder import MeasuredSae, cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
 from trainer.evaluation.rows import EvaluationRows
-from trainer.evaluation.stability import write_stability
+from trainer.evaluation.stability import are_compared, write_stability
 from trainer.evaluation.twins import write_twins
 from trainer.sharing.base import NOTHING_GIVEN, Given
 from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
-from trainer.training.export_checkpoint import checkpoint_of, output_of
+from trainer.training.export_checkpoint import checkpoint_of, kept_in, output_of
 
 # The default number of texts to keep for each latent.
 N_CONTEXTS = 20
@@ -54,12 +57,13 @@ def evaluate(
     model: str | None = None,
     n_tokens: int | None = None,
     n_contexts: int | None = None,
-    data: str | None = None,
+    data: Sequence[str] | None = None,
     targets: str | None = None,
     given: Given = NOTHING_GIVEN,
     is_probed: bool = False,
     n_sets: int | None = None,
     keeps_rows: bool = False,
+    refine: int = 0,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run or checkpoint on the run's data, or the SAEs in a folder on rows of `data` if given.
@@ -69,8 +73,9 @@ def evaluate(
     report card was written to (`written_to`). A job file may request a language model's own Python code; this code runs
     only if `allows_code` is set. With `keeps_rows`, an SAE is measured on rows only if its report card has no such
     measurement for the same weights. With `is_probed`, a run's SAEs are probed on `n_sets` (by default 12) sets of
-    texts that `model` reads. Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if
-    the run has exported the SAE. Raise `UserError` if a file cannot be read.
+    texts that `model` reads. With `refine`, activations are also measured on rows after that many steps of refinement.
+    Report cards, and up to `n_contexts` (by default 20) texts for each latent, are written if the run has exported the
+    SAE. Raise `UserError` if a file cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: requires --model; add --model, or leave out --tokens")
@@ -81,6 +86,8 @@ def evaluate(
     for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
         if is_given and not data:
             raise UsageError(f"{flag}: needs --data; give the activations to measure on")
+    if refine and keeps_rows:
+        raise UsageError("--refine: is measured on rows; leave out --keep-rows")
     if path.is_file():
         raise UsageError(f"{path} is a file, but an SAE needs a folder for its report card; give a folder or import it")
     if is_folder_of_saes(path):
@@ -95,7 +102,7 @@ def evaluate(
                 raise UsageError(f"{flag}: requires the folder of a run, but {path} contains an SAE")
         with Progress("evaluating"):
             on = _device(device)
-            cards = cards_in(path.absolute(), on, data, targets, given, allows_code=allows_code)
+            cards = cards_in(path.absolute(), on, data, targets, given, refine=refine, allows_code=allows_code)
             return [one.as_json() for one in _compared([_written(one) for one in cards], on)]
     if data and RunPaths(path).job_file.exists():
         message = f"requires the folder of an SAE, but {path} is a run, which is measured on its own data"
@@ -110,27 +117,36 @@ def evaluate(
     on = _device(device)
     evaluations = evaluations_of(
         path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows,
-        allows_code=allows_code,
+        refine=refine, allows_code=allows_code,
     )  # fmt: skip
     asked = {
         ROWS: not keeps_rows, FIRES_ON: n_contexts and not keeps_rows, IN_MODEL: model and n_tokens != 0,
-        PROMOTED: model, PROBES: n_sets,
+        PROMOTED: model, PROBES: n_sets, SEEDS: True,
     }  # fmt: skip
-    with Progress(
-        "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
-    ):
+    parts = [part for part, is_asked in asked.items() if is_asked]
+    with Progress("evaluating", _planned(path, parts, on, best=best, keeps_rows=keeps_rows, allows_code=allows_code)):
         found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on, keeps_rows=keeps_rows)
     return [one.as_json() for one in found]
 
 
-def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
+def _planned(
+    path: Path, parts: Sequence[str], device: torch.device, *, best: bool, keeps_rows: bool, allows_code: bool
+) -> dict[str, Planned]:
     """Return the expected duration of each part of a run's evaluation, or {} if the run cannot be read."""
     with contextlib.suppress(UserError):
-        run_dir, _ = checkpoint_of(path.absolute(), best=False)
+        run_dir, checkpoint = checkpoint_of(path.absolute(), best)
         job, output = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code), output_of(run_dir)
-        cards = [card for label in members(job) if (card := read_card(output / label))]
+        state = read_state(checkpoint)
+        labels = [label for label in members(job) if label not in state.halved.dropped]
+        cards = {label: card for label in labels if (card := read_card(output / label))}
+        groups = [labels for labels in by_seeds(without_twins(labels)).values() if len(labels) > 1]
+        is_compared = all({*own} <= cards.keys() and are_compared({one: cards[one] for one in own}) for own in groups)
+        if not all(kept_in(output, state.position)(label) for label in labels) or (keeps_rows and is_compared):
+            # SAEs that are not written to the run are not compared.
+            parts = [part for part in parts if part != SEEDS]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        return planned(job, parts, device=device.type, name=name, cards=cards)
+        dropped = state.halved.dropped
+        return planned(job, parts, device=device.type, name=name, cards=cards.values(), dropped=dropped)
     return {}
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,10 +29,11 @@ from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
 from trainer.evaluation.known_features import known_features
 from trainer.evaluation.rows import EvaluationRows
+from trainer.saes.refinement import refuse_transcoder
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
+from trainer.sharing.origins import ORIGIN
+from trainer.sharing.parts import joined_paths
 from trainer.training.thresholds import SET_ON
-
-_ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
 
 class MeasuredSae(NamedTuple):
@@ -48,15 +48,18 @@ class MeasuredSae(NamedTuple):
 def cards_in(
     path: Path,
     device: torch.device,
-    data: str | None = None,
+    data: Sequence[str] | None = None,
     targets: str | None = None,
     given: Given = NOTHING_GIVEN,
     *,
+    refine: int = 0,
     allows_code: bool = False,
 ) -> Iterator[MeasuredSae]:
     """Measure the SAE in a folder, or the SAEs in its subfolders, one at a time.
 
-    An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`.
+    An SAE is measured on the activations in the folder `data`, and a transcoder against the targets in `targets`. The
+    rows of a crosscoder are joined from several folders. With `refine`, activations are also measured after that many
+    steps of refinement.
     Without `data`, the held-out rows of the SAEs' run are used. `given` overrides settings in the SAEs' files. Raise
     `UserError` if there is neither `data` nor a run, or if a file cannot be read.
     """
@@ -81,7 +84,7 @@ def cards_in(
         sae = read_exported(folder, device, given)
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
-        card = card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
+        card = card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data, refine=refine)
         yield MeasuredSae(folder, card, rows[hook], rows[hook].part_tensors)
 
 
@@ -90,9 +93,9 @@ def saes_in(path: Path) -> list[Path]:
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
-def _job_on(data: str, targets: str | None) -> JobConfig:
+def _job_on(data: Sequence[str], targets: str | None) -> JobConfig:
     """Return a job whose data is all the rows in a folder."""
-    stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
+    stored = joined_paths(data) | {"held_out_tokens": 0} | ({"target_path": targets} if targets else {})
     job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
         raise JobFileError(problems)
@@ -119,19 +122,25 @@ def card_of(
     label: str = "",
     step: int = 0,
     is_trained_on: bool = True,
+    refine: int = 0,
 ) -> Card:
-    """Measure an SAE from a folder on rows from a source; raise `UserError` if the rows do not match the SAE."""
+    """Measure an SAE from a folder on rows from a source; raise `UserError` if the rows do not match the SAE.
+
+    With `refine`, its activations are also measured after that many steps of refinement.
+    """
+    if refine:
+        refuse_transcoder("--refine", is_transcoder=sae.is_transcoder)
     _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
-    by_k = {k: partial(sae.reconstruct, k=k) for k in sae.ks}
-    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, by_k, is_trained_on=is_trained_on)
+    more = sae.levels, sae.refinement(refine)
+    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, *more, is_trained_on=is_trained_on)
     return Card(
         name=name,
         label=label,
         architecture=sae.architecture,
         step=step,
         tokens=sae.tokens,
-        origin={fact: sae.metadata[fact] for fact in _ORIGIN if fact in sae.metadata},
+        origin={fact: sae.metadata[fact] for fact in ORIGIN if fact in sae.metadata},
         data=data,
         figures=figures,
         sums=rows.sums,

@@ -24,7 +24,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.progress import advance, stage
 from trainer.contract.runs.card_versions import of_weights, weights_of
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.runs.evaluation_time import LOADING
+from trainer.contract.runs.evaluation_time import LOADING, READING, ROWS_READ_AGAIN
 from trainer.contract.runs.report_card import (
     FIRES_ON,
     IN_MODEL,
@@ -56,7 +56,7 @@ from trainer.evaluation.contexts import (
     texts_of,
 )
 from trainer.evaluation.evaluated_job import evaluated_job
-from trainer.evaluation.figures import recovery
+from trainer.evaluation.figures import Levels, Refinement, recovery
 from trainer.evaluation.known_features import known_features
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
@@ -66,16 +66,13 @@ from trainer.extraction.extraction import extract
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.peers import Alone
 from trainer.extraction.token_bytes import read_tokens
+from trainer.saes.hierarchical_topk import HierarchicalTopK
+from trainer.saes.refinement import refined_output, refuse_transcoder
 from trainer.saes.sparse_acts import Acts
-from trainer.saes.topk import TopK
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
-
-# For each device type, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to 2
-# minutes.
-ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
 
 
 class Evaluation(NamedTuple):
@@ -102,6 +99,7 @@ def evaluations_of(
     n_tokens: int | None = None,
     n_sets: int = 0,
     keeps_rows: bool = False,
+    refine: int = 0,
     allows_code: bool = False,
 ) -> Iterator[Evaluation]:
     """Evaluate the SAEs in a run's latest or best checkpoint, or in the checkpoint `path`, one at a time.
@@ -109,7 +107,8 @@ def evaluations_of(
     `model` is an extraction's job file, or "auto" for the extraction that wrote the data or the model that streams it.
     With `model`, each SAE is also measured in its language model, on about `n_tokens` tokens (0 skips this), and probed
     on `n_sets` data sets read by the model. With `keeps_rows`, rows are not remeasured if the report card in the folder
-    has a measurement on rows for the same weights. Raise `UserError` if a file cannot be read.
+    has a measurement on rows for the same weights. With `refine`, activations are also measured after that many steps
+    of refinement. Raise `UserError` if a file cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -123,10 +122,12 @@ def evaluations_of(
     with usable(checkpoint), contextlib.ExitStack() as stored:
         hooks = _Hooks(job, source, device, model, sets, stored)
         for label, learner in learners_of(job, tensors, state, device):
+            if refine:
+                refuse_transcoder("--refine", is_transcoder=learner.sae.is_transcoder)
             folder = output_of(run_dir) / label
             weights = weights_of(folder) if exported_tokens(folder) == position.tokens else ""
             version = of_weights(folder, weights, position.tokens) if keeps_rows and weights else None
-            one = _PartTimer(learner, rows[learner.hook], hooks, partial(timer, position.step, device))
+            one = _PartTimer(learner, rows[learner.hook], hooks, partial(timer, position.step, device), refine)
             facts = {
                 "name": job.name,
                 "label": label,
@@ -202,9 +203,14 @@ class _PartTimer:
     """Measures one SAE in several parts, and times each part; `begin` starts the timer for a part."""
 
     def __init__(
-        self, learner: Learner, rows: EvaluationRows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]
+        self,
+        learner: Learner,
+        rows: EvaluationRows,
+        hooks: _Hooks,
+        begin: Callable[[], Callable[..., Part]],
+        refine: int = 0,
     ) -> None:
-        self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
+        self._learner, self._rows, self._hooks, self._begin, self._refine = learner, rows, hooks, begin, refine
         self._part_tensors: dict[str, Tensor] = {}
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
@@ -215,9 +221,8 @@ class _PartTimer:
         else:
             timed = self._begin()
             sae, place = learner.sae, hooks.source(learner.hook).place
-            by_k = {k: partial(_reconstruct, learner, k=k) for k in sae.settings.ks}
-            how = partial(_reconstruct, learner)
-            figures, data = self._rows.measure(sae, how, sae.raw_decoder(), place, by_k)
+            more = _levels(learner), _refinement(learner, self._refine)
+            figures, data = self._rows.measure(sae, partial(_reconstruct, learner), sae.raw_decoder(), place, *more)
             self._part_tensors = self._rows.part_tensors
             card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
             yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
@@ -243,6 +248,8 @@ class _PartTimer:
         path = texts.folder
         parts: dict[str, Part] = {}
         sae, timed, model = learner.sae, self._begin(), self._hooks.model(learner.hook)
+        if model:
+            stage(PART_TITLES[PROMOTED])
         moved = model.moved_tokens(sae.raw_decoder()) if model else {}
         if moved and model:
             parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=model.name)
@@ -283,15 +290,34 @@ def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int
     return model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
 
 
-def _reconstruct(learner: Learner, x: Tensor, y: Tensor, k: int | None = None) -> tuple[Acts, Tensor]:
-    """Return the activations and the reconstruction [n, d_out] for raw rows x [n, d_in] with targets y [n, d_out].
-
-    `k` replaces a TopK SAE's own k.
-    """
+def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
+    """Return the activations and the reconstruction [n, d_out] for raw rows x [n, d_in] with targets y [n, d_out]."""
     sae = learner.sae
-    with sae.using(k) if k and isinstance(sae, TopK) else contextlib.nullcontext():
-        output = learner.forward(x * sae.x_scale, y * sae.y_scale)
+    output = learner.forward(x * sae.x_scale, y * sae.y_scale)
     return output.acts, sae.raw(output.x_hat)
+
+
+def _levels(learner: Learner) -> Levels | None:
+    """Return the values of k that an SAE is trained for, with a function that encodes rows once for all of them."""
+    sae = learner.sae
+    if not isinstance(sae, HierarchicalTopK):
+        return None
+
+    def reconstruct(x: Tensor, y: Tensor) -> tuple[Acts, list[Tensor]]:
+        acts, _ = _reconstruct(learner, x, y)
+        return acts, [sae.raw(x_hat) for x_hat in sae.prefixes(acts, x * sae.x_scale).unbind(1)]
+
+    return Levels(sae.settings.ks, reconstruct)
+
+
+def _refinement(learner: Learner, n_steps: int) -> Refinement | None:
+    sae = learner.sae
+
+    def refine(x: Tensor, acts: Acts) -> tuple[Acts, Tensor]:
+        better, x_hat = refined_output(sae, x * sae.x_scale, acts, n_steps)
+        return better, sae.raw(x_hat)
+
+    return Refinement(n_steps, refine) if n_steps else None
 
 
 def _probe(dense: DenseProbes, learner: Learner) -> Probing:
@@ -339,7 +365,7 @@ def _read_again(parts: Sequence[ModelSettings], output: Path, device: torch.devi
 def _stored_in(folder: Path, job: ExtractJob, device: torch.device) -> ExtractJob:
     n = ROWS_READ_AGAIN[device.type]
     job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=str(folder), n_tokens=n))
-    stage("reading the text again", n)
+    stage(READING, n)
     so_far = 0
 
     def report(kept: int) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from trainer.activations.training_data import HALVES
 from trainer.contract.runs.card_versions import KS
-from trainer.saes.sparse_acts import DenseActs
+from trainer.evaluation.figures import Levels, Refinement
+from trainer.saes.kernels.sparse import decode
+from trainer.saes.refinement import refined
+from trainer.saes.sparse_acts import Acts, DenseActs
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
@@ -65,6 +70,10 @@ class ExportedSae:
         return self._weights["W_enc"].T
 
     @property
+    def levels(self) -> Levels | None:
+        return Levels(self.ks, self.reconstruct_with_each_k) if self.ks else None
+
+    @property
     def ks(self) -> list[int]:
         """The values of k, up to its own, that the SAE is trained for, ascending; [] for most SAEs."""
         stated, k = self.metadata.get(KS), self._k or 0
@@ -74,30 +83,63 @@ class ExportedSae:
         smaller = sorted({one for one in stated if type(one) is int and 0 < one < k})
         return [*smaller[: _MOST_KS - 1], k]
 
-    def reconstruct(self, x: Tensor, y: Tensor | None = None, k: int | None = None) -> tuple[DenseActs, Tensor]:
-        """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored.
+    def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
+        """Return the activations and the reconstruction [n, d_out] for rows x [n, d_in]; `y` is ignored."""
+        acts = self.encode(x)
+        return acts, acts.values @ self.W_dec + self._offset(x)
 
-        `k` replaces a TopK SAE's own k.
+    def reconstruct_with_each_k(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, list[Tensor]]:
+        """Return the activations of a TopK SAE, and the reconstruction with each of `ks`; `y` is ignored.
+
+        The rows are encoded and sorted once, and each reconstruction adds latents to the one before.
         """
-        acts = self.encode(x, k)
-        x_hat = acts.values @ self.W_dec + self.b_dec
-        return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
+        pre_acts = self._product(x) + self._weights["b_enc"]
+        values, latents = self._largest(pre_acts)
+        x_hats, x_hat = [], self._offset(x).expand(len(x), -1)
+        for first, last in itertools.pairwise([0, *self.ks]):
+            some = latents[:, first:last]
+            x_hat = x_hat + embedding_bag(some, self.W_dec, per_sample_weights=values[:, first:last], mode="sum")
+            x_hats.append(x_hat)
+        return _filled(pre_acts, values, latents), x_hats
 
-    def encode(self, x: Tensor, k: int | None = None) -> DenseActs:
-        """Return the latent activations [n, d_sae] for rows [n, d_in]; `k` replaces a TopK SAE's own k."""
+    def refinement(self, n_steps: int) -> Refinement | None:
+        """Return the refinement in `n_steps` steps, or None for 0 steps."""
+
+        def refine(x: Tensor, acts: Acts) -> tuple[Acts, Tensor]:
+            better = refined(x - self.b_dec, acts, self.W_dec, n_steps)
+            return better, decode(better, self.W_dec) + self.b_dec
+
+        return Refinement(n_steps, refine) if n_steps else None
+
+    def _offset(self, x: Tensor) -> Tensor:
+        return self.b_dec + x @ self._weights["W_skip"].T if "W_skip" in self._weights else self.b_dec
+
+    def encode(self, x: Tensor) -> DenseActs:
+        """Return the latent activations [n, d_sae] for rows [n, d_in]."""
         own = self._weights
-        product = (x if self.is_transcoder else x - self.b_dec) @ own["W_enc"]
+        product = self._product(x)
         if self._form == "gated":
             return DenseActs((product * own["r_mag"].exp() + own["b_mag"]).relu() * (product + own["b_gate"] > 0))
         pre_acts = product + own["b_enc"]
+        if self._form == "topk":
+            return _filled(pre_acts, *self._largest(pre_acts))
         if self._form == "jumprelu":
             return DenseActs(pre_acts.relu() * (pre_acts > own["threshold"]))
-        if self._form == "topk":
-            k = k or self._k
-            assert k is not None
-            largest = pre_acts.topk(k, dim=1)
-            return DenseActs(torch.zeros_like(pre_acts).scatter(1, largest.indices, largest.values.relu()))
         return DenseActs(pre_acts.relu())
+
+    def _product(self, x: Tensor) -> Tensor:
+        return (x if self.is_transcoder else x - self.b_dec) @ self._weights["W_enc"]
+
+    def _largest(self, pre_acts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the k largest activations of each row, the largest first, and their latents; both are [n, k]."""
+        assert self._k is not None
+        values, latents = pre_acts.topk(self._k, dim=1)
+        return values.relu(), latents
+
+
+def _filled(pre_acts: Tensor, values: Tensor, latents: Tensor) -> DenseActs:
+    """Return the activations `values` of the `latents`, both [n, k], in a matrix of the size of `pre_acts`."""
+    return DenseActs(torch.zeros_like(pre_acts).scatter(1, latents, values))
 
 
 def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,11 +14,13 @@ from torch.nn.functional import normalize
 from trainer.activations.base import Indices, Pair, Source
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,
+    LEAST_CLUSTERS,
     LEAST_ROWS_FOR_RARE,
     LOWEST_DECADE,
     RARE,
     AtK,
     Figures,
+    Refined,
     TextRows,
 )
 from trainer.evaluation.crosscoder import CrosscoderRows, crosscoder_figures
@@ -31,6 +32,26 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # The maximum number of decoder directions to compare with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
+
+
+class Levels(NamedTuple):
+    """The values of k that an SAE is trained for, ascending, and a function that reconstructs rows with each of them.
+
+    The function returns the activations for the largest k, and the reconstruction for each k.
+    """
+
+    ks: Sequence[int]
+    reconstruct: Callable[[Tensor, Tensor], tuple[Acts, Sequence[Tensor]]]
+
+
+class Refinement(NamedTuple):
+    """A number of refinement steps, and a function that takes these steps.
+
+    The function takes inputs [n, d_in] and their activations; it returns the refined activations and reconstruction.
+    """
+
+    n_steps: int
+    refine: Callable[[Tensor, Acts], tuple[Acts, Tensor]]
 
 
 class Grouped(NamedTuple):
@@ -109,26 +130,34 @@ def measure(
     w_dec: Tensor,
     grouped: Group | None = None,
     scales: Tensor | None = None,
-    by_k: Mapping[int, Reconstruct] = MappingProxyType({}),
+    levels: Levels | None = None,
+    refinement: Refinement | None = None,
     parts: CrosscoderRows | None = None,
 ) -> Figures:
     """Measure an SAE with decoder `w_dec` [d_sae, d_out] on `batches()`, which is called twice for the same rows.
 
     `grouped` sums errors and spreads [n] over groups of dependent rows; without it, rows are treated as independent.
     `scales` [d_out] are the dimension scales used in training: all metrics except `fvu_all_dimensions` use scaled
-    targets. `by_k` maps each k that the SAE is trained for to a function that reconstructs with it. `parts` are the
-    parts of a crosscoder's rows. Raise `ValueError` if there are no rows.
+    targets. `levels` replaces `reconstruct` for an SAE that is trained for several k. With `refinement`, refined
+    activations are also measured. `parts` are the parts of a crosscoder's rows. Raise `ValueError` if there are no
+    rows.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
     of_all = torch.zeros(2, dtype=torch.float64)
     sums = Rebuilt()
     counted: list[RowFigures] = []
-    errors_at: dict[int, list[Tensor]] = {k: [] for k in by_k}
+    errors: list[list[Tensor]] = []
+    refined_l0: list[Tensor] = []
+    ks, d_in = levels.ks if levels else (), 0
     of_parts: list[Tensor] = []
-    d_in = 0
     for x, y in batches():
-        acts, x_hat = reconstruct(x, y)
+        acts, x_hats = levels.reconstruct(x, y) if levels else _alone(reconstruct(x, y))
+        x_hat, others = x_hats[-1], [*x_hats[: len(ks)]]
+        if refinement:
+            refined, x_hat_refined = refinement.refine(x, acts)
+            refined_l0.append(refined.per_token((refined.values > 0).to(x_hat.dtype)).cpu())
+            others.append(x_hat_refined)
         target, rebuilt, d_in = y.double(), x_hat.double(), x.shape[1]
         of_all += torch.stack([(target - rebuilt).square().sum(), (target - mean).square().sum()]).cpu()
         target, rebuilt = target * factors, rebuilt * factors
@@ -141,29 +170,37 @@ def measure(
             each = [part.sum(1).cpu() for one in squares for part in one.split(parts.widths, dim=1)]
             of_parts.append(torch.stack(each))
         counted.append(RowFigures(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
-        for k, other in by_k.items():
-            rebuilt = other(x, y)[1].double() * factors
-            errors_at[k].append((target - rebuilt).square().sum(1).cpu())
+        errors.append([(target - one.double() * factors).square().sum(1).cpu() for one in others])
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = RowFigures(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
-    others = [torch.cat(errors) for errors in errors_at.values()]
-    others += [*torch.cat(of_parts, dim=1)] if parts else []
-    groups = grouped(error, spread, *others) if grouped else Grouped(error, spread, "", tuple(others))
+    of_others = [torch.cat(column) for column in zip(*errors, strict=True)]
+    n_others = len(of_others)
+    of_others += [*torch.cat(of_parts, dim=1)] if parts else []
+    groups = grouped(error, spread, *of_others) if grouped else Grouped(error, spread, "", tuple(of_others))
     w_dec = w_dec if scales is None else w_dec * scales
     figures = _figures(rows, sums, d_in, w_dec, groups)
-    found = zip(errors_at, others, groups.others, strict=False)
-    at = tuple(AtK(k, _fvu(error, spread), ratio_error(of_groups, groups.spread)) for k, error, of_groups in found)
-    figures = msgspec.structs.replace(figures, by_k=at)
+    fvus = [
+        (_fvu(one, spread), ratio_error(of_groups, groups.spread))
+        for one, of_groups in zip(of_others[:n_others], groups.others[:n_others], strict=True)
+    ]
+    figures = msgspec.structs.replace(figures, by_k=tuple(AtK(k, *fvu) for k, fvu in zip(ks, fvus, strict=False)))
+    if refinement:
+        refined_l0_mean = float(torch.cat(refined_l0).double().mean())
+        figures = msgspec.structs.replace(figures, refined=Refined(refinement.n_steps, *fvus[-1], refined_l0_mean))
     if parts:
         n = len(parts.widths)
-        own = list(zip(others[-2 * n : -n], others[-n:], strict=True))
+        own = zip(of_others[-2 * n : -n], of_others[-n:], strict=True)
         of_groups = zip(groups.others[-2 * n : -n], groups.others[-n:], strict=True)
-        fvus = [(_fvu(*one), ratio_error(*grouped)) for one, grouped in zip(own, of_groups, strict=True)]
-        crosscoder = crosscoder_figures(w_dec, rows.fired > 0, parts, factors, fvus)
+        of_each = [(_fvu(*one), ratio_error(*grouped)) for one, grouped in zip(own, of_groups, strict=True)]
+        crosscoder = crosscoder_figures(w_dec, rows.fired > 0, parts, factors, of_each)
         figures = msgspec.structs.replace(figures, crosscoder=crosscoder)
     if scales is None:
         return figures
     return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))
+
+
+def _alone(found: tuple[Acts, Tensor]) -> tuple[Acts, list[Tensor]]:
+    return found[0], [found[1]]
 
 
 def _mean(batches: Iterable[Tensor]) -> Tensor:
@@ -217,9 +254,12 @@ def by_label(labels: Indices, values: Tensor) -> Tensor:
 
 
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
-    """Return the standard error of Σ numerators / Σ denominators for [n] independent clusters (delta method)."""
+    """Return the standard error of Σ numerators / Σ denominators for [n] independent clusters (delta method).
+
+    Return NaN if there are too few clusters.
+    """
     n, total = len(numerators), float(denominators.sum())
-    if n < 2 or not total:
+    if n < LEAST_CLUSTERS or not total:
         return math.nan
     left = numerators - numerators.sum() / total * denominators
     return float((left.square().sum() * n / (n - 1)).sqrt()) / abs(total)

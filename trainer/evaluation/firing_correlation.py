@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.contract.runs.evaluation_time import FIRING
 from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.rows import EvaluationRows
 
@@ -106,7 +107,7 @@ def _activations(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Itera
             yield
 
     n_at_once = max(1, _AT_ONCE // sum(sae.d_sae for sae in saes.values()))
-    for x, _ in rows.batches(measuring_half, "firing across seeds"):
+    for x, _ in rows.batches(measuring_half, FIRING):
         for some in x.split(n_at_once):
             yield {label: sae.encode(some).values for label, sae in saes.items()}
 

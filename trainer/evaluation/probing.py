@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.progress import advance, track
+from trainer.contract.runs.evaluation_time import DENSE_PROBES
 from trainer.contract.runs.report_card import PART_TITLES, PROBES, Auc, Probing
 from trainer.contract.settings.declare import show
 from trainer.extraction.language_model import LanguageModel
@@ -60,7 +61,7 @@ def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
     with _one_thread():
         aucs = [
             [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS]
-            for one in track(sets, "dense probes")
+            for one in track(sets, DENSE_PROBES)
         ]
     return DenseProbes(list(sets), np.array(aucs))
 

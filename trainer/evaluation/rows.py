@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -35,7 +35,7 @@ from trainer.evaluation.crosscoder import (
     with_scaling,
 )
 from trainer.evaluation.exported import ExportedSae
-from trainer.evaluation.figures import Grouped, Reconstruct, by_label, measure
+from trainer.evaluation.figures import Grouped, Levels, Reconstruct, Refinement, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.training.row_sample import RowSampler
@@ -151,14 +151,16 @@ class EvaluationRows:
         reconstruct: Reconstruct,
         w_dec: Tensor,
         place: str,
-        by_k: Mapping[int, Reconstruct],
+        levels: Levels | None = None,
+        refinement: Refinement | None = None,
         *,
         is_trained_on: bool = True,
     ) -> tuple[Figures, EvaluationData]:
         """Measure an SAE on the rows, and describe the rows; raise `UserError` if there are no rows."""
         try:
             batches = partial(self.batches, sae.measuring_half)
-            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales, by_k, self._parts)
+            scales = sae.dimension_scales
+            figures = measure(reconstruct, batches, w_dec, self.grouped, scales, levels, refinement, self._parts)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
         if figures.crosscoder and self._parts:

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.contract.progress import track
-from trainer.contract.runs.features import STABILITY
+from trainer.contract.runs.evaluation_time import COSINES, MOST_LATENTS, MOST_MATCHED
+from trainer.contract.runs.features import FIRING, STABILITY
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import STABLE_COSINE, Card, Stability, read_card
 from trainer.contract.store.seeds import by_seeds, names_seed
@@ -29,13 +30,10 @@ from trainer.evaluation.card import write_card
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.firing_correlation import NOT_MEASURED, FiringCorrelations, firing_correlations
 from trainer.evaluation.rows import EvaluationRows
+from trainer.sharing.origins import DATA_NAMES
 
 # The number of latents to compare at a time with all latents of another SAE.
 _AT_ONCE = 2048
-# The largest number of latents to compare. On a CPU, comparing two SAEs with 16,384 latents takes 2 s.
-MOST_LATENTS = {"cuda": 2**17, "cpu": 2**14}
-# The largest number of latents to match one to one. Matching 4,096 latents takes 1 s, and the time grows cubically.
-MOST_MATCHED = 4096
 
 
 # Returns the rows on which an SAE, given by its label, is measured.
@@ -78,7 +76,7 @@ def write_stability(
     measured = {label: card for label in without_twins(folders) if (card := read_card(folders[label]))}
     for labels in _groups(measured):
         cards = {label: measured[label] for label in labels}
-        if len(cards) < 2 or (keeps_rows and _are_compared(cards)):
+        if len(cards) < 2 or (keeps_rows and are_compared(cards)):
             continue
         if (widest := max(card.figures.d_sae for card in cards.values())) > most:
             wide = max(wide, widest)
@@ -86,9 +84,9 @@ def write_stability(
         saes = {label: read_exported(folders[label], device) for label in cards}
         saes = {label: sae for label, sae in saes.items() if bool(sae.directions.isfinite().all())}
         if len(saes) > 1 and len({sae.directions.shape for sae in saes.values()}) == 1:
-            for label, stability, cosines in _compared(saes, rows_of(labels[0])):
+            for label, stability, of_latents in _compared(saes, rows_of(labels[0])):
                 whole = msgspec.structs.replace(cards[label], stability=stability)
-                done[label] = write_card(folders[label], whole, {STABILITY: cosines}, replaces=cards[label])
+                done[label] = write_card(folders[label], whole, of_latents, replaces=cards[label])
     return done, f"comparing {wide:,} latents with all others takes too long here" if wide else ""
 
 
@@ -96,9 +94,14 @@ def _groups(cards: Mapping[str, Card]) -> Iterator[list[str]]:
     """Yield the labels of SAEs that differ only in the seed.
 
     The labels of a sweep over seeds name the seed. Other labels are the names that someone gave to folders, so these
-    SAEs are grouped by their metadata; if two have the same seed, only the first one is in the group.
+    SAEs are grouped by their metadata; if two have the same seed, only the first one is in the group. SAEs at different
+    hooks or of different data are never in one group.
     """
-    yield from by_seeds(filter(names_seed, cards)).values()
+    for labels in by_seeds(filter(names_seed, cards)).values():
+        of_data: dict[bytes, list[str]] = {}
+        for label in labels:
+            of_data.setdefault(_in_json(cards[label].origin), []).append(label)
+        yield from of_data.values()
     by_metadata: dict[bytes, dict[int, str]] = {}
     for label, card in cards.items():
         if not names_seed(label) and card.recipe and (experiment := _experiment(card, card.recipe)):
@@ -109,23 +112,30 @@ def _groups(cards: Mapping[str, Card]) -> Iterator[list[str]]:
 def _experiment(card: Card, recipe: Recipe) -> bytes:
     """Return what SAEs that differ only in the seed have in common, or b"" if their metadata does not say it.
 
-    The weight of a fixed sparsity penalty is unknown, and random twins are not compared.
+    The weight of a fixed sparsity penalty is unknown, and random twins are not compared. Older SAEs of data without a
+    hook's name do not say which data they were trained on.
     """
-    if recipe.target_l0 is None or recipe.freeze != "off":
+    if recipe.target_l0 is None or recipe.freeze != "off" or not {*DATA_NAMES} & card.origin.keys():
         return b""
     without_seed = msgspec.structs.replace(recipe, seed=0)
     facts = (card.architecture, card.origin, card.figures.d_in, card.figures.d_sae, without_seed)
+    return _in_json(facts)
+
+
+def _in_json(facts: Any) -> bytes:
     return msgspec.json.encode(facts, order="deterministic")
 
 
-def _are_compared(cards: Mapping[str, Card]) -> bool:
+def are_compared(cards: Mapping[str, Card]) -> bool:
     """Return whether each report card has all figures of the comparison with the other SAEs."""
     found = [(label, card.stability) for label, card in cards.items()]
     return all(one and one.rows and {label, *one.others} == cards.keys() for label, one in found)
 
 
-def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator[tuple[str, Stability, Tensor]]:
-    """Compare each pair of SAEs once; yield each label with its figures and each latent's mean decoder cosine.
+def _compared(
+    saes: Mapping[str, ExportedSae], rows: EvaluationRows
+) -> Iterator[tuple[str, Stability, dict[str, Tensor]]]:
+    """Compare each pair of SAEs once; yield each label with its figures, and each latent's means for its features file.
 
     If the activations cannot be correlated, yield the other figures, and then raise the error.
     """
@@ -133,7 +143,7 @@ def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator
     for label, sae in saes.items():
         none = torch.zeros(sae.d_sae, device=sae.directions.device)
         found[label] = _Found(none, none.clone(), none.double(), [])
-    for one, other in track([*itertools.combinations(saes, 2)], "stability across seeds"):
+    for one, other in track([*itertools.combinations(saes, 2)], COSINES):
         mine, theirs = saes[one], saes[other]
         decoders = nearest(mine.directions, theirs.directions)
         encoders = nearest(mine.encoder_directions, theirs.encoder_directions)
@@ -154,7 +164,8 @@ def _compared(saes: Mapping[str, ExportedSae], rows: EvaluationRows) -> Iterator
         found[label].firing.add_(correlation)
     for label, own in found.items():
         others = tuple(other for other in saes if other != label)
-        yield label, _figures(own, others, firing), (own.decoder / len(others)).float().cpu()
+        means = {STABILITY: own.decoder / len(others)} | ({FIRING: own.firing / len(others)} if firing.n_rows else {})
+        yield label, _figures(own, others, firing), {name: mean.float().cpu() for name, mean in means.items()}
     if failure:
         raise failure
 

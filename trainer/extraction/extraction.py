@@ -29,7 +29,7 @@ from trainer.extraction.meta import facts_of_all, facts_of_hook
 from trainer.extraction.packing import ContextBatch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
 from trainer.extraction.read_ahead import ReadAhead
-from trainer.extraction.shard_writer import RowOrigin, ShardBuffer, ShardsBegun, add_sums
+from trainer.extraction.shard_writer import ShardBuffer, ShardsBegun, StoredOrigin, add_sums
 from trainer.extraction.state import (
     FIRST,
     OUTLIERS,
@@ -68,7 +68,7 @@ class BatchToRead(NamedTuple):
     number: int
     batch: ContextBatch
     kept: KeptPositions
-    origin: RowOrigin
+    origin: StoredOrigin
 
 
 class RowsInTransfer(NamedTuple):
@@ -87,11 +87,11 @@ class KeptRows(NamedTuple):
 
     rows: list[Tensor]
     at: Tensor | None
-    origin: RowOrigin
+    origin: StoredOrigin
 
     def cut(self, first: int, last: int) -> KeptRows:
         """Return the kept rows from `first` to `last` - 1."""
-        origin = RowOrigin(*(one[first:last] for one in self.origin))
+        origin = StoredOrigin(*(one[first:last] for one in self.origin))
         if self.at is not None:
             return KeptRows(self.rows, self.at[first:last], origin)
         return KeptRows([of_hook[first:last] for of_hook in self.rows], None, origin)
@@ -271,11 +271,21 @@ class Extraction:
 
     def _batches(self) -> Iterator[BatchToRead]:
         """Yield this process's batches, starting at the saved position; every call yields the same batches."""
-        own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
-        for number, batch in itertools.islice(own, self._first[0], None):
+        n_contexts = 0
+        for number, batch in enumerate(self._all_batches(self._peers.rank, self._peers.size)):
+            first, n_contexts = n_contexts, n_contexts + len(batch.ids)
+            if number < self._first[0]:
+                continue
             kept = kept_positions(batch, self.model.tokenizer.special, self._job.extract)
-            origin = RowOrigin(*(torch.from_numpy(one).flatten()[kept.indices].int() for one in batch))
+            ids, positions, documents = (torch.from_numpy(one).flatten()[kept.indices].int() for one in batch)
+            origin = StoredOrigin(ids, positions, documents, self._places(batch, first)[kept.indices])
             yield BatchToRead(number, batch, kept, origin)
+
+    def _places(self, batch: ContextBatch, first: int) -> Tensor:
+        """Return the place in the text of each token in a batch, whose first context is this process's `first`."""
+        n_contexts, n_tokens = batch.ids.shape
+        contexts = torch.arange(first, first + n_contexts) * self._peers.size + self._peers.rank
+        return (contexts[:, None] * self._job.text.context + torch.arange(n_tokens)).flatten()
 
     def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[ContextBatch]:
         contexts = itertools.islice(contexts_of(self._job, self.model), rank, None, size)
@@ -288,7 +298,7 @@ class Extraction:
         if not n_outliers:
             return KeptRows(rows, None, coming.asked.origin), 0
         at = torch.nonzero(fits).flatten()
-        return KeptRows(rows, at, RowOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
+        return KeptRows(rows, at, StoredOrigin(*(one[at] for one in coming.asked.origin))), n_outliers
 
     def _rows(self, batch: ContextBatch, indices: Tensor) -> list[Tensor]:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, indices)]

@@ -78,7 +78,7 @@ class LanguageModel:
     """
 
     def __init__(self, job: ExtractJob, device: torch.device, *, whole: bool = False) -> None:
-        self.device = device
+        self.device, self.name = device, job.model.path
         model, tokenizer, missing = _load(job.model, device, whole=whole)
         self.tokenizer = Tokenizer(tokenizer)
         self.tokenizer.require_context(job.text.context)

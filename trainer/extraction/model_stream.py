@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,10 +38,11 @@ _NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 class ModelStream(StreamSource):
     """A stream of rows from a language model; part r of n reads contexts r, r + n, r + 2n and so on of the text.
 
-    Each rank has one model on its training device, or one model on each of its `own_devices`. Models on `own_devices`
-    read ahead. If several ranks need the same part, they take turns reading its batches and exchange the rows. The rows
-    and their order do not depend on the devices. A resumed run retokenizes the text from the start, but its model does
-    not reread the contexts of earlier batches.
+    Each rank has the model on its training device, or on each of its `own_devices`. If a crosscoder reads several
+    models, each of these devices has all of them, and they read the same contexts one after the other. Models on
+    `own_devices` read ahead. If several ranks need the same part, they take turns reading its batches and exchange the
+    rows. The rows and their order do not depend on the devices. A resumed run retokenizes the text from the start, but
+    its model does not reread the contexts of earlier batches.
     """
 
     is_divided = True
@@ -49,15 +51,15 @@ class ModelStream(StreamSource):
     def __init__(self, **values: Any) -> None:
         self._settings = settings = ModelSettings(**values)
         self.d_in, self.d_out = settings.shape()[:2]
-        self._width = self.d_in
         self.place, self.shuffle_tokens = settings.place, settings.shuffle_tokens
-        self._of_hooks = [self]
+        # The streams for the individual SAEs, and for the hook and the model of each part of their rows.
+        self._of_hooks, self._parts = [self], [self]
         self._readers: Readers | None = None
         self._batches: ReadAhead[ContextBatch] | None = None
         self._documents = _NO_DOCUMENTS
         hook, target = map(parse_hook, ends_of(settings.hook))
         self.meta = {
-            "model_name": settings.model,
+            "model_name": settings.models[0],
             "model_revision": settings.revision,
             "hook_name": hook.transformer_lens or hook.name,
             "hook": hook.name,
@@ -69,42 +71,57 @@ class ModelStream(StreamSource):
             self.meta["hook_name_out"] = target.transformer_lens
 
     def of_hook(self, hook: int) -> ModelStream:
-        return self if self.part_widths else self._of_hooks[hook]
+        return self._of_hooks[hook]
 
     def beside(self, others: Sequence[ModelStream]) -> ModelStream:
-        together = ModelStream(**msgspec.structs.asdict(self._settings))
+        together = self._with_parts([part for one in (self, *others) for part in one._parts])
         together._of_hooks = [self, *others]
-        together.n_hooks = len(together._of_hooks)
+        together.n_hooks, together.d_in = len(together._of_hooks), self.d_in
         return together
 
     def joined(self, others: Sequence[ModelStream]) -> ModelStream:
-        together = self.beside(others)
-        together.n_hooks, together.part_widths = 1, [one.d_in for one in together._of_hooks]
+        together = self._with_parts([self, *others])
+        together.part_widths = [one.d_in for one in together._parts]
         together.d_in = sum(together.part_widths)
-        together.meta = joined_meta([one.meta for one in together._of_hooks])
+        together.meta = joined_meta([one.meta for one in together._parts])
+        return together
+
+    def _with_parts(self, parts: list[ModelStream]) -> ModelStream:
+        together = ModelStream(**msgspec.structs.asdict(self._settings))
+        together._parts = parts
         return together
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
-        self._job = job_of_stream(self._settings, self._hooks)
+        of_models: dict[str, list[ModelStream]] = {}
+        for part in self._parts:
+            of_models.setdefault(part._settings.models[0], []).append(part)
+        jobs = [job_of_stream(parts[0]._settings, _hooks_of(parts)) for parts in of_models.values()]
         # Load the models sequentially, so that host memory holds only one model's weights at a time.
-        models = [_load(self._job, one) for one in self.own_devices or [device]]
-        self._model = models[0]
+        on_devices = [[_load(job, one) for job in jobs] for one in self.own_devices or [device]]
+        for models in on_devices:
+            read_alike(models)
+        self._model, self._job = _tokenizing(on_devices[0]), jobs[0]
+        self._dtype = functools.reduce(torch.promote_types, [model.dtype for model in on_devices[0]])
+        self._special = sorted({token for model in on_devices[0] for token in model.tokenizer.special})
         # The number of batches queued on a GPU before the host waits for the oldest batch's rows. A CPU runs each batch
         # immediately.
         self._ahead = 0 if device.type == "cpu" else 1
-        self._models = [
-            _BatchReader(model, self._job, self._width, len(self._of_hooks), self.d_out is not None) for model in models
+        numbers = [[self._parts.index(part) for part in parts] for parts in of_models.values()]
+        widths = [part.d_in for part in self._parts]
+        self._readers_of_devices = [
+            _BatchReader(models, jobs, numbers, widths, self._special, self.d_out is not None) for models in on_devices
         ]
-        for number, stream in enumerate(self._of_hooks):
-            stream.meta |= self._told_by_model(number)
-        if self.part_widths:
-            self.meta = joined_meta([one.meta for one in self._of_hooks])
+        for model, parts in zip(on_devices[0], of_models.values(), strict=True):
+            for number, part in enumerate(parts):
+                part.meta |= part._told_by_model(model, number, len(parts) + number)
+        for stream in (self, *self._of_hooks):
+            if stream.part_widths:
+                stream.meta = joined_meta([part.meta for part in stream._parts])
         self.restore({"batch": 0})
 
-    def _told_by_model(self, number: int) -> dict[str, Any]:
+    def _told_by_model(self, model: LanguageModel, number: int, target: int) -> dict[str, Any]:
         """Return the model-dependent metadata for a hook, with the same keys as in a `meta.json`."""
-        model, target = self._model, len(self._of_hooks) + number
         facts = {
             "hook_name": model.names[number],
             "output_module": model.modules[number],
@@ -141,7 +158,7 @@ class ModelStream(StreamSource):
         if self._peers.size == 1:
             return [(own, documents)] if own else []
         widths = [self.n_hooks * width for width in (self.d_in, self.d_out or 0)]
-        nothing = torch.empty(0, sum(widths), dtype=self._model.dtype)
+        nothing = torch.empty(0, sum(widths), dtype=self._dtype)
         together = nothing if own is None else own[0] if own[1] is own[0] else torch.cat(own, dim=1)
         of_all = gather_rows(self._peers, together.cpu(), is_there=own is not None)
         pairs = [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
@@ -149,17 +166,12 @@ class ModelStream(StreamSource):
 
     def _next_own(self) -> Pair | None:
         if self.own_devices:
-            self._readers = self._readers or Readers([model.rows_on_cpu for model in self._models], self._own_batches)
+            reads = [reader.rows_on_cpu for reader in self._readers_of_devices]
+            self._readers = self._readers or Readers(reads, self._own_batches)
             return self._readers.next()
         while len(self._coming) <= self._ahead and (batch := next(self._own_batches, None)) is not None:
-            self._coming.append(self._models[0].begin(batch))
+            self._coming.append(self._readers_of_devices[0].begin(batch))
         return self._coming.popleft().read() if self._coming else None
-
-    @property
-    def _hooks(self) -> list[str]:
-        """The hooks for all inputs, followed by the hooks for all targets if there are transcoders."""
-        ends = [ends_of(stream._settings.hook) for stream in self._of_hooks]
-        return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
     def state(self) -> dict[str, int]:
         return {"batch": self._n_given}
@@ -178,13 +190,19 @@ class ModelStream(StreamSource):
     def _noting_documents(self, batches: Iterator[ContextBatch]) -> Iterator[ContextBatch]:
         """Yield the batches, and record the document numbers of their kept rows."""
         for batch in batches:
-            indices = kept_positions(batch, self._model.tokenizer.special, self._job.extract).indices
+            indices = kept_positions(batch, self._special, self._job.extract).indices
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[indices])
             yield batch
 
     def _all_batches(self) -> Iterator[ContextBatch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
+
+
+def _hooks_of(parts: Sequence[ModelStream]) -> list[str]:
+    """Return the hooks for all inputs, followed by the hooks for all targets if there are transcoders."""
+    ends = [ends_of(part._settings.hook) for part in parts]
+    return [hook for hook, _ in ends] + ([] if parts[0].d_out is None else [target for _, target in ends])
 
 
 def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
@@ -207,22 +225,33 @@ class _StreamRows(NamedTuple):
 
 
 class _BatchReader(NamedTuple):
-    """Runs a language model on batches, and returns the rows for all inputs and, for transcoders, for all targets."""
+    """Runs a device's language models on batches; returns the rows for all inputs and, for transcoders, all targets.
 
-    model: LanguageModel
-    job: ExtractJob
-    d_in: int
-    n_hooks: int
+    `numbers` contains the numbers of each model's parts, and `widths` the width of every part. Rows of the tokens
+    `special`, which are special in any of the models, are left out.
+    """
+
+    models: list[LanguageModel]
+    jobs: list[ExtractJob]
+    numbers: list[list[int]]
+    widths: list[int]
+    special: list[int]
     has_targets: bool
 
     def rows_of(self, batch: ContextBatch) -> Pair:
-        indices = kept_positions(batch, self.model.tokenizer.special, self.job.extract).indices
-        of_hooks = self.model.rows(batch, indices)
-        for hook, rows in zip(self.job.model.hooks, of_hooks, strict=True):
-            if rows.shape[1] != self.d_in:
-                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} values, not {self.d_in}")
-        x = _side_by_side(of_hooks[: self.n_hooks])
-        return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
+        indices = kept_positions(batch, self.special, self.jobs[0].extract).indices
+        inputs: dict[int, Tensor] = {}
+        targets: dict[int, Tensor] = {}
+        for model, job, numbers in zip(self.models, self.jobs, self.numbers, strict=True):
+            of_hooks = model.rows(batch, indices)
+            ends = len(of_hooks) // len(numbers)
+            for hook, rows, number in zip(job.model.hooks, of_hooks, numbers * ends, strict=True):
+                if rows.shape[1] != self.widths[number]:
+                    message = f"a row of {hook} has {rows.shape[1]} values, not {self.widths[number]}"
+                    raise UserError(f"data.d_in: {message}")
+                (targets if number in inputs else inputs)[number] = rows
+        x = _side_by_side(inputs)
+        return x, _side_by_side(targets) if self.has_targets else x
 
     def begin(self, batch: ContextBatch) -> _StreamRows:
         """Start the model's forward pass on a batch."""
@@ -235,25 +264,45 @@ class _BatchReader(NamedTuple):
         If the device runs out of memory, raise a `UserError` that does not suggest a smaller SAE or training batch,
         because neither would help.
         """
-        if self.model.device.type == "cuda":
-            torch.cuda.set_device(self.model.device)
+        if (device := self.models[0].device).type == "cuda":
+            torch.cuda.set_device(device)
         try:
             return to_device(self.rows_of(batch), _CPU)
         except (RuntimeError, MemoryError) as error:
             if not is_shortage(error):
                 raise
-            lower = f"use fewer than {self.job.extract.batch_tokens}, or a shorter data.context"
+            lower = f"use fewer than {self.jobs[0].extract.batch_tokens}, or a shorter data.context"
             raise UserError(f"data.batch_tokens: the language model's device has too little memory; {lower}") from None
 
 
-def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
-    return of_hooks[0] if len(of_hooks) == 1 else torch.cat(of_hooks, dim=1)
+def _side_by_side(rows: Mapping[int, Tensor]) -> Tensor:
+    """Concatenate the rows of all parts in the order of their numbers."""
+    of_parts = [rows[number] for number in sorted(rows)]
+    return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=1)
+
+
+def read_alike(models: Sequence[LanguageModel]) -> None:
+    """Let several models read the same contexts; raise `UserError` if their tokenizers differ."""
+    first, *others = models
+    for other in others:
+        if differs := first.tokenizer.differs_from(other.tokenizer):
+            message = f"{first.name} and {other.name} have different tokenizers: {differs}"
+            raise UserError(f"data.model: {message}; choose models that read the same tokens")
+    # If one of the models cannot read packed documents, no model gets them.
+    packs = all(model.packs for model in models)
+    for model in models:
+        model.packs = packs
+
+
+def _tokenizing(models: Sequence[LanguageModel]) -> LanguageModel:
+    """Return the model whose tokenizer is used: the first one that can also read chats, otherwise the first one."""
+    return next((model for model in models if model.tokenizer.reads_chats), models[0])
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:
     """Return the extraction job that would store a stream's rows; its `output` is an empty string."""
     return ExtractJob(
-        model=Model(settings.model, hooks, settings.revision, settings.dtype, settings.remote_code),
+        model=Model(settings.models[0], hooks, settings.revision, settings.dtype, settings.remote_code),
         text=TextSettings(
             settings.text, settings.dataset, settings.subset, settings.split, settings.column, settings.context
         ),

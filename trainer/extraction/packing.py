@@ -20,6 +20,9 @@ PADDING = -1
 # The number of documents per tokenizer call. The tokenizer distributes them over the CPU cores.
 _AT_ONCE = 64
 
+# A text that tokenizers with different rules for words, digits, spaces and scripts split differently.
+_PROBE = "The cat's 1234567 dogs don't run;  it costs $3.50 (über 20%).\n\n\tdef f(x_1): return x**2  # naïve 你好 🙂 "
+
 
 class Tokens(NamedTuple):
     """A document's tokens, and the special tokens to put before and after each of its pieces."""
@@ -95,6 +98,32 @@ class Tokenizer:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
         return [own, self.before, self.after, self._tokenizer.chat_template]
+
+    @property
+    def reads_chats(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def differs_from(self, other: Tokenizer) -> str:
+        """Return how another tokenizer's ids for the same text differ, or "" if both read text in the same way.
+
+        Chat templates and tokens that only one tokenizer marks as special are not compared.
+        """
+        if (self.before, self.after) != (other.before, other.after):
+            return f"they put {self._around} and {other._around} around a text"
+        ids, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        added = {*self._tokenizer.added_tokens_decoder, *other._tokenizer.added_tokens_decoder}
+        changed = [token for token, number in ids.items() if number not in added and others.get(token) != number]
+        if changed:
+            return f"{changed[0]!r} is token {ids[changed[0]]} of the first, and {others.get(changed[0])} of the second"
+        n, n_others = (len({*table.values()} - added) for table in (ids, others))
+        if n != n_others:
+            return f"they have {n:,} and {n_others:,} tokens"
+        same = self._encode([_PROBE], special=False) == other._encode([_PROBE], special=False)
+        return "" if same else "they split a text into different tokens"
+
+    @property
+    def _around(self) -> str:
+        return f"the special tokens {[*self.before, *self.after]}" if self.before or self.after else "no special tokens"
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:

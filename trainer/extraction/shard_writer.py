@@ -36,8 +36,8 @@ _PIECE_BYTES = 2**22
 _ROWS_AT_ONCE = 256
 # The largest number of values that torch converts in the calling thread; for more values, it starts threads.
 _NUMBERS_ALONE = 2**15 - 1
-# The total size, in bytes, of a row's token id, position and document number.
-_BYTES_BESIDE = 12
+# The total size, in bytes, of a row's token id, position, document number and place.
+_BYTES_BESIDE = 20
 _MOST_THREADS = 16
 
 
@@ -47,6 +47,19 @@ class RowOrigin(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     document: Tensor
+
+
+class StoredOrigin(NamedTuple):
+    """The origin of each row as stored, with the row's `place` in the text, as int64 [n].
+
+    The place identifies the row: extractions by other models that cut the same text into the same contexts give the
+    same token the same place, even if they leave out different rows.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    document: Tensor
+    place: Tensor
 
 
 class DimensionSums(msgspec.Struct):
@@ -79,7 +92,7 @@ class Block:
 
     def __init__(self, memory: list[Raw], dtypes: list[torch.dtype]) -> None:
         self.memory, self.dtypes, self.n = memory, dtypes, 0
-        self.origins: list[RowOrigin] = []
+        self.origins: list[StoredOrigin] = []
         # The copies of rows into `memory` that may still be in progress.
         self.coming: list[Future[None]] = []
 
@@ -87,9 +100,9 @@ class Block:
     def n_free(self) -> int:
         return len(self.memory[0]) - self.n
 
-    def origin(self) -> RowOrigin:
+    def origin(self) -> StoredOrigin:
         """Return the origins of all rows."""
-        return RowOrigin(*(torch.cat([of[field] for of in self.origins]) for field in range(3)))
+        return StoredOrigin(*map(torch.cat, zip(*self.origins, strict=True)))
 
 
 class ShardsBegun:
@@ -126,7 +139,7 @@ class ShardBuffer:
         self._writers = ThreadPoolExecutor(min(len(folders), _MOST_THREADS), "shard-writer")
         self._workers = ThreadPoolExecutor(min(_MOST_THREADS, 1 + len(os.sched_getaffinity(0))), "shard-worker")
 
-    def add(self, rows: list[Tensor], origin: RowOrigin, chosen: Tensor | None = None) -> None:
+    def add(self, rows: list[Tensor], origin: StoredOrigin, chosen: Tensor | None = None) -> None:
         """Add the rows [n, d_in] of the same tokens at each hook; the caller must not modify the tensors afterwards.
 
         If `chosen` [n] is given, add only the rows at these indices. `origin` has one entry per added row.
@@ -139,7 +152,7 @@ class ShardBuffer:
             for raw, memory in zip(raws, block.memory, strict=True):
                 at = slice(done, last) if chosen is None else chosen[done:last].numpy()
                 block.coming.append(self._workers.submit(_copy, raw, at, memory[block.n : block.n + last - done]))
-            block.origins.append(RowOrigin(*(one[done:last] for one in origin)))
+            block.origins.append(StoredOrigin(*(one[done:last] for one in origin)))
             block.n += last - done
             done = last
         self.n_waiting += n
@@ -165,7 +178,7 @@ class ShardBuffer:
         self.n_waiting -= block.n
         name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
         order = order_of_shard(self._seed, name, block.n)
-        origin = RowOrigin(*(one[order] for one in block.origin()))
+        origin = StoredOrigin(*(one[order] for one in block.origin()))
         files = [folder / f"{name}.safetensors" for folder in self._folders]
         writing = [
             self._writers.submit(self._write, file, block, hook, order, origin) for hook, file in enumerate(files)
@@ -186,7 +199,7 @@ class ShardBuffer:
         return self._waiting[-1]
 
     def _write(
-        self, file: Path, block: Block, hook: int, order: Tensor, origin: RowOrigin
+        self, file: Path, block: Block, hook: int, order: Tensor, origin: StoredOrigin
     ) -> tuple[ShardFile, DimensionSums]:
         for one in block.coming:
             one.result()

@@ -46,13 +46,6 @@ class TiedParameter(NamedTuple):
     share: float
 
 
-class Squares(NamedTuple):
-    """Σ‖g‖² over all per-latent weights, and over the weights that all latents share; both are fp64, 0-dim."""
-
-    of_latents: Tensor
-    of_all: Tensor
-
-
 class RowStep(ABC):
     """An optimizer step that updates a matrix in one pass over each latent's weights; it also updates vectors.
 
@@ -69,8 +62,12 @@ class RowStep(ABC):
         """
 
     @abstractmethod
-    def measure(self) -> Squares:
-        """Return the squared gradient norms; for unit-norm rows, only components orthogonal to the row are included."""
+    def measure_latents(self) -> Tensor:
+        """Return Σ‖g‖² over the per-latent weights (fp64, 0-dim), for unit-norm rows without the parallel component."""
+
+    @abstractmethod
+    def measure_shared(self) -> Tensor:
+        """Return Σ‖g‖² over the weights that all latents share, fp64, 0-dim."""
 
     @abstractmethod
     def step(self, taken: Tensor) -> None:

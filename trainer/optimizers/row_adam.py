@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Optimizer, RowStep, Squares, rate_of
+from trainer.optimizers.base import Optimizer, RowStep, rate_of
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
 from trainer.runtime import narrow_copy, row_measures
@@ -68,7 +68,7 @@ class RowAdam(RowStep):
             is_unit = self._unit_rows(one) is not None
             self._measures[one] = RowMeasures(parts[one], torch.zeros_like(parts[one]) if is_unit else None)
         self._parts = {one: parts[one] for one in self._vectors if one in axes}
-        self._parts |= dict(zip(others, self._of_all[:, None].unbind(), strict=True))
+        self._shared_parts = dict(zip(others, self._of_all[:, None].unbind(), strict=True))
 
     def steps(self, parameter: nn.Parameter) -> bool:
         return parameter in self._matrices or parameter in self._vectors
@@ -78,20 +78,27 @@ class RowAdam(RowStep):
             row_measures.keep(parameter, measures)
 
     @torch.no_grad()
-    def measure(self) -> Squares:
+    def measure_latents(self) -> Tensor:
         for one, measures in self._measures.items():
             if one.grad is None:
                 measures.squares.zero_()
             else:
                 self._measure(one, measures)
-        for one, parts in self._parts.items():
+        self._measure_vectors(self._parts)
+        return self._of_latents.sum(dtype=torch.float64)
+
+    @torch.no_grad()
+    def measure_shared(self) -> Tensor:
+        self._measure_vectors(self._shared_parts)
+        # If b_dec is the only shared vector, there is nothing to sum.
+        return self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
+
+    def _measure_vectors(self, parts_of: dict[nn.Parameter, Tensor]) -> None:
+        for one, parts in parts_of.items():
             if one.grad is None:
                 parts.zero_()
             else:
                 self._kernels.measure_vector(one.grad.contiguous(), parts)
-        # If b_dec is the only shared vector, there is nothing to sum.
-        of_all = self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
-        return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
 
     def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
         """Measure those rows of a matrix's gradient that were not measured while the gradient was being summed."""

@@ -27,7 +27,10 @@ AWAKE_S = 500e-6
 
 
 class ProcessBarrier:
-    """A barrier for processes: each one sends a byte to the first rank, which replies once all bytes have arrived."""
+    """A barrier for processes: each one sends a byte to the first rank, which replies once all bytes have arrived.
+
+    If there are only two ranks, the first one need not wait before it replies.
+    """
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -37,7 +40,7 @@ class ProcessBarrier:
     def meet(self) -> None:
         """Wait until all ranks arrive; raise `PeerLost` if a rank has exited or does not arrive in time."""
         with losing_peers():
-            if self._is_first:
+            if self._is_first and len(self._connections) > 1:
                 self._hear()
                 self._tell()
             else:

@@ -17,8 +17,9 @@ from trainer.parallel.group import Processes, dense, exchanging, local_shard, pa
 from trainer.parallel.rendezvous import ProcessBarrier, join
 from trainer.parallel.waiting import Waiting
 
-# The number of bytes a rank writes for other ranks at a time, small enough to stay in a cache.
-SLOT_BYTES = 2**21
+# The number of bytes a rank writes for other ranks at a time. Each time, the ranks wait for each other: with 2 MiB, two
+# ranks summed the reconstructions of 4,096 tokens (6.3 MB) in 2.0 ms instead of 0.8 ms.
+SLOT_BYTES = 2**23
 # Tensors with fewer values than this are packed and summed together.
 SMALL = 2**14
 
@@ -43,7 +44,8 @@ class SharedRanks(Processes):
         """Replace every tensor with its sum over the group."""
         small, large = split_by(lambda tensor: tensor.numel() < SMALL, tensors)
         for pack in packs(small):
-            self._add_up(pack.flat)
+            # Every rank adds up all parts, so that the ranks wait for each other only once.
+            pack.flat.copy_(self._gather(pack.flat).sum(dim=0))
             pack.unpack()
         for tensor in large:
             self._add_up(dense(tensor).view(-1))
@@ -55,11 +57,11 @@ class SharedRanks(Processes):
                 self._sum(blocks, blocks[self.index])
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        own = wide(local_shard(tensor, self), copy=True)
+        blocks = _flat_parts(tensor.contiguous(), self.size)
+        total = torch.empty_like(local_shard(tensor, self), dtype=wide(tensor[:0]).dtype)
         with exchanging(self._waiting):
-            self._sum(_flat_parts(tensor, self.size), own.view(-1))
-        return own
+            self._sum(blocks, total.view(-1))
+        return total
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -67,10 +69,13 @@ class SharedRanks(Processes):
                 self._spread(_flat_parts(tensor, self.size))
 
     def gather(self, tensor: Tensor) -> Tensor:
+        with exchanging(self._waiting):
+            return self._gather(tensor)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         gathered[self.index] = tensor
-        with exchanging(self._waiting):
-            self._spread(list(gathered.view(self.size, -1)))
+        self._spread(list(gathered.view(self.size, -1)))
         return gathered
 
     def to_owners(self, tensor: Tensor) -> Tensor:
@@ -106,13 +111,15 @@ class SharedRanks(Processes):
         self._sum(blocks, blocks[self.index])
         self._spread(blocks)
 
-    def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
-        """Send the other ranks their blocks, and add the blocks received from them to `own`."""
+    def _sum(self, blocks: list[Tensor], total: Tensor) -> None:
+        """Send the other ranks their blocks, and write the sum of all blocks for this rank to `total`."""
+        first, *rest = (rank for rank in range(self.size) if rank != self.index)
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
-            part = own[piece]
-            for rank in range(self.size):
-                if rank != self.index:
-                    part += places[rank, : len(part)]
+            part, own = total[piece], blocks[self.index][piece]
+            # Sums of 16-bit blocks are wider than the blocks.
+            torch.add(wide(own), places[first, : len(part)], out=part)
+            for rank in rest:
+                part += places[rank, : len(part)]
 
     def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
         """Send each rank its block of `blocks`, and copy the blocks sent to this rank into `received`."""

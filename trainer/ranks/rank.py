@@ -62,7 +62,7 @@ def run(spec: RankSpec, rank: int, job: AnyJob | None = None, on_met: Callable[[
     """
     stop = threading.Event()
     parent = end_with_parent()
-    _hold_signals()
+    hold_signals()
     hold(RunPaths(spec.run_dir).lock_file)
     try:
         return EXIT_FINISHED if _work(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
@@ -199,7 +199,7 @@ def end_with_parent() -> int:
     return parent
 
 
-def _hold_signals() -> None:
+def hold_signals() -> None:
     """Block `STOP_SIGNALS`, since a thread waits for them; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -11,7 +11,7 @@ from trainer.saes.base import SaeSpec
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.nested import Nested
-from trainer.saes.sparse_acts import SparseActs, SparseIndices, fill_rest
+from trainer.saes.sparse_acts import Acts, SparseActs, SparseIndices, fill_rest
 from trainer.saes.topk import TopK
 
 
@@ -35,6 +35,13 @@ class HierarchicalTopK(Nested):
 
     def _choose(self, pre_acts: PreActs, k: int) -> Chosen:
         return _largest_first(*super()._choose(pre_acts, k))
+
+    def prefixes(self, acts: Acts, x: Tensor) -> Tensor:
+        """Return the reconstruction with each of `settings.ks` latents per token, [n_tokens, n_levels, d_out].
+
+        `acts` are the activations for x [n_tokens, d_in] in evaluation mode.
+        """
+        return self._parts(acts).cumsum(dim=1) + self.offset(x).expand(len(x), -1)[:, None]
 
     def _by_level(self, acts: SparseActs) -> SparseActs:
         """Regroup the activations by level; a token's entries are ordered by value, and therefore by level."""

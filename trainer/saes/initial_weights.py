@@ -51,13 +51,15 @@ def initialise(
         sae.dropped_mean.copy_(y.mean(dim=0) * (sae.y_scale == 0))
         x, y = x * sae.x_scale, y * sae.y_scale
     _refuse_without_spread(y, "data.target_path" if sae.is_transcoder else "data.path")
-    _refuse_without_spread(x, "data.path")
+    if x is not y:
+        _refuse_without_spread(x, "data.path")
     generator = torch.Generator().manual_seed(seed)
     if settings.normalize == "mean_norm":
-        of_x, of_y = unit_scale(x), unit_scale(y)
+        of_y = unit_scale(y)
+        of_x = of_y if x is y else unit_scale(x)
         sae.x_scale.mul_(of_x)
         sae.y_scale.mul_(of_y)
-        x, y = x * of_x, y * of_y
+        x, y = (x * of_x,) * 2 if x is y else (x * of_x, y * of_y)
     _set_weights(sae, settings, generator)
     sae.y_mean.copy_(y.mean(dim=0))
     sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
@@ -96,7 +98,7 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     if not spread <= LARGEST_SPREAD:
         raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
-    if 0 < (largest := float(x.abs().max())) < SMALLEST_VALUE:
+    if 0 < (largest := max(map(abs, (float(value) for value in x.aminmax())))) < SMALLEST_VALUE:
         raise UserError(f"{path}: values of at most {largest:.2g} are too small for fp32; scale them up")
     # If all rows are equal, the spread is pure rounding error, about 1e-6 times the size.
     if spread <= 1e-5 * size:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.contract.errors import UserError
+from trainer.saes.base import Sae
 from trainer.saes.kernels.sparse import decode, row_products
 from trainer.saes.sparse_acts import Acts, SparseActs, SparseIndices
 
@@ -28,6 +30,18 @@ def refined(x: Tensor, acts: Acts, W_dec: Tensor, n_steps: int) -> Acts:
         chosen = found.or_better(_chosen_again(x, found, n_active, W_dec))
         found = chosen.or_better(_rescaled(x, chosen, W_dec))
     return _listed(found.values, found.latents, W_dec)
+
+
+def refined_output(sae: Sae, x: Tensor, acts: Acts, n_steps: int) -> tuple[Acts, Tensor]:
+    """Refine the activations of normalised data x [n_tokens, d_in]; return the new ones and their reconstruction."""
+    better = refined(x - sae.b_dec, acts, sae.W_dec, n_steps)
+    return better, sae.reconstruct(better, x, x)[0]
+
+
+def refuse_transcoder(field: str, *, is_transcoder: bool) -> None:
+    """Raise `UserError` if activations cannot be refined, as `field` asks for, because the SAE is a transcoder."""
+    if is_transcoder:
+        raise UserError(f"{field}: must be 0 for a transcoder, which encodes without knowing its target")
 
 
 class _Found(NamedTuple):

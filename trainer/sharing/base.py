@@ -23,8 +23,9 @@ from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
+from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_parts
 
-# The metadata key for the dimension scales, {dimension: factor}.
+# The metadata key for the dimension scales, {dimension: factor}. In a crosscoder, they are relative to a part's scale.
 SCALES = "dimension_scales"
 # The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
@@ -84,6 +85,11 @@ class SharedSae(NamedTuple):
     def has_skip(self) -> bool:
         """Whether a skip connection adds W_skip @ x to the output; the shape of W_skip is [d_out, d_in]."""
         return "W_skip" in self.weights
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that a crosscoder's rows are joined from; () for other SAEs."""
+        return () if self.is_transcoder else parts_in(self.metadata, self.d_in)
 
     @property
     def trained_as(self) -> str:
@@ -175,10 +181,11 @@ def count_saes(names: Sequence[str]) -> str:
 @torch.no_grad()
 def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> SharedSae:
     """Return an SAE's exchange form; the SAE must be in evaluation mode."""
+    scales = _scales_of(sae) if sae.part_widths is None else _parts_of(sae, metadata.get(PARTS))
     return SharedSae(
         config=sae.export_config(),
         weights=sae.export_weights(),
-        metadata=metadata | _scales_of(sae) | ({KS: list(sae.settings.ks)} if sae.settings.ks else {}),
+        metadata=metadata | scales | ({KS: list(sae.settings.ks)} if sae.settings.ks else {}),
         k=k,
         levels=tuple(getattr(sae, "widths", ())),
         is_transcoder=sae.is_transcoder,
@@ -192,17 +199,37 @@ def _scales_of(sae: Sae) -> dict[str, Any]:
     return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
 
 
+def _parts_of(sae: Sae, given: object) -> dict[str, Any]:
+    """Return a crosscoder's parts as metadata, and the scales of dimensions that differ from their part's scale."""
+    assert sae.dimension_scales is not None
+    parts = parts_of(sae, given)
+    of_parts = scales_of_parts(parts_in({PARTS: parts}, sae.d_in))
+    # In float64, the product with the part's scale rounds to exactly the scale used in training.
+    changed = changed_scales(sae.dimension_scales.cpu().double() / of_parts)
+    return {PARTS: parts} | ({SCALES: changed} if changed else {})
+
+
 def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
     """Return the dimension scales [d_out] from metadata, or None if they are missing or malformed."""
-    factors = metadata.get(SCALES)
-    numbers = {str(number) for number in range(d_out)}
-    if not isinstance(factors, dict) or not factors or not factors.keys() <= numbers:
-        return None
-    if not all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in factors.values()):
-        return None
-    scales = torch.ones(d_out)
-    scales[[int(number) for number in factors]] = torch.tensor([*map(float, factors.values())])
-    return scales
+    factors, parts = metadata.get(SCALES), parts_in(metadata, d_out)
+    if not isinstance(factors, dict) or not _are_scales(factors, d_out):
+        return scales_of_parts(parts).float() if parts else None
+    scales = scales_of_parts(parts) if parts else torch.ones(d_out, dtype=torch.float64)
+    numbers = [int(number) for number in factors]
+    scales[numbers] *= torch.tensor([*map(float, factors.values())], dtype=torch.float64)
+    return scales.float()
+
+
+def _are_scales(factors: dict[Any, Any], d_out: int) -> bool:
+    if not factors or not factors.keys() <= {str(number) for number in range(d_out)}:
+        return False
+    return all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in factors.values())
+
+
+def without_crosscoders(sae: SharedSae, tool: str) -> str | None:
+    """Return why a tool's format refuses a crosscoder, or None for another SAE."""
+    of = " + ".join(str(part.width) for part in sae.parts)
+    return f"{tool} has no crosscoders (this one reads {of} dimensions); use --format saelens" if of else None
 
 
 def public_name(value: Any) -> Any:

@@ -1,4 +1,8 @@
-"""circuit-tracer's format: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`."""
+"""circuit-tracer's format: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`.
+
+The format is that of github.com/decoderesearch/circuit-tracer at commit 4bb8c0e (version 0.4.1, April 2026). The
+package of this name on PyPI is a fork by others, which does not read `activation` and `k` from config.yaml.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,29 @@ from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, holds
+from trainer.sharing.base import (
+    NOTHING_GIVEN,
+    Format,
+    Given,
+    SharedSae,
+    folder_of,
+    forget_card,
+    holds,
+    without_crosscoders,
+)
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
 
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
-_TOPK, _MOST_DIGITS = "topk", 10
+_TOPK, _K, _MOST_DIGITS = "topk", "k", 10
 # Unless the activation is TopK, it is a JumpReLU if there is a threshold tensor, and otherwise a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
+# Below this share, negative activations are too rare to mention.
+_LEAST_SHARE = 1e-4
 _OF_TOPK = (
-    "circuit-tracer supports TopK since version 0.5.0, with activation and k in config.yaml; it also keeps negative "
-    "activations among the k largest"
+    "circuit-tracer reads TopK transcoders from config.yaml since April 2026, but the package on PyPI is a fork that "
+    "takes them for ReLU; install it from github.com/decoderesearch/circuit-tracer"
 )
 LAYER_FILE = re.compile(r"layer_[0-9]{1,4}\.safetensors")
 _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
@@ -38,6 +53,8 @@ class CircuitTracer(Format):
     reads = ((CONFIG, "layer_N.safetensors"),)
 
     def refusal(self, sae: SharedSae) -> str | None:
+        if reason := without_crosscoders(sae, "circuit-tracer"):
+            return reason
         if not sae.is_transcoder:
             return (
                 "circuit-tracer supports only transcoders, but this is an SAE; train a transcoder with data.hook = "
@@ -71,6 +88,8 @@ class CircuitTracer(Format):
         of_set = folder_of(place) / CONFIG
         wanted(config, of_set, model_kind=("transcoder_set",), activation=_ACTIVATIONS)
         tensors = read_safetensors(file)
+        # circuit-tracer's own `to_safetensors` also stores a TopK's k as a 0-dim tensor.
+        stored_k = tensors.pop(_K, None)
         names = {"W_enc": "W_enc", "W_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
         names |= {"threshold": _THRESHOLD} if _THRESHOLD in tensors else {}
         names |= {"W_skip": "W_skip"} if "W_skip" in tensors else {}
@@ -79,7 +98,7 @@ class CircuitTracer(Format):
         k = None
         if config.get("activation") == _TOPK:
             # `_read_yaml` returns all values as strings.
-            text = str(config.get("k", ""))
+            text = str(config.get(_K) or ("" if stored_k is None else stored_k.tolist()))
             form, k = _TOPK, int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else None
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
@@ -110,7 +129,10 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 
 
 class Member(NamedTuple):
-    """The properties of a transcoder that must be equal within a set, and its layer, which must be unique."""
+    """The properties of a transcoder that must be equal within a set, and its layer, which must be unique.
+
+    `l0` is the mean number of positive activations on held-out rows, or None if it is unknown.
+    """
 
     layer: int | None
     d_in: int
@@ -118,11 +140,14 @@ class Member(NamedTuple):
     has_skip: bool
     k: int | None
     config: str
+    l0: float | None = None
 
 
 def member_of(sae: SharedSae) -> Member:
     """Return the properties of a transcoder that matter for its set."""
-    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
+    l0 = sae.metadata.get("heldout_l0")
+    known = float(l0) if isinstance(l0, int | float) else None
+    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae), known)
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
@@ -143,7 +168,11 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
-    """Return notes about a written set: on unknown or missing layers, and on circuit-tracer's TopK support."""
+    """Return notes about a written set: on unknown or missing layers, on TopK, and on negative activations.
+
+    circuit-tracer applies no ReLU after its TopK, so a token with fewer than k positive pre-activations also gets
+    negative ones.
+    """
     layers = [one.layer for one in members]
     notes = ["the data does not name its layer; rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}
@@ -151,7 +180,15 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
         listed = ", ".join(map(str, missing))
         lacking = f"layers {listed} are missing"
         notes.append(f"circuit-tracer loads sets that start at layer 0 and have no gaps, but {lacking}")
-    return notes + [_OF_TOPK] * any(one.k is not None for one in members)
+    if not (of_topk := [one for one in members if one.k is not None]):
+        return notes
+    shares = [1 - one.l0 / one.k for one in of_topk if one.k and one.l0 is not None]
+    if (largest := max(shares, default=0.0)) >= _LEAST_SHARE:
+        notes.append(
+            f"on held-out rows, up to {100 * largest:.2g} % of a layer's k largest pre-activations are negative; "
+            "circuit-tracer keeps them, but they were 0 in training"
+        )
+    return [*notes, _OF_TOPK]
 
 
 def layer_of(sae: SharedSae) -> int | None:

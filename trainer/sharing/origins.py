@@ -21,7 +21,10 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "dataset_path": str,
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
+    "data_digest": str,
 }
+# The fields that identify the training data.
+DATA_NAMES = ("hook_name", "module", "data_digest")
 # The maximum string length and the largest number allowed, because files from other people may contain any values.
 _LONGEST, _LARGEST = 200, 2**31
 # Matches a module name in transformers; sparsify and Gemma Scope 2 name hooks after modules.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainer.activations.side_by_side import JOINED
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.json_file import read_json
 from trainer.contract.printable import printable
@@ -14,6 +15,7 @@ from trainer.saes.base import Sae
 from trainer.sharing import saelens_reading
 from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, shared_form
 from trainer.sharing.origins import layer_of
+from trainer.sharing.parts import PARTS, origins_of_parts
 from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
@@ -95,6 +97,7 @@ def origin(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the origin of activations from the content of their meta.json, with SAELens' field names."""
     hook = meta.get("hook_name")
     before = meta.get("tokens_before_text")
+    parts = meta.get(JOINED)
     facts = {
         "model_name": meta.get("model_name", meta.get("model")),
         "hook_name": hook,
@@ -106,6 +109,7 @@ def origin(meta: dict[str, Any]) -> dict[str, Any]:
         "dataset_path": meta.get("dataset_path", meta.get("text")),
         "prepend_bos": None if before is None else bool(before),
         "exclude_special_tokens": meta.get("special_tokens_dropped"),
+        PARTS: origins_of_parts(parts) if parts else None,
     }
     return {name: value for name, value in facts.items() if value is not None}
 
@@ -121,13 +125,20 @@ def _config(sae: SharedSae) -> dict[str, Any]:
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
         # SAELens has a separate axis for the heads at hook_z, while our rows concatenate the heads.
-        "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
+        "reshape_activations": "hook_z" if _hook_of(sae).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
 
 
+def _hook_of(sae: SharedSae) -> str:
+    """Return the hook of an SAE, or "" for a crosscoder, which has several."""
+    return "" if sae.parts else str(sae.metadata.get("hook_name"))
+
+
 def _loading(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata that SAELens needs to load the model and find the hook."""
+    """Return the metadata that SAELens needs to load the model and find the hook; {} for a crosscoder's hooks."""
+    if PARTS in facts:
+        return {}
     if "module" in facts and not _is_in_transformer_lens(facts):
         return _by_transformers(facts)
     if "hook_layer" in facts:

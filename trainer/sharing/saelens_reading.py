@@ -31,6 +31,8 @@ from trainer.sharing.reading import (
 
 # The metadata key under which an export for SAELens keeps the original values that it replaces.
 ORIGINAL = "as_extracted"
+# The metadata key that marks one part of a crosscoder.
+PART = "crosscoder_part"
 # The SAELens architectures that we can read and write.
 ARCHITECTURES = (
     "standard",
@@ -75,6 +77,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
     """Return the SAE in a folder; `files` contains the names of its settings and weights files."""
     config_file, weights_file = (folder / name for name in files)
     config = _in_todays_names(read_config(config_file, given))
+    _refuse_part(config, config_file)
     architecture, k = _architecture(config, config_file)
     _refuse_unknown(config, config_file)
     tensors = read_safetensors(weights_file)
@@ -100,6 +103,15 @@ def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
     original = metadata.get(ORIGINAL)
     others = {name: value for name, value in metadata.items() if name != ORIGINAL}
     return others | original if isinstance(original, dict) else others
+
+
+def _refuse_part(config: dict[str, Any], file: Path) -> None:
+    """Raise `UsageError` for one part of a crosscoder, whose activations need all parts."""
+    if PART in table(config, "metadata"):
+        raise UsageError(
+            f"{file} holds one part of a crosscoder, whose activations need all parts; export the crosscoder with "
+            f"--format saelens"
+        )
 
 
 def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.micro_batches import TokenSlice
+from trainer.contract.machine_memory import available_bytes
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
@@ -21,6 +23,9 @@ LEAST_TOKENS = 64
 # The number of batches in memory besides the one being processed: read ahead, in transfer, and in the metrics' fp64
 # sums.
 BATCHES_BESIDE = 4
+# A pass on a CPU takes less than this multiple of the memory allocated beside it. Skipping it saves about 0.4 s of CPU
+# time at the start of a small job.
+AMPLE = 20
 # The address space, in bytes, of threads that start later.
 THREAD_BYTES = 2**27
 
@@ -54,6 +59,8 @@ def _fits(
     try:
         x, y = _rows(sample, token_slice.length)
         reserve = _allocate_beside(learners, x, y, n_hooks, kept_bytes)
+        if x.device.type == "cpu" and _is_little(len(reserve)):
+            return True
         for learner in learners:
             with dry_run(learner.sae):
                 learner.accumulate(x, y, token_slice.of_all)
@@ -76,6 +83,12 @@ def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks:
         # Fail here if memory is short, since oneDNN does not check its allocations within a matmul.
         _empty(n_bytes + of_pass, x.device)
     return _empty(n_bytes, x.device)
+
+
+def _is_little(n_bytes: int) -> bool:
+    """Return whether a host has `AMPLE` times this memory available, so that a pass certainly fits."""
+    is_limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return not is_limited and AMPLE * n_bytes < available_bytes()
 
 
 def _empty(n_bytes: int, device: torch.device) -> Tensor:

@@ -30,6 +30,7 @@ from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
+from trainer.sharing.parts import PARTS, Part, joined_paths, scales_of_parts
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -57,7 +58,7 @@ class ImportResult(NamedTuple):
 def import_sae(
     name: Path,
     run_dir: Path,
-    data: str,
+    data: Sequence[str],
     overrides: Sequence[str],
     form: str | None = None,
     given: Given = NOTHING_GIVEN,
@@ -65,7 +66,8 @@ def import_sae(
     """Create the folder of a finished run, with the SAE as its first checkpoint and as its exported SAE.
 
     `name` is the SAE's folder, file or hub name. `data` is the path of activations that resemble the SAE's training
-    data; they determine the scale for further training and are used for evaluations. `overrides` contains job settings.
+    data; they determine the scale for further training and are used for evaluations. A crosscoder needs a path for each
+    of its parts. `overrides` contains job settings.
     Raise `UserError` if the SAE or the data cannot be read.
     """
     found = find(name, form)
@@ -75,16 +77,20 @@ def import_sae(
     learner = Learner(job, source.d_in, source.d_out, Parallel(CPU))
     x, y = _sample(source, job)
     learner.initialise(x, y)
+    if shared.parts:
+        _keep_scales(learner, x, shared.parts)
     _set_weights(learner, shared)
     checked, doubts = check(learner, shared, x, y, partial(_set_weights, learner))
     facts = origin(source.meta) | origin_of(shared.metadata)
+    if shared.parts:
+        facts[PARTS] = [part.facts() for part in shared.parts]
     _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
     notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
     return ImportResult(run_dir, found.form, learner.architecture, notes, checked, doubts)
 
 
-def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
+def _job(shared: SharedSae, folder: Path, data: Sequence[str], overrides: Sequence[str]) -> JobConfig:
     """Return the job that would have trained an SAE like this on the data."""
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
@@ -94,7 +100,7 @@ def _job(shared: SharedSae, folder: Path, data: str, overrides: Sequence[str]) -
     if shared.has_skip:
         sae["skip"] = True
     name = "".join(one if one.isprintable() else "?" for one in folder.absolute().name)[:60]
-    raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
+    raw: dict[str, Any] = {"name": name or "imported", "data": joined_paths(data), "sae": dict(sae)}
     job = job_of(raw, overrides).with_paths([working_folder()])
     changed = [name for name, value in sae.items() if _setting(job, name) != value]
     if job.data.drop_dimensions:
@@ -134,6 +140,11 @@ def _open(job: JobConfig, shared: SharedSae) -> Source:
     source = open_source(job)
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, but the SAE reads {shared.d_in}")
+    if shared.parts and [part.width for part in shared.parts] != [*source.part_widths]:
+        widths = " + ".join(str(part.width) for part in shared.parts)
+        raise UsageError(
+            f"--data: the SAE is a crosscoder of parts with {widths} dimensions; give --data for each part, in order"
+        )
     if shared.is_transcoder and source.d_out is None:
         raise UsageError("--set data.target_path: is missing, but a transcoder needs target rows")
     if (source.d_out or source.d_in) != shared.d_out or (source.d_out is not None) != shared.is_transcoder:
@@ -147,6 +158,18 @@ def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
     sampler = RowSampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
     sampler.find_outliers(job)
     return sampler.sample(job.train.seed)
+
+
+@torch.no_grad()
+def _keep_scales(learner: Learner, x: Tensor, parts: Sequence[Part]) -> None:
+    """Restore the ratios between the scales of a crosscoder's parts, so that its decoder rows and FVU stay the same."""
+    sae = learner.sae
+    scales = (scales_of_parts(parts) * sae.acts_scale).float()
+    for mean in (sae.x_mean, sae.y_mean):
+        mean.mul_(scales / sae.x_scale)
+    for own in (sae.x_scale, sae.y_scale):
+        own.copy_(scales)
+    sae.y_variance.copy_((x * scales - sae.y_mean).square().sum(dim=1).mean())
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from trainer.contract.settings.optimizers import LONG_RUN
 from trainer.contract.settings.schedule import CoolDown, Schedule
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import LatentAxis, Optimizer, RowStep, Squares, TiedParameter
+from trainer.optimizers.base import LatentAxis, Optimizer, RowStep, TiedParameter
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import dense, local_shard, sum_of
 from trainer.parallel.latents import Latents
@@ -84,10 +84,14 @@ class Update:
         self._sae, self._stepped, self._optimizer, self._following = sae, stepped, optimizer, following
         self._normalises = normalises
 
-    def measure(self) -> Squares:
-        """Project the gradients for the step, and return their squared norms."""
+    def measure_latents(self) -> Tensor:
+        """Project the gradients for the step, and return Σ‖g‖² over the per-latent weights, fp64, 0-dim."""
         self._sae.project_gradient(self._stepped.rows)
-        return self._squares(self._stepped.parameters)
+        return self._square(self._stepped.parameters, of_latents=True)
+
+    def measure_shared(self) -> Tensor:
+        """Return Σ‖g‖² over the weights that all latents share, fp64, 0-dim."""
+        return self._square(self._stepped.parameters, of_latents=False)
 
     def take(self, check: GradientCheck) -> None:
         """Update the weights and apply their constraints; change nothing if `check.skips`."""
@@ -98,15 +102,11 @@ class Update:
                 self._sae.normalise_decoder(skips, self._stepped.rows)
         self._sae.constrain(self._stepped.rows)
 
-    def _squares(self, names: Iterable[str]) -> Squares:
-        """Return the squared gradient norms of the named parameters."""
-        dims, device = self._sae.latent_dims(), self._sae.W_dec.device
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name in names:
-            grad = self._stepped.parameters[name].grad
-            if grad is not None:
-                parts[name in dims].append(dense(grad))
-        return Squares(total_square(parts[True], device), total_square(parts[False], device))
+    def _square(self, names: Iterable[str], *, of_latents: bool) -> Tensor:
+        """Return Σ‖g‖² over the named parameters that are per latent, or over all others."""
+        dims = self._sae.latent_dims()
+        gradients = [self._stepped.parameters[name].grad for name in names if (name in dims) == of_latents]
+        return total_square([dense(one) for one in gradients if one is not None], self._sae.W_dec.device)
 
 
 class RowUpdate(Update):
@@ -120,12 +120,13 @@ class RowUpdate(Update):
         self._by_rows = by_rows
         self._others = [name for name, one in stepped.parameters.items() if not by_rows.steps(one)]
 
-    def measure(self) -> Squares:
-        by_rows = self._by_rows.measure()
-        if not self._others:
-            return by_rows
-        others = self._squares(self._others)
-        return Squares(by_rows.of_latents + others.of_latents, by_rows.of_all + others.of_all)
+    def measure_latents(self) -> Tensor:
+        by_rows = self._by_rows.measure_latents()
+        return by_rows + self._square(self._others, of_latents=True) if self._others else by_rows
+
+    def measure_shared(self) -> Tensor:
+        by_rows = self._by_rows.measure_shared()
+        return by_rows + self._square(self._others, of_latents=False) if self._others else by_rows
 
     def take(self, check: GradientCheck) -> None:
         self._by_rows.step(check.taken)
@@ -176,6 +177,8 @@ class Learner:
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.traits.losses))
         self._gradient_checks = GradientChecks(device, self.tokens_per_step, self._train.grad_clip)
+        # Σ‖g‖² over all ranks' latents, if it is summed in the same exchange as the gradients.
+        self._square_of_latents: Tensor | None = None
         # The learning rate at this step for parameter groups without a separate factor; nan before the first step.
         self._rate = math.nan
         # Takes complete steps, some of them by replaying a CUDA graph, if that is possible.
@@ -314,13 +317,24 @@ class Learner:
 
     def tensors_to_exchange(self) -> StepSums:
         """Return the tensors to be summed over ranks between the last backward pass and `update`."""
+        self._drop_frozen()
+        # Gradients of sharded latents are already complete, so their norm is summed in the same exchange as the other
+        # small fp32 tensors.
+        if self.latents.is_shared and self.sae.data.size == 1:
+            self._square_of_latents = self._update.measure_latents().float()
+        squares = [] if self._square_of_latents is None else [self._square_of_latents]
         dims, counts = self.sae.latent_dims(), self.sae.step_sums
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
             of_latents=[*self.stepped.whole_sums(), counts[: self.sae.n_own]],
             sharded=self.stepped.part_sums(),
-            of_all=[*shared, counts[self.sae.n_own :]],
+            of_all=[*shared, counts[self.sae.n_own :], *squares],
         )
+
+    def _drop_frozen(self) -> None:
+        """Discard the gradients of weights that the job freezes."""
+        for name in self._job.sae.frozen:
+            self.stepped.parameters[name].grad = None
 
     @torch.no_grad()
     def update(self, *, counts: bool = True) -> None:
@@ -329,12 +343,14 @@ class Learner:
         Pass `counts=False` while a step is captured, so that the host does not count it.
         """
         self.stepped.begin()
-        for name in self._job.sae.frozen:
-            self.stepped.parameters[name].grad = None
-        squares = self._update.measure()
-        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
+        self._drop_frozen()
+        of_latents, self._square_of_latents = self._square_of_latents, None
+        if of_latents is None:
+            own = self._update.measure_latents()
+            of_latents = sum_of(sum_of(own, self.stepped.others), self.latents.group)
+        of_shared = self._update.measure_shared()
         came = self.sae.n_tokens_in_step(), self.sae.has_overflowed()
-        check = self._gradient_checks.of(of_latents, squares.of_all, self.loss_scale.factor, *came)
+        check = self._gradient_checks.of(of_latents, of_shared, self.loss_scale.factor, *came)
         self.loss_scale.update(check.bad_gradient)
         self.optimizer.grad_scale, self.optimizer.found_inf = check.divisor, check.bad
         self._update.take(check)

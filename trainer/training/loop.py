@@ -15,7 +15,7 @@ import torch
 from msgspec import UNSET
 from torch import Tensor
 
-from trainer.activations.base import Source, StreamSource
+from trainer.activations.base import Source, StreamSource, data_digest
 from trainer.activations.batches import Batches
 from trainer.activations.copies import copies_in
 from trainer.activations.open_source import continue_from
@@ -237,7 +237,7 @@ class Trainer:
             checkpoints,
             self._train.keep_checkpoints,
             d_out=source.d_out,
-            origin=origin(source.meta),
+            origin=origin(source.meta) | data_digest(source),
             origins=origins if source.n_hooks > 1 else UNSET,
             data=self._watch.record,
             n_train_rows=self.data.n_train,
@@ -307,7 +307,9 @@ class Trainer:
     def _origins(self) -> dict[str, dict[str, Any]]:
         """Return metadata about each SAE's data, by label."""
         hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
-        return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
+        sources = [self._source.of_hook(hook) for hook in range(self._source.n_hooks)]
+        origins = [origin(source.meta) | data_digest(source) for source in sources]
+        return {label: origins[hook] for label, hook in hooks.items()}
 
     def recipe_of(self, label: str) -> Recipe:
         """Return an SAE's training recipe up to the current step."""

@@ -75,8 +75,10 @@ class RowSampler:
             if n_bad > MOST_BAD_ROWS * len(x):
                 raise UserError(f"data.path: {first} ({n_bad:,} of {len(x):,} rows); {CURE}")
             self.left_out, self.first_bad = self.left_out._replace(not_finite=n_bad), first
-        inputs = self._to_device(x[finite])
-        targets = inputs if y is x else self._to_device(y[finite])
+            kept = x[finite]
+            x, y = kept, kept if y is x else y[finite]
+        inputs = self._to_device(x)
+        targets = inputs if y is x else self._to_device(y)
         return self._outliers.leave_out(inputs, targets) if self._outliers else (inputs, targets)
 
     def _to_device(self, rows: Tensor) -> Tensor:

@@ -340,7 +340,7 @@ _WAY = typed(
     {"gpus": list_of(int)},
 )
 _JOB_FILE = fields(
-    "Job file of a clone, with --print",
+    "A job file, with --print or --dry-run",
     {
         "job_file": (str, "Text of the job file, in TOML."),
         "settings": (by_name({}), "The same settings, by name or section."),
@@ -470,6 +470,7 @@ _FEATURE = typed(
         "suppressed": "Tokens that it suppresses most.",
         "family": "silent, dense, token (fires on one token), position, rare or other.",
         "stability": "Mean cosine with the nearest decoder direction of each other seed; null for one seed.",
+        "firing_correlation": "Mean correlation of its activations with those of these latents; null if unknown.",
         "parts": "A crosscoder's parts, A first; empty for other SAEs.",
         "part": 'Letter of the only part in which it writes, "shared" or "other"; "" if it is not a crosscoder\'s.',
         "nu_error": "Ratio of latent scaling for the error; null if it is unknown.",
@@ -557,6 +558,21 @@ _ARENA = fields(
         )
     },
 )
+_DIFF = fields(
+    "A crosscoder of two models",
+    {
+        "id": _ID,
+        "state": (str, "State in which the job ended."),
+        "output_path": (str | None, "Folder with the SAE; null if there is none."),
+        "error": (str | None, "Why the job failed; null if it did not."),
+        "fvu": (float | None, "FVU on held-out rows of both models; null without a report card."),
+        "l0": (float | None, "Mean number of latents that fire per token; null without a report card."),
+        "parts": (
+            by_name({"type": "number"}),
+            "Figures of the models A and B on the report card, such as fvu_A and only_B; empty without them.",
+        ),
+    },
+)
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch one line per change", list_of(JOB)),
     "job": answer(
@@ -575,6 +591,7 @@ ANSWERS: dict[str, Schema] = {
     "doctor": answer("sae-tui doctor --json", _DOCTOR),
     "compare": answer("sae-tui compare --json", _COMPARED, _WRITTEN),
     "arena": answer("sae-tui arena --json", _ARENA),
+    "diff": answer("sae-tui diff --json; with --detach the launched job", _DIFF, _LAUNCHED, _JOB_FILE),
     "features": answer("sae-tui features --json: all latents, or the one that you name", list_of(_FEATURE), _FEATURE),
     "rm": answer("sae-tui rm --json", _REMOVED),
     "repair": answer("sae-tui repair --json", _REPAIRED),

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection
+
 import msgspec
 
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.evaluation.request import AUTO, Request, ReservedGpu, refuse
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.printable import printable
-from trainer.contract.runs.evaluation_time import language_model, planned, total
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
+from trainer.contract.runs.evaluation_time import SEEDS, language_model, planned, total
 from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Card, Part
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.sources import SyntheticSettings
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
 # A part that takes longer than this is not selected by default.
 _LONG_S = 600.0
-_STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
+_STAGES = {ROWS: (ROWS, FIRES_ON, SEEDS), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
 
 
 class OfferedPart(msgspec.Struct, frozen=True):
@@ -75,11 +81,15 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     parsed, _ = parse_job(table_of(job.config))
     model = language_model(parsed) if parsed else None
     cards = [*whole_cards(data.sae(job.id)).values()]
-    seconds = _seconds(data, parsed, cards, "cuda" if wants_gpu else "cpu") if parsed else {}
+    dropped = _dropped(data, job.id)
+    seconds = _seconds(data, parsed, cards, dropped, "cuda" if wants_gpu else "cpu") if parsed else {}
     default = _default(seconds, cards, has_model=model is not None)
-    no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
-    if parsed and any(len(settings.parts()) > 1 for settings in parsed.hooks.values()):
+    if parsed and isinstance(parsed.data.settings, SyntheticSettings):
+        no_model = "its rows are synthetic, so there is no language model"
+    elif parsed and any(len(settings.parts()) > 1 for settings in parsed.hooks.values()):
         no_model = "a crosscoder reconstructs several hooks or models at once"
+    else:
+        no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` names it"
     parts = []
     for name in _STAGES:
         # The model's name or folder may come from another user, so make it printable.
@@ -93,10 +103,23 @@ def offer_of(data: DataDir, job: Job, idle: ReservedGpu | None, *, cuda: bool) -
     return EvaluationOffer(job.id, tuple(parts), device, "the CPU", wants_gpu=True)
 
 
-def _seconds(data: DataDir, job: JobConfig, cards: list[Card], device: str) -> dict[str, float]:
+def _dropped(data: DataDir, job_id: int) -> Collection[str]:
+    """Return the labels of the SAEs that `train.halving` has dropped."""
+    with contextlib.suppress(UserError):
+        for checkpoint in newest_first(data.run(job_id).checkpoints)[:1]:
+            return read_state(checkpoint).halved.dropped
+    return ()
+
+
+def _seconds(
+    data: DataDir, job: JobConfig, cards: list[Card], dropped: Collection[str], device: str
+) -> dict[str, float]:
     """Return a dict mapping each part to its duration in seconds, or to 0 if the duration is unknown."""
     box = read_box(data.box_file)
-    plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
+    plans = {
+        name: planned(job, stages, device=device, box=box, cards=cards, dropped=dropped)
+        for name, stages in _STAGES.items()
+    }
     return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
 
 

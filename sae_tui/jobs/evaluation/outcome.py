@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.going import DONE, FAILED, STOPPED
@@ -14,7 +13,7 @@ from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 from trainer.contract.runs.spread_words import spread_words
 from trainer.contract.settings.series import CRITERION, series_named
-from trainer.contract.store.seeds import by_seeds, spread_of, without_seed
+from trainer.contract.store.seeds import by_seeds, mean, spread_of, without_seed
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import plural
 
@@ -44,7 +43,7 @@ def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
     """Describe the requested metrics of the SAE with the lowest FVU or, with several seeds, the lowest mean FVU."""
     by_label = {card.label: card for card in cards}
     groups = by_seeds(without_twins(by_label)).values()
-    of_best = min(groups, key=lambda labels: fmean(by_label[label].figures.fvu for label in labels))
+    of_best = min(groups, key=lambda labels: mean([by_label[label].figures.fvu for label in labels]))
     best = by_label[of_best[0]]
     spread = spread_of([by_label[label].figures.fvu for label in of_best])
     fvu = f"FVU {best.figures.fvu:.4f}"

@@ -50,8 +50,8 @@ class Request(msgspec.Struct, frozen=True):
 
     If `model` names a job file or is `AUTO`, the SAE is also evaluated in the language model if `is_spliced`, and with
     probes if `is_probed`. Without a `gpu`, the evaluation runs on the CPU, unless it `waits` for a free GPU from
-    `gpu_source`. Parts that are not requested remain unchanged in the report card. `python` is the job's interpreter,
-    or "" for the app's own.
+    `gpu_source`. With `refine`, activations are also measured after that many steps of refinement. Parts that are not
+    requested remain unchanged in the report card. `python` is the job's interpreter, or "" for the app's own.
     """
 
     job_id: int
@@ -64,6 +64,7 @@ class Request(msgspec.Struct, frozen=True):
     gpu_source: str = "auto"
     keeps_rows: bool = False
     is_spliced: bool = True
+    refine: int = 0
     allows_code: bool = False
 
     @property
@@ -78,7 +79,8 @@ class Request(msgspec.Struct, frozen=True):
         model = ["--model", self.model] if self.model else []
         flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows, FLAG: self.allows_code}
         spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
-        return [*model, *spliced, *(flag for flag, is_given in flags.items() if is_given)]
+        refined = ["--refine", str(self.refine)] if self.refine else []
+        return [*model, *spliced, *refined, *(flag for flag, is_given in flags.items() if is_given)]
 
 
 def evaluate(data: DataDir, request: Request) -> str:

@@ -6,15 +6,17 @@ import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from sae_tui.gpu.base import ONE_PROCESS, GpuProcess, GpuSample
 from sae_tui.jobs.gpus.locks import HolderReader, lock_holders, owner, user_of_process
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.base import GpuProcess, GpuSample
 
 # A process that uses less memory than this does not count as occupying a GPU: a desktop compositor or a monitoring
 # program uses tens of MB.
@@ -208,6 +210,9 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
 
 def takes_one_process(sample: GpuSample) -> bool:
     """Return whether only one process at a time may compute on a GPU (exclusive compute mode)."""
+    # Import late: lists of jobs read no GPUs, and this import takes a tenth of a command's start-up time.
+    from sae_tui.gpu.base import ONE_PROCESS
+
     return sample.condition is not None and sample.condition.compute_mode == ONE_PROCESS
 
 

@@ -47,7 +47,7 @@ class ImportAnswer(msgspec.Struct, frozen=True):
 def import_sae(
     data: DataDir,
     folder: Path,
-    activations: Path,
+    activations: Sequence[Path],
     arguments: Sequence[str],
     *,
     gpu_source: str,
@@ -58,16 +58,16 @@ def import_sae(
 ) -> tuple[int, ImportAnswer]:
     """Create a job from the SAE in a folder; return the job's id and the trainer's report.
 
-    The job uses the `activations` for evaluation and training. `arguments` are passed to the trainer's `import`
-    command, and `python` is the new job's interpreter. If the SAE cannot be imported, raise `UserError` and create no
-    job.
+    The job uses the `activations` for evaluation and training; a crosscoder needs a folder for each part. `arguments`
+    are passed to the trainer's `import` command, and `python` is the new job's interpreter. If the SAE cannot be
+    imported, raise `UserError` and create no job.
     """
     tags = as_tags(tags)
     named_python.refuse(python)
     data.create()
     staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
     try:
-        paths = ["--out", str(staged), "--data", str(activations)]
+        paths = ["--out", str(staged), *(word for one in activations for word in ("--data", str(one)))]
         # The import runs in a separate process because it needs torch.
         words = [str(folder), *paths, *_settings(python), *arguments]
         # In a terminal, show a download's standard error, which contains the progress for each file.

@@ -182,20 +182,24 @@ def _review_files(
     job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
+    proposal = None
+    if job is not None:
+        job = job.with_paths(data_bases())
+        if job.cluster:
+            choices, cuda = (), True
+        promises = promised_by_active(past)
+        proposal = propose_here(job, choices, data, cuda=cuda, past=past, promises=promises)
     if candidate.wrong:
         # Omit warnings, which would concern the defaults substituted for the invalid values.
-        return Review(None, tuple(problems))
+        others = errors(proposal.problems()) if proposal else []
+        return Review(None, (*problems, *(problem for problem in others if problem.path not in wrong_paths)))
     if candidate.gpus == []:
         problems.append(
             Problem("GPUs", "choose at least one (space), the best (r), all available ones (a), or the CPU")
         )
-    if job is None:
+    if job is None or proposal is None:
         return Review(None, tuple(problems))
-    job = job.with_paths(data_bases())
-    if job.cluster:
-        choices, cuda = (), True
-    kind, promises = launch_kind(job.kind), promised_by_active(past)
-    proposal = propose_here(job, choices, data, cuda=cuda, past=past, promises=promises)
+    kind = launch_kind(job.kind)
     try:
         look = proposal.outlook
     except JobFileError:

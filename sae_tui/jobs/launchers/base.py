@@ -9,6 +9,7 @@ from typing import Protocol
 import msgspec
 
 from sae_tui.jobs.ending import RankEnding
+from sae_tui.jobs.launchers.early_ranks import EarlyRanks
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
@@ -31,6 +32,8 @@ class AttemptSetup(msgspec.Struct, frozen=True):
     spec: RankSpec
     locks: tuple[int, ...] = ()
     command: RankCommand = rank_command
+    # The ranks that were started before the job's turn.
+    early: EarlyRanks | None = None
     # For a command: the job's GPUs, including simulated ones, and its program if it is already running. An adopted
     # program was not started as a job: it has another log, and processes that it leaves behind are not ended.
     gpu_uuids: tuple[str, ...] = ()

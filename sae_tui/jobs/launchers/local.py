@@ -13,11 +13,11 @@ from pathlib import Path
 
 from sae_tui.jobs import named_python
 from sae_tui.jobs.launchers.base import AttemptSetup
+from sae_tui.jobs.launchers.early_ranks import start_rank
 from sae_tui.jobs.launchers.ranks import OneRank, RankStates
 from trainer.contract.files import write_whole
 from trainer.contract.paths import open_private
-from trainer.contract.prctl import end_with_parent
-from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id, state_of
+from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
@@ -53,6 +53,7 @@ class RankGroup(RankStates[RankProcess]):
     def __init__(self, setup: AttemptSetup) -> None:
         super().__init__(setup)
         self._locks, self._python = setup.locks, setup.config.launch.python
+        self._early = setup.early
         self._ending_since: float | None = None
 
     def start(self) -> None:
@@ -61,6 +62,8 @@ class RankGroup(RankStates[RankProcess]):
             process = self._popen(argv, rank, self._locks)
             exit_file = self._paths.rank_exit(self._spec.attempt, rank)
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
+        if self._early:
+            self._early.end()
 
     def ask_to_stop(self) -> None:
         """Do nothing: rank 0 reads the request from the store itself."""
@@ -69,19 +72,11 @@ class RankGroup(RankStates[RankProcess]):
         """Do nothing: rank 0 reads the request from the store itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
+        environment = rank_environment(self._spec, rank, named_python.variables(self._python))
         log = open_private(self._paths.log(rank), os.O_APPEND)
-        supervisor = os.getpid()
         try:
-            return subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=rank_environment(self._spec, rank, named_python.variables(self._python)),
-                pass_fds=locks,
-                preexec_fn=lambda: _die_with(supervisor),
-            )
+            early = self._early.take(rank, argv, environment, (log, *locks)) if self._early else None
+            return early or start_rank(argv, environment, log, locks)
         finally:
             os.close(log)
 
@@ -112,17 +107,6 @@ class RankGroup(RankStates[RankProcess]):
 
     def dump_stacks(self, file: Path) -> None:
         dump_stacks({f"rank {rank.rank}": rank.ref for rank in self.living}, file)
-
-
-def _die_with(supervisor: int) -> None:
-    """Make the kernel send SIGTERM to this rank when the supervisor dies; exit if the supervisor has already died.
-
-    This function runs in the rank's process before the rank's program is executed.
-    """
-    # Reset the signal handlers because the supervisor's handlers are inherited until the program is executed.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    end_with_parent(supervisor)
 
 
 def odd_state(pid: int) -> str:

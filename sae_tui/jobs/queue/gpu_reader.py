@@ -257,10 +257,11 @@ def _left_by_other_users(sample: GpuSample, choice: GpuChoice, held: Holders, le
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
     """Return the expected number of seconds until the last job on a GPU ends, or infinity if this is unknown."""
-    ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
+    ends = [left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 
 
-def _left_s(job: Job) -> float:
+def left_s(job: Job) -> float:
+    """Return the expected number of seconds until a started job ends, or infinity if this is unknown."""
     left = job.left_s if job.left_s is not None else job.expected_s
     return math.inf if left is None else left

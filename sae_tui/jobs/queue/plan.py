@@ -114,9 +114,19 @@ class QueuePlan:
         if not known:
             return True
         self._standing = self._read_standing(active, known)
-        best = [msgspec.structs.replace(gpu, unusable="", other_user="", free_bytes=2**62) for gpu in known]
-        planned = turns([*jobs, *others], best, time.time(), self._standing)
+        planned = turns([*jobs, *others], map(_at_best, known), time.time(), self._standing)
         return any(planned[job.id].gpus for job in jobs)
+
+    def next_after(self, ending: Collection[int], jobs: Collection[Job], all_active: Sequence[Job]) -> Job | None:
+        """Return the first of these waiting jobs that starts once the jobs in `ending` have ended, or None."""
+        active = {job_id: job for job_id, job in self._active(all_active).items() if job_id not in ending}
+        known = [_without(gpu, ending) for gpu in self._gpus(jobs, active, math.inf)]
+        standing = self._read_standing(active, known)
+        leases = tuple(lease for lease in standing.leases if lease.job_id not in ending)
+        standing = msgspec.structs.replace(standing, leases=leases)
+        planned = turns([*jobs, *self._others(jobs, active)], map(_at_best, known), time.time(), standing)
+        by_id = {job.id: job for job in jobs}
+        return next((by_id[one] for one, turn in planned.items() if one in by_id and not turn.waits_for), None)
 
     def most_gpus(self, user: str) -> int | None:
         """Return how many GPUs a user's jobs may hold according to the last plan, or None if there is no limit."""
@@ -206,3 +216,13 @@ class QueuePlan:
         ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
         held = with_other_users(holders(active.values(), leases, ranks), self._folder, samples)
         return gpus(samples, held, leases, active)
+
+
+def _at_best(gpu: QueueGpu) -> QueueGpu:
+    """Return a GPU as it would be if neither other users nor the driver were in the way."""
+    return msgspec.structs.replace(gpu, unusable="", other_user="", free_bytes=2**62)
+
+
+def _without(gpu: QueueGpu, ended: Collection[int]) -> QueueGpu:
+    """Return a GPU as it will be after these jobs have ended."""
+    return msgspec.structs.replace(gpu, leases=tuple(lease for lease in gpu.leases if lease.job_id not in ended))

@@ -68,6 +68,19 @@ class QueueEntry:
         self._again_at = 0.0
         self._reasons = Reasons(control)
         self._plan = QueuePlan(data, control, job.host, job.gpu_source)
+        # The store's version, and the queue's fingerprint at that version.
+        self._version: tuple[int, int] | None = None
+        self._queue = ""
+
+    def has_news(self) -> bool:
+        """Return whether the queue has changed since the last call; if so, the next `try_start` checks the turn."""
+        version, before = self._control.version(), self._queue
+        if version != self._version:
+            self._version, self._queue = version, self._control.fingerprint()
+        if self._queue == before:
+            return False
+        self._again_at = 0.0
+        return True
 
     def try_start(self) -> bool:
         """Acquire all the job's GPUs and set its state to `starting`, or record in its row why it is waiting.

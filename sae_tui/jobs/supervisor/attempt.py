@@ -16,6 +16,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.gpus.idle import IdleWatch
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, AttemptSetup, RankCommand
+from sae_tui.jobs.launchers.early_ranks import EarlyRanks
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.gpu_reader import name_of, vendor_of
@@ -86,10 +87,10 @@ class AttemptRunner:
 
     def __init__(
         self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
-        sign: Sign,
+        sign: Sign, early: EarlyRanks | None = None,
     ) -> None:  # fmt: skip
         self._data, self._control, self._job, self._orders = data, control, job, orders
-        self._locks, self._command, self._sign = locks, command, sign
+        self._locks, self._command, self._sign, self._early = locks, command, sign, early
         self._paths = data.run(job.id)
         self._killed = False
         self._failure = ""
@@ -167,7 +168,8 @@ class AttemptRunner:
     def _setup(self, config: AnyJob) -> AttemptSetup:
         refuse_other_rows(self._control, self._job, config)
         spec = self._with_model_placed(self._spec(), config)
-        return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
+        command = self._rank_command(config)
+        return AttemptSetup(self._job.id, config, self._paths, spec, self._locks, command, self._early)
 
     def _spec(self) -> RankSpec:
         """Return the attempt's specification before GPUs are set aside for a language model."""

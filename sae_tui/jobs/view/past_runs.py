@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,6 +82,8 @@ class Forecaster:
         # The similar SAEs in each finished job, and the recipes that they are similar to.
         self._runs: dict[tuple[int, float | None], list[PastRun]] = {}
         self._recipes: Sequence[Recipe] = ()
+        # The jobs whose metrics cannot be read, with the reason.
+        self.unread: dict[int, str] = {}
 
     def forecasts(self, job: JobView, series: Series, jobs: Iterable[Job]) -> Mapping[str, Forecast]:
         """Return a forecast for each SAE, by label, from `jobs`, sorted newest first.
@@ -109,9 +111,18 @@ class Forecaster:
 
     def _complete(self, job: Job, recipes: Mapping[str, Recipe]) -> Mapping[str, PastRun]:
         """Return a finished job's SAEs from its store, since `series` contains means if the curve is long."""
-        with contextlib.suppress(StoreError):
+        with self._noting_unread(job):
             return read_runs(self._data.run(job.id).metrics_db, recipes)
         return {}
+
+    @contextlib.contextmanager
+    def _noting_unread(self, job: Job) -> Iterator[None]:
+        """Leave out a job whose metrics cannot be read, and note the reason unless the user has deleted the file."""
+        try:
+            yield
+        except StoreError as error:
+            if self._data.run(job.id).metrics_db.exists():
+                self.unread[job.id] = str(error)
 
     def _new(self, own: Mapping[str, PastRun], jobs: Iterable[Job]) -> dict[str, Forecast]:
         past = self._past_runs({label: run.recipe for label, run in own.items()}, jobs)
@@ -129,7 +140,7 @@ class Forecaster:
             if all(len(runs) >= MOST_RUNS for runs in found.values()):
                 break
             key = job.id, job.ended
-            with contextlib.suppress(StoreError):
+            with self._noting_unread(job):
                 self._runs[key] = old[key] if key in old else self._similar(job)
             for run, (label, one) in itertools.product(self._runs.get(key, ()), recipes.items()):
                 if run.recipe.is_like(one) and len(found[label]) < MOST_RUNS:

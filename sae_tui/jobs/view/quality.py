@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+
+from trainer.contract.store.seeds import mean as fmean
 
 # The held-out FVU as pairs (share of the run's steps, FVU).
 Curve = tuple[tuple[float, float], ...]
@@ -95,7 +96,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> Fit | None:
     """Fit the values by a constant and the columns of `rows`; return None if these do not determine the fit."""
-    means, mean = tuple(map(statistics.fmean, zip(*rows, strict=True))), statistics.fmean(values)
+    means, mean = tuple(map(fmean, zip(*rows, strict=True))), fmean(values)
     centred = [[one - of_all for one, of_all in zip(row, means, strict=True)] for row in rows]
     columns = list(zip(*centred, strict=True))
     inverse = inverted([[_product(a, b) for b in columns] for a in columns])
@@ -128,7 +129,9 @@ def t_quantile(p: float, degrees: int) -> float:
     """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))
-    z = statistics.NormalDist().inv_cdf(p)
+    from statistics import NormalDist
+
+    z = NormalDist().inv_cdf(p)
     powers = (z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return sum(term * float(degrees) ** -power for power, term in enumerate(powers))
 
@@ -205,7 +208,7 @@ def thinned(curve: Curve, most: int) -> Curve:
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     """Return the mean of the estimates for several SAEs; the limits of the bands are averaged too."""
-    means = [statistics.fmean(each) for each in zip(*((e.heldout_fvu, e.low, e.high) for e in estimates), strict=True)]
+    means = [fmean(each) for each in zip(*((e.heldout_fvu, e.low, e.high) for e in estimates), strict=True)]
     return Estimate(means[0], means[1], means[2], min(one.past_runs for one in estimates))
 
 

@@ -75,6 +75,8 @@ class Watcher:
         self._unmended = ""
         self._detail_reader: JobReader | None = None
         self._forecaster = Forecaster(data)
+        self._n_read = 0  # how many of the reader's news are in `news`
+        self._told: set[int] = set()  # the jobs whose forecast has failed, or that forecasts leave out
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
     @property
@@ -125,7 +127,8 @@ class Watcher:
         changed = jobs.poll()
         problem = jobs.problem or jobs.passed_over or self._unmended
         changed = changed or problem != self._problem
-        self.jobs, self.news, self._problem = jobs.jobs, jobs.news, problem
+        self.jobs, self._problem = jobs.jobs, problem
+        self.news, self._n_read = (*self.news, *jobs.news[self._n_read :]), len(jobs.news)
         self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
         return self._read_detail(self._detail_reader, jobs.jobs) or changed
@@ -162,11 +165,23 @@ class Watcher:
         return True
 
     def _forecasts(self, view: JobView, series: Series, jobs: Sequence[JobView]) -> Mapping[str, Forecast]:
+        """Return the forecasts for a job; report every failure only once per job, since it repeats at each tick."""
         try:
-            return self._forecaster.forecasts(view, series, jobs)
-        except Exception:
+            found = self._forecaster.forecasts(view, series, jobs)
+        except Exception as error:
             # A forecast reads the settings of many jobs. None of them may hide this job's screen.
+            self._warn(view.id, f"has no forecast because of a bug in sae-tui: {error!r}")
             return {}
+        for job_id, why in self._forecaster.unread.items():
+            self._warn(job_id, f"is left out of forecasts: {why}")
+        return found
+
+    def _warn(self, job_id: int, message: str) -> None:
+        """Add a warning to the news, unless there is one about this job."""
+        if job_id not in self._told:
+            self._told.add(job_id)
+            event = Event(timestamp=time.time(), level="warning", kind="forecast", message=message)
+            self.news += (News(job_id, event),)
 
     def _with_idle(self, held: Holders) -> Holders:
         """Add descriptions of GPUs that are held but idle, updated once per minute."""

@@ -56,6 +56,18 @@ def test_saes_that_differ_only_in_the_seed_are_one_candidate(make_job: MakeJob) 
     }
 
 
+def test_in_a_sweep_over_architectures_only_those_without_a_penalty_compete(make_job: MakeJob) -> None:
+    work = halved(make_job, sae={"architecture": ["topk", "batch_topk", "jumprelu"]}, train={"lr": [0.01, 0.02]})
+    assert [[*contest] for contest in labels_of(work)] == [
+        [f"architecture={name},lr=0.01", f"architecture={name},lr=0.02"] for name in ("topk", "batch_topk")
+    ]
+    (warning,) = halving_problems(work)
+    assert (warning.path, warning.severity) == ("train.halving", "warning")
+    assert warning.message == "drops no jumprelu SAEs, because their L0 depends on a penalty; these train to the end"
+    # Two of the four SAEs that compete are dropped, and the two others train to the end.
+    assert 2 / 3 < trained_share(work) < 0.9
+
+
 def test_random_twins_do_not_compete(make_job: MakeJob) -> None:
     (contest,) = labels_of(halved(make_job, train={"lr": [0.01, 0.02], "random_twin": True}))
     assert [*contest] == ["freeze=off,lr=0.01", "freeze=off,lr=0.02"]

@@ -11,7 +11,7 @@ from support.report_cards import FIGURES, SPLICED, card_table
 
 from trainer.contract.runs.card_figures import cautions, figures_of, over_seeds, title_of_group
 from trainer.contract.runs.how_far import HowFar
-from trainer.contract.runs.report_card import Card
+from trainer.contract.runs.report_card import Card, facts, summary
 
 
 def card(**parts: Any) -> Card:
@@ -74,3 +74,48 @@ def test_each_warning_has_a_remedy() -> None:
     assert [caution.text.partition(" ")[0] for caution in cautions(one)] == ["dimension", "the", "stopped"]
     assert all(caution.remedy for caution in cautions(one))
     assert not cautions(card())
+
+
+@pytest.mark.parametrize(
+    ("figures", "spliced", "words"),
+    [
+        ({"n_clusters": 2, "clustered_by": "texts"}, {}, "the rows come from only 2 texts, too few to say how exact"),
+        ({"n_clusters": 1, "clustered_by": "blocks"}, {}, "the rows come from only 1 block, too few to say how exact"),
+        ({"n_tokens": 3}, {}, "only 3 rows were measured, too few to say how exact the figures are"),
+        ({}, {"n_texts": 2}, "the model read only 2 texts, too few to say how exact its scores are"),
+    ],
+)
+def test_a_card_measured_on_few_texts_or_rows_says_so_everywhere(
+    figures: dict[str, Any], spliced: dict[str, Any], words: str
+) -> None:
+    one = card(figures=FIGURES | figures, spliced=SPLICED | spliced)
+    (caution,) = [each.text for each in cautions(one) if words in each.text]
+    assert caution in summary(one)
+    assert caution in dict(facts(one))["note"]
+    enough = card(figures=FIGURES | {"n_clusters": 4, "clustered_by": "texts"}, spliced=SPLICED | {"n_texts": 4})
+    assert not [each for each in cautions(enough) if "too few" in each.text]
+
+
+def test_shares_and_correlations_from_too_few_rows_are_not_shown() -> None:
+    stability = {"others": ["seed=1"], "share": 0.5, "median": 0.7, "encoder_share": 0.25, "firing_correlation": 0.5}
+    few: set[str] = {"dense_10", "firing_correlation"}
+    for n_rows, shown in ((1000, few | {"dense_1"}), (100, few), (99, set())):
+        one = card(figures=FIGURES | {"n_tokens": n_rows}, stability=stability | {"n_rows": n_rows, "rows": "1f"})
+        names = {each.name for each in figures_of(one)}
+        assert names & {"dense_1", "dense_10", "firing_correlation"} == shown
+    assert dict(facts(one))["latents"].endswith("too few rows to say which are dense")
+    assert dict(facts(one))["stability"].endswith("; 99 rows, too few to say how firing correlates")
+    assert "dense" not in summary(one)
+
+
+def test_the_figures_of_refined_activations_are_compared_only_after_as_many_steps() -> None:
+    refined = {"n_steps": 2, "fvu": 0.2, "fvu_error": 0.01, "l0": 30.5}
+    one = card(figures=FIGURES | {"refined": refined})
+    found = {each.name: each for each in figures_of(one)}
+    assert (found["refined_fvu"].text, found["refined_fvu"].error_text, found["refined_l0"].text) == (
+        "0.2000", "0.0100", "30.5",
+    )  # fmt: skip
+    other = {each.name: each for each in figures_of(card(figures=FIGURES | {"refined": refined | {"n_steps": 1}}))}
+    assert other["refined_fvu"].condition != found["refined_fvu"].condition
+    assert dict(facts(one))["FVU, refined"] == "0.2000 ± 0.0100 at L0 30.5, with refine=2 in Python only"
+    assert "refined_fvu" not in {each.name for each in figures_of(card())}

@@ -153,7 +153,7 @@ BAD = [
     ("name", 5, "must be a string"),
     ("name", "x" * 81, "of at most 80 characters"),
     ("data.source", "shard", 'must be "shards" or "synthetic" or "model", not "shard"'),
-    ("data.source", 5, "must be a string, not 5"),
+    ("data.source", 5, 'must be "shards" or "synthetic" or "model", not 5'),
     ("data.path", "", "at least 1 character"),
     ("data.path", 5, "must be a string"),
     ("sae.architecture", "topkk", f'must be {" or ".join(map(json.dumps, ARCHITECTURES))}, not "topkk"'),
@@ -229,7 +229,8 @@ def test_no_setting_accepts_a_date_or_a_table(path: str, setting: Setting) -> No
         job, problems = parse_job(table_with(path, value))
         assert job is None
         assert [problem.path for problem in problems] == [path]
-        assert problems[0].message.startswith(f"must be {setting.wanted}, not ")
+        wanted = " or ".join(map(json.dumps, choices_of(path, setting)))
+        assert problems[0].message.startswith((f"must be {setting.wanted}, not ", f"must be {wanted}, not "))
 
 
 def test_a_job_file_with_a_byte_order_mark_and_windows_line_endings_is_read(tmp_path: Path) -> None:
@@ -282,8 +283,32 @@ def test_a_missing_data_path_is_reported_with_its_description() -> None:
     assert problem.message.startswith("is missing: Folder or file of shards")
 
 
-def test_the_settings_of_an_unknown_architecture_are_not_checked() -> None:
-    _, problems = parse_job(MINIMAL | {"sae": {"architecture": "topkk", "l1_coefficient": 3.0}})
+def test_with_unknown_entries_all_other_wrong_settings_are_reported_too() -> None:
+    _, problems = parse_job(
+        {
+            "data": {"source": "synthetik", "n_rows": 0, "rows": 5},
+            "sae": {"architecture": "topkk", "k": -3, "d_sae": "wide", "penalty": "loud", "foo": 3},
+            "train": {"optimizer": 3, "beta1": -1, "lr": -1},
+            "launch": {"backend": "slum", "constraint": 5},
+        }
+    )
+    assert sorted(problem.path for problem in problems) == [
+        "data.n_rows", "data.rows", "data.source", "launch.backend", "launch.constraint",
+        "sae.architecture", "sae.d_sae", "sae.foo", "sae.k", "sae.penalty",
+        "train.beta1", "train.lr", "train.optimizer",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sae",
+    [
+        {"architecture": "topkk", "k": [16, 32], "sparsity_coefficient": 2.0},
+        {"architecture": 5, "n_levels": 4},
+        {"architecture": ["gated", "topkk"], "sparsity_coefficient": [1.0, 2.0], "k_aux": 64},
+    ],
+)
+def test_settings_that_any_architecture_has_are_no_mistakes_if_the_architecture_is_unknown(sae: dict[str, Any]) -> None:
+    _, problems = parse_job(MINIMAL | {"sae": sae})
     assert [problem.path for problem in problems] == ["sae.architecture"]
 
 

@@ -186,7 +186,7 @@ def test_a_written_sweep_is_read_back_unchanged(table: dict[str, Any]) -> None:
         ({"sae": {"k": [16, [32]]}}, "sae.k", "must be an integer of at least 1 (latents), not [32]"),
         ({"sae": {"k": []}}, "sae.k", "must be an integer of at least 1 (latents), not []"),
         ({"sae": {"architecture": ["topk", "flat"]}}, "sae.architecture", 'not "flat"'),
-        ({"sae": {"architecture": ["topk", 5]}}, "sae.architecture", "must be a string, not 5"),
+        ({"sae": {"architecture": ["topk", 5]}}, "sae.architecture", '"standard" or "round", not 5'),
         (
             {"sae": {"architecture": ["topk", "round"], "roundness": [1, 0]}},
             "sae.roundness",

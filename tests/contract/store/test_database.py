@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlite_utils import Database
 from support.new_stores import statements_of, text_of
 
 from trainer.contract.store import database
@@ -75,6 +74,8 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_old_store_with_a_damaged_list_of_gpus_is_migrated(tmp_path: Path) -> None:
+    from sqlite_utils import Database
+
     file = tmp_path / "a.db"
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
         old = Database(connection)

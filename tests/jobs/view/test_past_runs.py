@@ -159,17 +159,43 @@ def test_a_job_without_a_recipe_has_no_forecast_and_does_not_disturb_others(box,
     assert found.end.past_runs == 3
 
 
-def test_a_forecast_that_fails_does_not_hide_the_job(box, record, monkeypatch):
-    def fail(*args):
-        raise ZeroDivisionError
-
-    job = record(0.3, 0.5, JobState.RUNNING)
-    monkeypatch.setattr(Forecaster, "forecasts", fail)
-    watcher = Watcher(box.data, lambda: None, readonly=True)
+@pytest.fixture
+def look(box, monkeypatch):
+    """Return a function that follows a job, polls it as the app does, and returns its details and the warnings."""
+    watcher, reader = Watcher(box.data, lambda: None, readonly=True), JobsReader(box.data)
     monkeypatch.setattr(watcher, "_reconcile", str)
-    watcher.follow(job.id)
-    watcher._look(JobsReader(box.data))
-    assert (watcher.detail.view.id, watcher.detail.forecasts) == (job.id, {})
+
+    def poll(job: Job):
+        watcher.follow(job.id)
+        watcher._look(reader)
+        return watcher.detail, [(one.job_id, one.event.message) for one in watcher.news]
+
+    return poll
+
+
+def test_a_forecast_that_fails_is_reported_once_per_job_and_does_not_hide_the_job(box, record, look, monkeypatch):
+    jobs = [record(0.3, 0.5, JobState.RUNNING) for _ in range(2)]
+    monkeypatch.setattr(past_runs, "_forecast", lambda *_: 1 / 0)
+    told = "has no forecast because of a bug in sae-tui: ZeroDivisionError('division by zero')"
+    for n_evaluations in range(3):
+        write(box, jobs[0], {25 + n_evaluations: 0.4})  # a new value is forecast again
+        detail, warnings = look(jobs[0])
+        assert (detail.view.id, detail.forecasts, warnings) == (jobs[0].id, {}, [(jobs[0].id, told)])
+    assert look(jobs[1])[1] == [(job.id, told) for job in jobs]
+
+
+def test_a_past_run_that_cannot_be_read_is_reported_once_but_a_deleted_one_is_not(box, record, look):
+    past = [record(0.2, gain) for gain in (0.78, 0.79, 0.8, 0.81, 0.82)]
+    job = record(0.3, 0.5, JobState.RUNNING)
+    box.data.run(past[0].id).metrics_db.unlink()
+    box.data.run(past[1].id).metrics_db.write_bytes(b"no store" * 100)
+    for n_evaluations in range(2):
+        write(box, job, {51 + n_evaluations: 0.3})
+        detail, ((job_id, message),) = look(job)
+        assert (job_id, detail.forecasts[""].end.past_runs) == (past[1].id, 3)
+        assert message.startswith(
+            f"is left out of forecasts: the store {box.data.run(past[1].id).metrics_db} is corrupt"
+        )
 
 
 def test_nothing_is_read_or_computed_again_before_something_is_new(box, record, monkeypatch):

@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from sae_tui.jobs.view.quality import (
     Curve,
@@ -34,13 +33,19 @@ def run(halfway: float, gain: float, **settings: float | str) -> PastRun:
     return PastRun(recipe(**settings), ((0.25, 2 * halfway), (0.5, halfway), (1.0, gain * halfway)))
 
 
+def students_t(degrees: int) -> float:
+    from scipy import stats
+
+    return float(stats.t.ppf(0.9, degrees))
+
+
 def now(fvu: float, share: float = 0.5) -> Curve:
     return ((share / 2, 2 * fvu), (share, fvu))
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 5, 10, 30])
 def test_quantiles_of_students_t_agree_with_scipy(degrees):
-    assert t_quantile(0.9, degrees) == pytest.approx(stats.t.ppf(0.9, degrees), rel=4e-3)
+    assert t_quantile(0.9, degrees) == pytest.approx(students_t(degrees), rel=4e-3)
 
 
 @pytest.mark.parametrize(("n", "columns"), [(3, 0), (6, 1), (9, 3)])
@@ -54,7 +59,7 @@ def test_a_fit_and_its_bands_agree_with_numpy(n, columns):
     error = math.sqrt(squares / degrees * (1 + at @ np.linalg.inv(design.T @ design) @ at))
     fit = least_squares(x.tolist(), y.tolist())
     assert fit.slopes == pytest.approx(beta[1:].tolist())
-    assert fit.predict(new.tolist()) == pytest.approx((at @ beta, stats.t.ppf(0.9, degrees) * error), rel=4e-3)
+    assert fit.predict(new.tolist()) == pytest.approx((at @ beta, students_t(degrees) * error), rel=4e-3)
 
 
 def test_settings_that_always_change_together_cannot_be_separated():
@@ -72,7 +77,7 @@ def test_the_final_value_is_forecast_from_the_same_share_of_past_runs():
     past = [run(0.2, gain) for gain in (0.80, 0.82, 0.84)]
     found = at_end(recipe(), now(0.3), past)
     logs = np.log([0.80, 0.82, 0.84])
-    half = stats.t.ppf(0.9, 2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
+    half = students_t(2) * logs.std(ddof=1) * math.sqrt(1 + 1 / 3)
     assert found.heldout_fvu == pytest.approx(0.3 * math.exp(logs.mean()))
     assert math.log(found.high / found.low) / 2 == pytest.approx(half, rel=4e-3)
     assert found.past_runs == 3

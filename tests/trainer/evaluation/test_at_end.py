@@ -6,7 +6,8 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from trainer.activations.open_source import open_source
 from trainer.cli import main
+from trainer.contract.progress import Planned, Progress
 from trainer.contract.runs.features import Features
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
@@ -100,6 +103,20 @@ def test_saes_that_differ_only_in_their_seed_are_compared_by_the_run_and_by_eval
         assert again["firing_correlation"] == pytest.approx(own["firing_correlation"], rel=1e-3)
 
 
+def test_the_features_file_has_the_firing_correlation_of_each_latent(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job(train={"seed": [0, 1]})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    for seed in (0, 1):
+        folder = tmp_path / "sae" / f"seed={seed}"
+        features, stability = Features(folder / "features.safetensors"), read_card(folder).stability
+        found = [features.feature(latent).firing_correlation for latent in range(features.n_latents)]
+        known = [one for one in found if one is not None]
+        assert sum(known) / len(known) == pytest.approx(stability.firing_correlation, abs=1e-5)
+
+
 def test_keep_rows_correlates_activations_only_if_that_was_not_done(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +141,38 @@ def test_keep_rows_correlates_activations_only_if_that_was_not_done(
     assert main(evaluation) == 0
     assert compared == [["seed=0", "seed=1"]]
     assert json.loads(file.read_text())["stability"]["firing_correlation"] is not None
+
+
+class NotedProgress(Progress):
+    """A `Progress` that notes its plan and the names of all stages."""
+
+    def __init__(self, what: str, planned: Mapping[str, Planned] | None = None) -> None:
+        super().__init__(what, planned)
+        self.plan, self.names = {name: one.times for name, one in (planned or {}).items()}, Counter[str]()
+        noted.append(self)
+
+    def stage(self, name: str, total: float | None = None) -> None:
+        self.names[name] += 1
+        super().stage(name, total)
+
+
+noted: list[NotedProgress] = []
+
+
+def test_the_plan_of_an_evaluation_has_every_pass_over_the_saes_that_are_left(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.evaluation.command.Progress", NotedProgress)
+    train = {"lr": [0.01, 1e-5], "seed": [0, 1], "n_steps": 100, "eval_every": 100, "halving": True}
+    job = make_job(train=train)
+    trainer = trained(make_trainer, job, kept)
+    assert len(trainer.learners) == 2
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    evaluation = ["eval", str(tmp_path), "--device", "cpu", "--contexts", "0"]
+    assert main(evaluation) == 0
+    assert noted[-1].names == noted[-1].plan == {"rows": 6, "stability across seeds": 1, "firing across seeds": 1}
+    assert main([*evaluation, "--keep-rows"]) == 0
+    assert noted[-1].names == noted[-1].plan == {}
 
 
 def test_report_cards_from_the_run_and_from_eval_include_the_random_twins_figures(

@@ -6,10 +6,11 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.layouts import D_IN as LAYOUTS_WIDTH
 from support.layouts import LAYOUTS
 from support.report_cards import put_card
@@ -17,14 +18,14 @@ from support.saes import made
 
 from trainer.cli import main
 from trainer.contract.errors import UserError
-from trainer.contract.runs.card_versions import weights_of
+from trainer.contract.runs.card_versions import KS, weights_of
 from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation import stability
 from trainer.evaluation.exported import ExportedSae
-from trainer.sharing.base import shared_form
+from trainer.sharing.base import SharedSae, shared_form
 from trainer.sharing.dictionary_learning import DictionaryLearning
 from trainer.sharing.saelens import SaeLens, export_sae
 from trainer.training.loop import Trainer
@@ -285,6 +286,25 @@ def test_renamed_saes_are_compared_if_their_metadata_differ_only_in_the_seed(
         assert own | {"others": None} == named[label]["stability"] | {"others": None}
 
 
+@pytest.mark.parametrize("names_hook", [False, True])
+def test_saes_of_other_layers_with_the_same_recipe_are_not_seeds_of_each_other(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown, names_hook: bool
+) -> None:
+    shutil.copytree(activations, other := tmp_path / "other")
+    for layer, folder in enumerate((activations, other)):
+        if names_hook:
+            (folder / "meta.json").write_text(json.dumps({"hook_name": f"resid_post.{layer}"}))
+    for file in () if names_hook else other.glob("*.safetensors"):
+        save_file({"activations": load_file(file)["activations"] * 2}, file)
+    for seed, data in enumerate((activations, other)):
+        job = make_job(data={"path": str(data)}, train={"seed": seed})
+        for folder in ("renamed/a", "named/seed="):
+            assert make_trainer(job, output=tmp_path / f"{folder}{seed}").run()
+    for folder in ("renamed", "named"):
+        found = cards(capsys, str(tmp_path / folder), "--data", str(activations))
+        assert [card["stability"] for card in found] == [None, None]
+
+
 def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_that_k(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
@@ -306,6 +326,35 @@ def test_an_sae_for_several_k_reports_the_same_fvu_at_each_k_as_an_export_with_t
         assert alone["figures"]["l0"] <= at["k"]
     text = (run / "sae" / "README.md").read_text()
     assert "| FVU by k | 2: " in text
+
+
+def test_rows_are_encoded_once_for_all_values_of_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    metadata = {KS: [1, 3, 8]}
+    config = {"architecture": "topk", "k": 8}
+    weights = {
+        "W_enc": torch.randn(6, 20),
+        "W_dec": torch.randn(20, 6),
+        "b_enc": torch.randn(20),
+        "b_dec": torch.randn(6),
+    }
+    sae = ExportedSae(SharedSae(config, weights, metadata, k=8), torch.device("cpu"))
+    n_products, product = 0, ExportedSae._product
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal n_products
+        n_products += 1
+        return product(*arguments)
+
+    monkeypatch.setattr(ExportedSae, "_product", counted)
+    x = torch.randn(50, 6)
+    acts, x_hats = sae.reconstruct_with_each_k(x)
+    assert n_products == 1
+    torch.testing.assert_close(acts.values, sae.encode(x).values)
+    for k, x_hat in zip((1, 3, 8), x_hats, strict=True):
+        largest = acts.values.topk(k, dim=1)
+        alone = torch.zeros_like(acts.values).scatter(1, largest.indices, largest.values)
+        torch.testing.assert_close(x_hat, alone @ weights["W_dec"] + weights["b_dec"])
 
 
 def test_figures_at_one_k_are_not_kept_on_the_card_of_another_k(
@@ -358,3 +407,40 @@ def test_odd_values_of_k_in_a_foreign_file_are_ignored(
     ks = [one["k"] for one in card["figures"]["by_k"]]
     assert ks == expected
     assert read_card(tmp_path / "sae") is not None
+
+
+def test_a_card_shows_the_figures_of_refined_activations_only_if_asked(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    run, folder = tmp_path / "run", tmp_path / "run" / "sae"
+    job = make_job()
+    assert make_trainer(job, checkpoints=run / "checkpoints", output=folder).run()
+    (run / "job.toml").write_text(dump_job(job))
+    (plain,) = cards(capsys, str(run), "--contexts", "0")
+    assert plain["figures"]["refined"] is None
+    assert "refined" not in (folder / "README.md").read_text()
+    (of_run,), (of_folder,) = cards(capsys, str(run), "--refine", "2"), cards(capsys, str(folder), "--refine", "2")
+    for card in (of_run, of_folder):
+        refined = card["figures"]["refined"]
+        assert refined["n_steps"] == 2
+        assert refined["fvu"] < card["figures"]["fvu"] == pytest.approx(plain["figures"]["fvu"], rel=1e-4)
+        assert refined["l0"] <= card["figures"]["l0"]
+        assert refined["fvu"] == pytest.approx(of_run["figures"]["refined"]["fvu"], rel=1e-3)
+    assert "| FVU, refined | 0." in (folder / "README.md").read_text()
+    # A later evaluation on the same rows keeps these figures, and an export does not contain them.
+    (later,) = cards(capsys, str(run), "--contexts", "0")
+    assert later["figures"]["refined"] == of_folder["figures"]["refined"]
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert "refined" not in (tmp_path / "out" / "cfg.json").read_text()
+
+
+@torch.no_grad()
+def test_the_refinement_of_a_transcoder_and_without_rows_is_refused(
+    alone: str, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    export_sae(made("jumprelu", 16), transcoder := tmp_path / "transcoder", {})
+    data = ("--data", str(activations), "--device", "cpu", "--refine", "1")
+    assert main(["eval", str(transcoder), *data, "--targets", str(activations)]) != 0
+    assert capsys.readouterr().err.startswith("--refine: must be 0 for a transcoder")
+    assert main(["eval", alone, *data, "--keep-rows"]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("--refine: is measured on rows; leave out --keep-rows")

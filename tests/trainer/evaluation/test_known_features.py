@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def test_an_sae_made_of_the_true_features_is_nearly_perfect_and_a_random_one_is_
     assert (best.mcc, best.uniqueness) == (pytest.approx(1), 1)
     assert worst.f1 < 0.2
     assert best.f1_error < worst.f1 + 0.05
+
+
+@pytest.mark.parametrize("n_latents", [50, 64, 90])
+def test_if_all_best_partners_differ_the_mcc_needs_no_scipy(n_latents: int, monkeypatch) -> None:
+    optimize = pytest.importorskip("scipy.optimize")
+    cosines = torch.rand(n_latents, 64, generator=torch.Generator().manual_seed(0))
+    cosines += torch.eye(n_latents, 64)
+    best = cosines.numpy()[optimize.linear_sum_assignment(cosines.numpy(), maximize=True)].mean()
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert module._matched(cosines) == pytest.approx(best)
 
 
 def test_wide_saes_get_no_mcc_but_the_same_other_figures(monkeypatch) -> None:

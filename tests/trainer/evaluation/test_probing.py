@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from scipy import sparse
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import roc_auc_score
+from support.combinations import slow_except
 from support.extractions import CPU, extraction_job, run
 from support.probe_texts import two_classes, write_set
 from support.tiny_models import FAMILIES, make_model, sentences
@@ -61,6 +59,8 @@ def test_noise_scores_at_chance_level_and_spread_out_information_needs_many_late
 
 
 def test_latents_are_ranked_as_in_a_naive_loop() -> None:
+    from scipy import sparse
+
     generator = np.random.default_rng(0)
     acts = np.maximum(generator.normal(size=(60, 9)), 0) * generator.uniform(0.1, 10, size=9)
     acts[:, 7] = 0
@@ -76,6 +76,9 @@ def test_latents_are_ranked_as_in_a_naive_loop() -> None:
 
 
 def test_a_probe_matches_scikit_learn_with_the_penalty_that_is_best_on_the_last_fifth() -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+
     one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
     order = generator.permutation(N)
     x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
@@ -161,7 +164,7 @@ def alone(folder: Path, text: str) -> torch.Tensor:
     return output.hidden_states[2][0, len(before) + len(own) - 1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except([*FAMILIES][:2], FAMILIES))
 def test_each_text_gets_the_same_row_as_without_batching(tiny: Callable[[str], Path], family: str) -> None:
     texts = sentences(12)
     rows = last_rows(load(tiny(family)), texts, CONTEXT)

@@ -149,8 +149,7 @@ def test_the_state_is_json_and_can_be_restored_in_another_stream(make: Make) -> 
     assert torch.equal(rest_of(other), rest)
 
 
-@pytest.mark.parametrize("hook", ["resid_post.1", "mlp.0"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "hook"), [(2, "resid_post.1"), (3, "mlp.0")])
 def test_ranks_with_the_same_tokens_each_read_a_part_of_the_text_and_get_all_rows(
     size: int, hook: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

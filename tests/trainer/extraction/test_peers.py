@@ -157,7 +157,7 @@ def test_killing_a_rank_at_any_moment_changes_no_byte_in_the_output(make: Make, 
     job = make(n_tokens=600, shard_rows=50)
     (file := tmp_path / "job.toml").write_text(tomli_w.dumps(to_table(job)))
     (root := tmp_path / "killed").mkdir()
-    command = [sys.executable, ROOT / "tests/support/killed_ranks.py", file, root, "0", "4", str(size)]
+    command = [sys.executable, ROOT / "tests/support/killed_ranks.py", file, root, "0", str(2 * size - 2), str(size)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

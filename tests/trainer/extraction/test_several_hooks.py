@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
+from support.combinations import slow_unless
 from support.extractions import CPU, run
 from support.saes import peer
 from support.tiny_models import D_IN, sentences
@@ -120,8 +121,13 @@ def stored(make: Make, long_text: Path) -> Path:
     return Path(job.extract.output)
 
 
-@pytest.mark.parametrize("hooks", [HOOKS, TRANSCODERS], ids=["SAEs", "transcoders"])
-@pytest.mark.parametrize("source", ["model", "shards"])
+@pytest.mark.parametrize(
+    ("source", "hooks"),
+    slow_unless(
+        lambda source, hooks: (source == "model") == (hooks is HOOKS),
+        [(source, hooks) for source in ("model", "shards") for hooks in (HOOKS, TRANSCODERS)],
+    ),
+)
 def test_each_sae_equals_an_sae_trained_at_its_hook_alone(
     source: str,
     hooks: list[str],

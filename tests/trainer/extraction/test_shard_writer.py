@@ -14,14 +14,16 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.extraction.shard_writer import DimensionSums, RowOrigin, ShardBuffer, add_sums
+from trainer.extraction.shard_writer import DimensionSums, ShardBuffer, StoredOrigin, add_sums
 
 
-def rows(first: int, n: int) -> tuple[list[Tensor], RowOrigin]:
+def rows(first: int, n: int) -> tuple[list[Tensor], StoredOrigin]:
     """Return rows from two hooks with 3 and 2 dimensions. Each value is the row number, negated for the second hook."""
     numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
     ids = numbers[:, 0].int()
-    return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], RowOrigin(ids, ids + 1000, ids // 10)
+    return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], StoredOrigin(
+        ids, ids + 1000, ids // 10, ids.long()
+    )
 
 
 @pytest.fixture
@@ -43,7 +45,8 @@ def test_each_shard_contains_the_next_rows_in_the_same_order_for_all_hooks(block
         for tensors in (a, b):
             assert (tensors["positions"] - 1000).tolist() == tensors["token_ids"].tolist() == ids
             assert tensors["document"].tolist() == [one // 10 for one in ids]
-            assert {one.dtype for name, one in tensors.items() if name != "activations"} == {torch.int32}
+            assert [tensors[name].dtype for name in StoredOrigin._fields] == [torch.int32] * 3 + [torch.int64]
+            assert tensors["place"].tolist() == ids
     assert (blocks.is_full, blocks.n_waiting) == (False, 4)
     assert [shard.n_tokens for shard, _ in blocks.write(2)] == [4, 4]
     assert blocks.n_waiting == 0
@@ -74,7 +77,7 @@ def test_a_shard_has_the_same_bytes_as_one_written_by_safetensors(tmp_path: Path
     numbers = torch.arange(n, dtype=torch.int32)
     for first in range(0, n, 5000):
         part = slice(first, first + 5000)
-        blocks.add([x[part]], RowOrigin(numbers[part], numbers[part] + 1, numbers[part] // 9))
+        blocks.add([x[part]], StoredOrigin(numbers[part], numbers[part] + 1, numbers[part] // 9, numbers[part].long()))
     ((shard, _),) = blocks.write(0)
     file = tmp_path / shard.name
     stored = load_file(file)
@@ -85,7 +88,7 @@ def test_a_shard_has_the_same_bytes_as_one_written_by_safetensors(tmp_path: Path
 def test_only_selected_rows_are_stored(blocks: ShardBuffer, tmp_path: Path) -> None:
     some, origin = rows(0, 20)
     at = torch.tensor([1, 2, 3, 5, 8, 13, 18, 19, 0, 4])
-    blocks.add(some, RowOrigin(*(one[at] for one in origin)), at)
+    blocks.add(some, StoredOrigin(*(one[at] for one in origin)), at)
     blocks.write(0)
     for hook, sign in (("a", 1), ("b", -1)):
         stored = load_file(tmp_path / hook / "shard-00000.safetensors")
@@ -97,7 +100,10 @@ def test_only_selected_rows_are_stored(blocks: ShardBuffer, tmp_path: Path) -> N
 def test_statistics_equal_those_computed_in_float64_over_all_shards(tmp_path: Path) -> None:
     x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
     blocks = ShardBuffer([tmp_path], shard_rows=5000, seed=0)
-    blocks.add([x.to(torch.bfloat16)], RowOrigin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
+    blocks.add(
+        [x.to(torch.bfloat16)],
+        StoredOrigin(*(torch.zeros(9000, dtype=torch.int32),) * 3, torch.zeros(9000, dtype=torch.int64)),
+    )
     together: DimensionSums | None = None
     for number in range(2):
         together = add_sums(together, blocks.write(number)[0][1])

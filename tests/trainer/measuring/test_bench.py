@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from support.combinations import slow_except
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
@@ -92,7 +93,7 @@ def test_on_a_gpu_each_phase_includes_the_kernels_launched_in_it_by_any_thread()
     assert list(found.values()) == pytest.approx([90, 7, 180, 0, 0, 3])
 
 
-@pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", slow_except(["topk", "gated"], catalog.ARCHITECTURES))
 def test_the_encoder_phase_is_measured_for_each_architecture(
     architecture: str, make_job: MakeJob, single: Parallel
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.combinations import ALL
+from support.combinations import ALL, combined
 from support.fake_gpu import job_of
 from support.kernels import use_kernels
 from support.steps import skips
@@ -220,7 +220,7 @@ def measuring() -> Iterator[Measuring]:
 
 def assert_measured(one: Learner) -> None:
     """Assert that the gradient norms and dot products for one step match a float64 reference."""
-    (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
+    square, of_all, dims = one._update.measure_latents(), one._update.measure_shared(), one.sae.latent_dims()
     torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
     expected = sum(vector.grad.double().square().sum() for vector in vectors)
@@ -239,12 +239,7 @@ def assert_measured(one: Learner) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "precision", "widest"),
-    [
-        (one, precision, 4096)
-        for one in ("topk", "batch_topk", "matryoshka_batch_topk")
-        for precision in ("fp32", "bf16", "fp16")
-    ]
-    + [("topk", "fp16", 32), ("batch_topk", "fp32", 32), ("matryoshka_batch_topk", "bf16", 32)],
+    combined(("topk", "batch_topk", "matryoshka_batch_topk"), ("fp32", "bf16", "fp16"), (4096, 32)),
 )
 def test_gradients_are_measured_while_they_are_summed(
     architecture: str, precision: str, widest: int, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
@@ -400,7 +395,7 @@ def test_a_latents_step_does_not_depend_on_the_other_latents_on_its_rank(moments
         assert by_rows is not None
         for number in range(2):
             weights.grad, encoder.grad = rows(7, 72, 10 + number)[some], rows(7, 72, 20 + number)[some].T
-            by_rows.measure()
+            by_rows.measure_latents()
             by_rows.step(1 - optimizer.found_inf)
         return [weights.detach(), encoder.detach().T, optimizer.state[encoder]["exp_avg"].T]
 
@@ -422,7 +417,7 @@ def test_the_weights_match_a_float64_reference() -> None:
     for number in range(1, 6):
         weights.grad = rows(4, 36, 10 + number)
         grad = weights.grad.double()
-        by_rows.measure()
+        by_rows.measure_latents()
         by_rows.step(1 - optimizer.found_inf)
         grad -= (grad * exact).sum(dim=1, keepdim=True) * exact
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
@@ -450,7 +445,7 @@ def test_vector_steps_match_float64_and_can_be_continued_by_torch(n: int, beta1:
         before = vector.detach().clone()
         # The last step uses torch instead of the kernels.
         if number < 6:
-            by_rows.measure()
+            by_rows.measure_latents()
             by_rows.step(1 - optimizer.found_inf)
             assert vector.grad is None
         optimizer.step()

@@ -51,7 +51,9 @@ def test_all_ranks_make_the_same_exchanges_and_learn_the_same_as_a_single_rank(
     architecture: str, path: str, data: Tensor
 ) -> None:
     (alone,) = trained(job(architecture, 1, 1), data, 1, 1, N_STEPS)
-    for n_ranks, sharing in grids(SIZES[path]):
+    # Eight ranks take two thirds of the time, and only their number of groups differs from four ranks.
+    sizes = SIZES[path] if architecture in ("batch_topk", "jumprelu") else (2, 4)
+    for n_ranks, sharing in grids(sizes):
         ranks = trained(job(architecture, n_ranks, sharing), data, n_ranks, sharing, N_STEPS)
         for one, other in itertools.combinations(ranks, 2):
             assert in_step(one.calls, other.calls), f"{n_ranks} ranks, {sharing} share the latents"

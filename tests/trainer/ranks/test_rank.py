@@ -189,10 +189,10 @@ def test_the_error_for_nccl_running_out_of_memory_names_the_setting_to_change(tm
 
 _STOPPED_AGAIN = """
 import os, signal, threading
-from trainer.ranks.rank import _hold_signals, _stop_on_sigterm
+from trainer.ranks.rank import hold_signals, _stop_on_sigterm
 from trainer.reporting.progress import RunProgress
 
-_hold_signals()
+hold_signals()
 stop = threading.Event()
 _stop_on_sigterm(stop, RunProgress(), 60, os.getppid())
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):

@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -29,6 +28,8 @@ def square_errors(x: Tensor, acts: Tensor, W_dec: Tensor) -> Tensor:
 
 
 def test_many_steps_reach_the_least_squares_solution_for_the_chosen_latents() -> None:
+    from scipy.optimize import nnls
+
     x, W_dec, acts = (tensor.double() for tensor in problem())
     found = refined(x, DenseActs(acts), W_dec, 300).dense()
     errors = square_errors(x, found, W_dec).tolist()

@@ -79,7 +79,7 @@ def _run(folder: Path) -> SharedSae:
 def _import(folder: Path, world: Path) -> SharedSae:
     """Import an SAE, and return the SAE that the new run exports."""
     sets = [f"data.target_path={world / 'acts'}"] if "transcode" in (folder / "kind").read_text() else []
-    import_sae(folder, folder / "run", str(world / "acts"), sets)
+    import_sae(folder, folder / "run", [str(world / "acts")], sets)
     output = folder / "run" / "sae"
     names = {"cfg.json", "sae.safetensors"}
     form = "sparsify" if names <= {file.name for file in output.iterdir()} else "saelens"

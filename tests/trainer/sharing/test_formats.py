@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.features import MOVED, SPREAD, features_file
 from support.saes import KINDS, TRANSCODERS, made, new_sae, peer, put_bar_into_a_gap
 from torch import Tensor
@@ -20,6 +21,7 @@ from trainer.contract.settings.catalog import FORMATS
 from trainer.saes.base import Sae
 from trainer.saes.topk import TopK
 from trainer.sharing.base import Format, SharedSae, shared_form
+from trainer.sharing.circuit_tracer import member_of, notes_of_set
 
 SCALE = 0.4
 ORIGIN = {
@@ -116,7 +118,7 @@ def test_circuit_tracer_computes_the_same_results_as_the_transcoder(
     _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32, skip=skip)
     gap, *of_topk = notes
     assert gap == "circuit-tracer loads sets that start at layer 0 and have no gaps, but layers 0, 1 are missing"
-    assert ["since version 0.5.0" in note for note in of_topk] == ([True] if kind == "topk" else [])
+    assert ["since April 2026" in note for note in of_topk] == ([True] if kind == "topk" else [])
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert config == {
         "model_kind": "transcoder_set", "model_name": "gpt2", "feature_input_hook": "mlp.hook_in",
@@ -137,9 +139,28 @@ def test_circuit_tracer_computes_the_same_results_as_the_transcoder(
 
 
 def k_largest(pre_acts: Tensor) -> Tensor:
-    """Keep each row's 8 largest pre-activations, like TopK in circuit-tracer 0.5.0, which the tested fork lacks."""
+    """Keep each row's 8 largest pre-activations, like TopK in circuit-tracer, which the tested fork lacks.
+
+    At commit 4bb8c0e, circuit-tracer also keeps negative ones, and gets k from the `activation` and `k` of config.yaml.
+    """
     largest = pre_acts.topk(8)
     return torch.zeros_like(pre_acts).scatter(-1, largest.indices, largest.values)
+
+
+def test_a_circuit_tracer_topk_may_store_its_k_in_the_layers_file(tmp_path: Path) -> None:
+    written("circuit-tracer", "topk", tmp_path, d_out=32)
+    config, layer = tmp_path / "config.yaml", tmp_path / "layer_2.safetensors"
+    config.write_text(config.read_text().replace("k: 8\n", ""))
+    save_file(load_file(layer) | {"k": torch.tensor(8)}, layer)
+    assert form_of("circuit-tracer").read(tmp_path).k == 8
+
+
+@pytest.mark.parametrize(("l0", "notes"), [(8.0, 0), (7.6, 1), (None, 0)])
+def test_an_export_reports_how_many_activations_circuit_tracer_keeps_as_negative(l0: float | None, notes: int) -> None:
+    shared = shared_form(made("topk", 32), {"hook_layer": 0} | ({} if l0 is None else {"heldout_l0": l0}))
+    found = [note for note in notes_of_set([member_of(shared)]) if "negative" in note]
+    assert len(found) == notes
+    assert not notes or "up to 5 % of a layer's k largest" in found[0]
 
 
 @pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])

@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from support.combinations import combined
 from torch import Tensor
 
 from trainer.training import gradients, triton_scale
@@ -21,11 +22,16 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=DEVICE)
 
 
-@pytest.mark.parametrize("square", [0.0, 1e-30, 3e-4, 7.0, 1e30, 1e90, torch.inf, torch.nan])
-@pytest.mark.parametrize("factor", [1.0, 2.0**15])
-@pytest.mark.parametrize("n_tokens", [0, 777, 4096])
-@pytest.mark.parametrize("largest", [0.0, 1.0, 0.3])
-@pytest.mark.parametrize("overflowed", [None, False, True])
+@pytest.mark.parametrize(
+    ("square", "factor", "n_tokens", "largest", "overflowed"),
+    combined(
+        (0.0, 1e-30, 3e-4, 7.0, 1e30, 1e90, torch.inf, torch.nan),
+        (1.0, 2.0**15),
+        (0, 777, 4096),
+        (0.0, 1.0, 0.3),
+        (None, False, True),
+    ),
+)
 def test_the_kernel_matches_the_equivalent_torch_operations(
     square: float, factor: float, n_tokens: int, largest: float, overflowed: bool | None
 ) -> None:

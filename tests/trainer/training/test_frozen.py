@@ -64,8 +64,8 @@ def test_a_frozen_sae_is_trained_at_the_rate_of_one_whose_updates_are_not_tied(m
 def test_with_a_frozen_decoder_the_encoder_still_learns_to_reconstruct(make_job: MakeJob) -> None:
     losses = []
     for freeze in ("off", "decoder", "both"):
-        one = learner(make_job, {"freeze": freeze}, n_steps=200)
-        for number in range(200):
+        one = learner(make_job, {"freeze": freeze}, n_steps=80)
+        for number in range(80):
             take_alone(one, number, rows(seed=number % 7))
         output = one.forward(*one.normalised(rows(seed=3), rows(seed=3)))
         losses.append(float(output.losses["mse"].detach()))

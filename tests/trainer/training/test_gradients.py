@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.combinations import slow_unless
 from support.steps import skips, take_alone
 from torch import Tensor, nn
 
@@ -117,9 +119,15 @@ def injected(one: Learner, step: int, name: str, value: float) -> None:
     one.update()
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "signum", "muon"])
-@pytest.mark.parametrize("name", ["W_enc", "W_dec", "b_enc", "b_dec"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("value", "name", "optimizer"),
+    slow_unless(
+        lambda value, name, optimizer: name == "W_dec" or (optimizer == "adam" and value == float("inf")),
+        itertools.product(
+            (float("nan"), float("inf")), ("W_enc", "W_dec", "b_enc", "b_dec"), ("adam", "signum", "muon")
+        ),
+    ),
+)
 def test_a_skipped_step_leaves_no_trace(optimizer: str, name: str, value: float, make_job: MakeJob) -> None:
     job = make_job(train={"optimizer": optimizer})
     hit, spared = learner(job), learner(job)

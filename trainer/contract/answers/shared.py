@@ -21,6 +21,7 @@ from trainer.contract.runs.report_card import (
     Part,
     PatchedModel,
     Probing,
+    Refined,
     Stability,
     TextRows,
     Twin,
@@ -118,6 +119,17 @@ _AT_K = typed(
     },
     no_number_is_null=True,
 )
+_REFINED = typed(
+    "Refined activations",
+    Refined,
+    {
+        "n_steps": "Number of refinement steps.",
+        "fvu": "FVU with the refined activations; null if undefined.",
+        "fvu_error": "Standard error of `fvu`; null if undefined.",
+        "l0": "Mean number of active latents per token; null if undefined.",
+    },
+    no_number_is_null=True,
+)
 _CROSSCODER = typed(
     "Crosscoder",
     Crosscoder,
@@ -182,8 +194,9 @@ _FIGURES = typed(
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
         "by_k": "The FVU for each k that the SAE is trained for; empty for most SAEs.",
         "crosscoder": "The figures of a crosscoder's parts; null for other SAEs.",
+        "refined": "With `eval --refine`: figures of refined activations, which only Python computes; otherwise null.",
     },
-    {"by_k": list_of(_AT_K), "crosscoder": or_null(_CROSSCODER)},
+    {"by_k": list_of(_AT_K), "crosscoder": or_null(_CROSSCODER), "refined": or_null(_REFINED)},
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(

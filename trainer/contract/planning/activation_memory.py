@@ -198,7 +198,10 @@ class _SparseArchitecture(_StepSizes):
         of_rank = self.n_tokens * self.most_active
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
-        self.entries = self.spare + 32 * of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
+        own_entries = of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
+        self.entries = self.spare + 32 * own_entries
+        # If entries are grouped by level, their tokens are stored a second time, also in the order of the latents.
+        self.regrouped = 16 * own_entries * (self.n_prefixes > 0)
 
     def peak(self) -> float:
         of_auxk = self.agree(), self.score(), self.explain_backward(), self.backward()
@@ -273,22 +276,21 @@ class _SparseArchitecture(_StepSizes):
         # On CPU, the 16-bit gradients of the AuxK candidates are converted to fp32, one matrix at a time.
         widened = 4 * self.n_candidates * max(self.d_in, self.width)
         widened *= self.product == 2 and self.work.device == "cpu"
-        beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
+        beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.entries
         decoded = self.matrix + self.narrow * self.width + self._levels_backward() + self.of_auxk + self.of_explained
-        return beside + max(weights + widened, decoded)
+        return beside + max(weights + widened, decoded) + self.regrouped
 
     def _levels_backward(self) -> float:
         """Return the size of the gradient with respect to the outputs of all Matryoshka levels.
 
-        A single GPU computes this gradient from the levels' errors while x_hat and the centred data are in memory. GPUs
-        sharing latents gather the gradient in the matmul dtype. On CPU, the gradient and its 16-bit copy coexist in
-        memory.
+        A single GPU computes this gradient from the levels' errors while the centred data is in memory. GPUs sharing
+        latents gather the gradient in the matmul dtype. On CPU, the gradient and its 16-bit copy coexist in memory.
         """
         levels = self.n_tokens * self.n_prefixes * self.width
         if self.work.device == "cuda" and self.sharing > 1:
             return levels * (self.product + 4 / self.sharing)
         if self.work.device == "cuda" and levels:
-            return levels * (4 + self.product) + self.n_tokens * (4 * self.width + self.product * self.d_in)
+            return levels * (4 + self.product) + self.product * self.n_tokens * self.d_in
         return levels * (4 + 2 * (self.product == 2))
 
     def _wide(self) -> float:

@@ -27,7 +27,7 @@ from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model
 from trainer.contract.wording import distinct_sizes, gibibytes
 
 # The total size of a row's `token_ids`, `positions` and `document`, in bytes.
-_ORIGIN_BYTES = 12
+_ORIGIN_BYTES = 20
 SPREAD = "spread"
 
 

@@ -8,7 +8,7 @@ decays. Therefore, copies of the SAEs are cooled down for some steps, and the co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -48,11 +48,22 @@ class Rung(msgspec.Struct, frozen=True):
 
 
 def contests(members: Mapping[str, JobConfig]) -> list[Contest]:
-    """Return the groups of SAEs whose FVUs can be compared; each group has at least two candidates."""
+    """Return the groups of SAEs whose FVUs can be compared; each group has at least two candidates.
+
+    SAEs with a sparsity penalty are in no group, because their L0 depends on the penalty. They train to the end.
+    """
+    return [contest for contest, is_penalised in _alike(members) if not is_penalised]
+
+
+def _alike(members: Mapping[str, JobConfig]) -> Iterator[tuple[Contest, bool]]:
+    """Yield the groups of at least two candidates that differ only in learning settings, and if they are penalised."""
     groups: dict[str, Contest] = {}
     for candidate, labels in by_seeds(without_twins(members)).items():
         groups.setdefault(_terms(members[labels[0]]), {})[candidate] = labels
-    return [group for group in groups.values() if len(group) > 1]
+    for group in groups.values():
+        if len(group) > 1:
+            first, *_ = next(iter(group.values()))
+            yield group, bool(ARCHITECTURES[members[first].sae.architecture].dense_matrices)
 
 
 def contests_of(layout: Layout) -> list[Contest]:
@@ -110,15 +121,8 @@ def halving_problems(work: Workload) -> list[Problem]:
         return []
     groups = contests_of(work)
     if not groups:
-        message = (
-            "compares SAEs of the same architecture, size and k in one sweep, and this job has no two of them; "
-            "give a learning setting several values, like train.lr = [0.003, 0.01], or leave it out"
-        )
-        return [Problem(_PATH, message)]
+        return [Problem(_PATH, _nothing_to_compare(work))]
     compared = [work.members[labels[0]] for contest in groups for labels in contest.values()]
-    if free := sorted({one.sae.architecture for one in compared if ARCHITECTURES[one.sae.architecture].dense_matrices}):
-        message = f"compares SAEs by FVU at the same L0, but the L0 of {join_words(free)} depends on a penalty"
-        return [Problem(_PATH, f"{message}; use a TopK variant, or leave it out")]
     if work.mode == "sweep":
         message = (
             f'"sweep" gives each GPU its own SAEs, and the GPUs of SAEs dropped by {_PATH} would be idle; use "auto"'
@@ -127,7 +131,27 @@ def halving_problems(work: Workload) -> list[Problem]:
     if not work.job.data.held_out(work.shape.n_tokens):
         return [Problem("data.held_out_tokens", f"leaves no held-out rows, which {_PATH} needs; raise it")]
     warmup = max(one.train.warmup_fraction for one in compared)
-    return _too_short(work, max(map(len, groups))) or _too_long_a_warmup(work, warmup)
+    problems = _too_short(work, max(map(len, groups))) or _too_long_a_warmup(work, warmup)
+    if free := _penalised(work):
+        message = f"drops no {join_words(free)} SAEs, because their L0 depends on a penalty; these train to the end"
+        problems.append(Problem(_PATH, message, severity="warning"))
+    return problems
+
+
+def _nothing_to_compare(layout: Layout) -> str:
+    if free := _penalised(layout):
+        message = f"compares SAEs by FVU at the same L0, but the L0 of {join_words(free)} depends on a penalty"
+        return f"{message}; use a TopK variant, or leave it out"
+    return (
+        "compares SAEs of the same architecture, size and k in one sweep, and this job has no two of them; "
+        "give a learning setting several values, like train.lr = [0.003, 0.01], or leave it out"
+    )
+
+
+def _penalised(layout: Layout) -> list[str]:
+    """Return the architectures of the SAEs that would compete if their L0 did not depend on a penalty."""
+    labels = [next(iter(contest.values()))[0] for contest, is_penalised in _alike(layout.members) if is_penalised]
+    return sorted({layout.members[label].sae.architecture for label in labels})
 
 
 def _too_short(layout: Layout, n_candidates: int) -> list[Problem]:

@@ -14,7 +14,7 @@ import msgspec
 
 from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.recipe import asked_l0, misses_l0
-from trainer.contract.runs.report_card import AS_SAELENS, Card, Caution, Twin, data_cautions
+from trainer.contract.runs.report_card import AS_SAELENS, LEAST_ROWS, Card, Caution, Twin, data_cautions, few_cautions
 from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 from trainer.contract.store.twins import frozen_in
@@ -93,6 +93,16 @@ def _transformed(card: Card) -> tuple[object, ...]:
     return card.data.place, card.data.dimensions
 
 
+def _refined(card: Card) -> tuple[object, ...]:
+    """Return what two report cards must share for the figures of refined activations to be comparable."""
+    return *_transformed(card), card.figures.refined.n_steps if card.figures.refined else 0
+
+
+def _firing_correlation(card: Card) -> float | None:
+    """Return the firing correlation, or None if it was not measured, or on too few rows."""
+    return card.stability.firing_correlation if card.stability and card.stability.n_rows >= LEAST_ROWS else None
+
+
 def texts_of(card: Card) -> tuple[object, ...] | None:
     """Return what two report cards must share for the language model's losses to be comparable.
 
@@ -135,6 +145,9 @@ def _of_rows(name: str, series: Series, group: Group = "reconstruction", **more:
 _FIGURES = (
     _of_rows("fvu", _FVU, error=_of("figures", "fvu_error")),
     _of_rows("fvu_all_dimensions", _like(_FVU, "FVU, raw rows"), condition=_place),
+    _Declared("refined_fvu", "reconstruction", _like(_FVU, "FVU, refined"), _of("figures", "refined", "fvu"),
+              _of("figures", "refined", "fvu_error"), _refined),
+    _Declared("refined_l0", "reconstruction", _like(_L0, "L0, refined"), _of("figures", "refined", "l0")),
     _of_rows("median_row_fvu", _like(_FVU, "median row FVU")),
     # The explained variance is 1 - FVU, with the same error.
     _of_rows("explained_variance", _like(METRICS["explained_variance"].series, "explained variance", format=".2%"),
@@ -150,15 +163,17 @@ _FIGURES = (
     _of_rows("dead", _like(METRICS["dead_fraction"].series, "never fire"), "latents",
              error=_of("figures", "dead_error"), condition=_rows),
     _of_rows("rare", Series("rare", format=".1%", prominence="minor"), "latents"),
-    _of_rows("dense_1", _like(_DENSE, "fire on > 1 %", "minor", format=".1%"), "latents"),
-    _of_rows("dense_10", _like(_DENSE, "fire on > 10 %", format=".1%"), "latents"),
+    _Declared("dense_1", "latents", _like(_DENSE, "fire on > 1 %", "minor", format=".1%"),
+              lambda card: card.figures.dense(0.01), condition=_transformed),
+    _Declared("dense_10", "latents", _like(_DENSE, "fire on > 10 %", format=".1%"),
+              lambda card: card.figures.dense(0.1), condition=_transformed),
     _of_rows("max_decoder_cosine", Series("nearest decoder", format=".3f"), "latents"),
     _Declared("stable", "latents", Series("stable over seeds", better="higher", format=".1%", prominence="key"),
               _of("stability", "share")),
     _Declared("pw_mcc", "latents", Series("PW-MCC over seeds", better="higher", format=".3f"),
               _of("stability", "pw_mcc")),
     _Declared("firing_correlation", "latents", Series("firing correlation", better="higher", format=".3f"),
-              _of("stability", "firing_correlation"), condition=_of("stability", "rows")),
+              _firing_correlation, condition=_of("stability", "rows")),
     _Declared("f1", "latents", Series("F1, known features", better="higher", format=".3f", prominence="key"),
               _of("known", "f1"), _of("known", "f1_error"), _of_data),
     _Declared("precision", "latents", Series("precision", better="higher", format=".3f"), _of("known", "precision"),
@@ -290,7 +305,8 @@ def title_of_group(group: Group, card: Card) -> str:
 
 def cautions(card: Card) -> list[Caution]:
     """Return the reasons for caution about the figures on a report card, each with a remedy."""
-    found, l0, target, training = data_cautions(card.data), card.figures.l0, card.target_l0, card.training
+    found = [*few_cautions(card), *data_cautions(card.data)]
+    l0, target, training = card.figures.l0, card.target_l0, card.training
     if card.data.is_trained_on:
         text = "the SAE was trained on these rows, so the FVU is too low"
         found.append(Caution(text, "hold out rows with data.held_out_tokens, or evaluate on other rows"))

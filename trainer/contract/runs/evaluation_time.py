@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.model_source import ModelSettings
+from trainer.contract.settings.sources import SyntheticSettings
 from trainer.contract.settings.tokens_of_data import folder_of
+from trainer.contract.store.seeds import by_seeds
+from trainer.contract.store.twins import without_twins
 
 # The default number of tokens used to measure the language model's losses, by device.
 MODEL_TOKENS = {"cuda": 32_768, "cpu": 4096}
@@ -29,7 +32,24 @@ _PROBE_SETS, _TEXTS_OF_SET, _TOKENS_OF_TEXT = 12, 384, 60
 _START_S, _PROBE_S = 4.0, 6.0
 # The model loading speed in bytes/s, and the speed of sparse row operations as a share of the matmul speed.
 _LOADING, _OF_ROWS = 2e8, 0.3
-LOADING = "loading the model"
+# Stages that are not parts of a report card.
+LOADING, READING, DENSE_PROBES, KNOWN = (
+    "loading the model", "reading the text again", "dense probes", "known features",
+)  # fmt: skip
+COSINES, FIRING = "stability across seeds", "firing across seeds"
+# The comparison of SAEs that differ only in the seed, in the stages `COSINES` and `FIRING`.
+SEEDS = "seeds"
+# For each device type, the number of rows that a language model recomputes from the text. On a CPU, this takes 1 to 2
+# minutes.
+ROWS_READ_AGAIN = {"cuda": 2**16, "cpu": 2**13}
+# The number of rows on which the known features of synthetic data are detected. None of them has been used to train a
+# run. A feature that fires on one row in a thousand fires on 8 of them.
+KNOWN_ROWS = 8192
+# The largest number of latents to compare with all latents of SAEs with other seeds. On a CPU, comparing two SAEs with
+# 16,384 latents takes 2 s.
+MOST_LATENTS = {"cuda": 2**17, "cpu": 2**14}
+# The largest number of latents to match one to one. Matching 4,096 latents takes 1 s, and the time grows cubically.
+MOST_MATCHED = 4096
 # The number of passes over the rows: one each for the mean, the metrics and the distribution.
 _TIMES_ROWS = 3
 
@@ -72,14 +92,16 @@ def planned(
     name: str = "",
     box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
+    dropped: Collection[str] = (),
 ) -> dict[str, Planned]:
     """Return a dict mapping each stage in an evaluation of the given parts to its expected time.
 
     `device` is "cuda" or "cpu", and `name` is the GPU name. Times in earlier report cards (`cards`) from the same
-    device type replace estimates. Return {} if the data cannot be read.
+    device type replace estimates. `dropped` contains the labels of SAEs that `train.halving` has dropped. Return {} if
+    the data cannot be read.
     """
     try:
-        shape, saes = job.data_shape(), list(members(job).values())
+        shape, saes = job.data_shape(), {label: sae for label, sae in members(job).items() if label not in dropped}
     except JobFileError:
         return {}
     flops = (box or MeasuredHardware()).speeds(name or (CPU if device == "cpu" else ""), "fp32", 1).flops_per_s
@@ -88,29 +110,66 @@ def planned(
     d_out = shape.d_out or shape.d_in
     rows = job.data.held_out(shape.n_tokens) or MOST_SAMPLED
     texts = min(shape.n_tokens or MOST_TEXT_ROWS, MOST_TEXT_ROWS)
-    widths = [sae.sae.width(shape.d_in) for sae in saes]
-    of_rows = sum(2.0 * (shape.d_in + d_out) * width for width in widths) / (flops * _OF_ROWS)
-    pairs = sum(2.0 * width * width * d_out for width in widths) / flops
-    seconds = {ROWS: rows * of_rows + 1, FIRES_ON: texts * of_rows + pairs + 1}
-    seconds |= _of_model(job, flops, device, len(saes))
-    measured = _measured(cards, device)
-    wanted = {*parts} | ({LOADING} if {IN_MODEL, PROBES} & {*parts} else set())
+    widths = {label: sae.sae.width(shape.d_in) for label, sae in saes.items()}
+    a_row = {label: 2.0 * (shape.d_in + d_out) * width / (flops * _OF_ROWS) for label, width in widths.items()}
+    of_rows = sum(a_row.values())
+    pairs = sum(2.0 * width * width * d_out for width in widths.values()) / flops
+    seconds = {ROWS: rows * of_rows + 1, FIRES_ON: texts * of_rows + pairs + 1, KNOWN: KNOWN_ROWS * of_rows}
+    groups = _compared(widths, device)
+    seconds[COSINES] = sum(_cosine_seconds(len(labels), widths[labels[0]], d_out, flops) for labels in groups)
+    seconds[FIRING] = rows * sum(a_row[label] for labels in groups for label in labels)
+    n_hooks = len({job.hook_number(sae) for sae in saes.values()})
+    seconds |= _of_model(job, flops, device, len(saes), n_hooks)
+    measured, wanted = _measured(cards, device), _stages_of(job, {*parts}, has_groups=bool(groups))
     stages = {name: max(0.5, measured.get(name, seconds[name])) for name in seconds if name in wanted}
-    times = {ROWS: _TIMES_ROWS * len(saes), LOADING: 1}
+    times = {ROWS: _TIMES_ROWS * len(saes), PROBES: len(saes) + n_hooks}
+    times |= dict.fromkeys((LOADING, READING, DENSE_PROBES), n_hooks) | dict.fromkeys((COSINES, FIRING), len(groups))
     return {PART_TITLES.get(name, name): Planned(s, times.get(name, len(saes))) for name, s in stages.items()}
 
 
-def _of_model(job: JobConfig, flops: float, device: str, n_saes: int) -> dict[str, float]:
+def _stages_of(job: JobConfig, parts: set[str], *, has_groups: bool) -> set[str]:
+    """Return the stages of an evaluation of the given parts."""
+    more: dict[str, Any] = {
+        LOADING: {IN_MODEL, PROBES} & parts,
+        DENSE_PROBES: PROBES in parts,
+        READING: FIRES_ON in parts and isinstance(job.data.settings, ModelSettings),
+        KNOWN: isinstance(job.data.settings, SyntheticSettings),
+        COSINES: SEEDS in parts and has_groups,
+        FIRING: SEEDS in parts and has_groups,
+    }
+    return parts | {name for name, is_wanted in more.items() if is_wanted}
+
+
+def _compared(widths: Mapping[str, int], device: str) -> list[list[str]]:
+    """Return the groups of SAEs that are compared because they differ only in the seed."""
+    groups = by_seeds(without_twins([*widths])).values()
+    return [labels for labels in groups if len(labels) > 1 and widths[labels[0]] <= MOST_LATENTS[device]]
+
+
+def _cosine_seconds(n_saes: int, width: int, d_out: int, flops: float) -> float:
+    """Return the time to compare the encoder and decoder directions of each pair of SAEs."""
+    matching = (width / MOST_MATCHED) ** 3 if width <= MOST_MATCHED else 0.0
+    return n_saes * (n_saes - 1) / 2 * (4.0 * width * width * d_out / flops + matching)
+
+
+def _of_model(job: JobConfig, flops: float, device: str, n_saes: int, n_hooks: int) -> dict[str, float]:
     model = language_model(job)
     if model is None or model.size is None:
-        return dict.fromkeys((LOADING, IN_MODEL, PROBES, PROMOTED), 30.0)
+        return dict.fromkeys((LOADING, IN_MODEL, PROBES, DENSE_PROBES, PROMOTED, READING), 30.0)
     a_token = 2.0 * model.size.n_parameters / (flops * READING_SPEED)
     # The model runs six passes: one unpatched; three in which the activations are replaced with the SAE's output, zeros
     # or the mean row; and two in which they are replaced with the SAE's output or zeros at all tokens.
     passes = 6 * MODEL_TOKENS[device] * a_token
-    probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token + _PROBE_S * (1 + n_saes))
+    probes = _PROBE_SETS * (_TEXTS_OF_SET * _TOKENS_OF_TEXT * a_token * n_hooks + _PROBE_S * n_saes)
     loading = 4.0 * model.size.n_parameters / _LOADING + _START_S
-    return {LOADING: loading, IN_MODEL: passes * n_saes, PROBES: probes, PROMOTED: 2.0 * n_saes}
+    return {
+        LOADING: loading * n_hooks,
+        IN_MODEL: passes * n_saes,
+        PROBES: probes,
+        DENSE_PROBES: _PROBE_SETS * _PROBE_S * n_hooks,
+        PROMOTED: 2.0 * n_saes,
+        READING: ROWS_READ_AGAIN[device] * a_token * n_hooks,
+    }
 
 
 def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:

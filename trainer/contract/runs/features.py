@@ -125,6 +125,11 @@ _MOVED: dict[str, tuple[str, str, int | None]] = {
 # direction of another seed, averaged over the other seeds.
 STABILITY = "stability"
 _STABLE: dict[str, tuple[str, str, int | None]] = {STABILITY: ("F32", "f", 1)}
+# An additional tensor in newer files. Each latent has a partner in every other seed, the latent with the nearest
+# direction. The tensor contains the correlation of the activations of a latent and its partner, averaged over the other
+# seeds; NaN if the latent never fires.
+FIRING = "firing_correlation"
+_FIRING: dict[str, tuple[str, str, int | None]] = {FIRING: ("F32", "f", 1)}
 # Additional tensors for a crosscoder: the names of its parts, one a line, and for each latent, each part's share of the
 # norms of its scaled decoder rows. For two parts, latent scaling adds the ratios ν and, for each part, β.
 PART_NAMES, PART_SHARES = "part_names", "part_shares"
@@ -155,7 +160,9 @@ _FILTERS = re.compile(r"(?<!\S)(?:stable|family|norm|part|confirmed):\S*")
 NO_STABILITY = "no stability across seeds is stored; with several seeds (train.seed = [0, 1, 2]), an evaluation adds it"
 NO_PARTS = "this SAE is not a crosscoder, so its latents have no parts"
 NO_SCALING = "latent scaling was not measured; an evaluation measures it for a crosscoder of two parts"
-_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _BOUND | _PARTS | SCALING).items()}
+_CODES = {
+    name: code for name, (_, code, _) in (_LAYOUT | _MOVED | _STABLE | _FIRING | _BOUND | _PARTS | SCALING).items()
+}
 
 
 def is_filter(words: str) -> bool:
@@ -207,8 +214,9 @@ class Feature(msgspec.Struct, frozen=True):
     contains the latents with the most similar decoder directions as pairs (latent, cosine), most similar first.
     `promoted` and `suppressed` are the tokens whose logits the decoder direction changes most, largest change first;
     both are empty if the evaluation did not use the language model. `stability` is the largest cosine with any decoder
-    direction of another seed, averaged over the other seeds, or None without other seeds. `family` is one of
-    `FAMILIES`.
+    direction of another seed, averaged over the other seeds, or None without other seeds. `firing_correlation` is how
+    well its activations correlate with the latents that have these directions, averaged in the same way; None if
+    unknown. `family` is one of `FAMILIES`.
 
     For a crosscoder, `parts` says how much the latent writes in each part, and `part` is the letter of the only part in
     which it writes, "shared" or "other". `nu_error` and `nu_reconstruction` are the ratios of latent scaling: β in the
@@ -225,6 +233,7 @@ class Feature(msgspec.Struct, frozen=True):
     promoted: tuple[LogitChange, ...] = ()
     suppressed: tuple[LogitChange, ...] = ()
     stability: float | None = None
+    firing_correlation: float | None = None
     family: Family = "other"
     parts: tuple[LatentPart, ...] = ()
     part: str = ""
@@ -307,6 +316,7 @@ class Features:
     @property
     def _layout(self) -> dict[str, tuple[str, str, int | None]]:
         more = (_MOVED if self._tells_moved else {}) | (_STABLE if self.has_stability else {})
+        more |= _FIRING if FIRING in self._entries else {}
         more |= (_PARTS if self.has_parts else {}) | (SCALING if self.has_scaling else {})
         return _LAYOUT | more | (_BOUND if self.has_families else {})
 
@@ -587,12 +597,17 @@ class Features:
             promoted=self._moved("promoted", latent),
             suppressed=self._moved("suppressed", latent),
             stability=self._floats(STABILITY, latent)[0] if self.has_stability else None,
+            firing_correlation=self._firing_correlation(latent),
             family=self.families[latent],
             parts=tuple(self._parts(latent)),
             part=self.part_kinds[latent],
             nu_error=self._ratio("nu_error", latent),
             nu_reconstruction=self._ratio("nu_reconstruction", latent),
         )
+
+    def _firing_correlation(self, latent: int) -> float | None:
+        value = self._floats(FIRING, latent)[0] if FIRING in self._entries else math.nan
+        return value if math.isfinite(value) else None
 
     def _parts(self, latent: int) -> Iterator[LatentPart]:
         for number, name in enumerate(self.part_names):

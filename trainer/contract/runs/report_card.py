@@ -30,6 +30,13 @@ BINS_PER_DECADE = 2
 # the share of rare latents is unknown.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
+# With fewer rows, too few rows say whether a latent fires on more than 1 % or 10 % of them; about 10 must be expected.
+LEAST_ROWS_FOR_DENSE = {0.01: 1000, 0.1: 100}
+# With fewer rows, no figure is exact; the standard error of a correlation is above 0.1.
+LEAST_ROWS = 100
+# With fewer texts or blocks, no standard error is shown: with 3 texts it has 2 degrees of freedom, and Student's t
+# then has no finite variance.
+LEAST_CLUSTERS = 4
 # The number of latents sampled for the report card, and the number of texts per latent.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
@@ -72,6 +79,18 @@ class AtK(msgspec.Struct, frozen=True):
     fvu_error: float = math.nan
 
 
+class Refined(msgspec.Struct, frozen=True):
+    """The FVU, its standard error and the L0 of activations that `n_steps` steps of refinement have improved.
+
+    Only `encode(x, refine=n_steps)` in Python computes these activations; other tools do not.
+    """
+
+    n_steps: int
+    fvu: float = math.nan
+    fvu_error: float = math.nan
+    l0: float = math.nan
+
+
 class Figures(Reconstruction, frozen=True, kw_only=True):
     """An SAE's metrics on `n_tokens` rows.
 
@@ -90,6 +109,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
 
     `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
+    `refined` is None unless the evaluation was asked to refine activations.
     `crosscoder` contains the figures of a crosscoder's parts; it is None for other SAEs.
     """
 
@@ -112,6 +132,13 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     fvu_all_dimensions: float | None = None
     by_k: tuple[AtK, ...] = ()
     crosscoder: Crosscoder | None = None
+    refined: Refined | None = None
+
+    def dense(self, least: float) -> float | None:
+        """Return the share of latents that fire on more than 1 % or 10 % of the rows; None for too few rows."""
+        if self.n_tokens < LEAST_ROWS_FOR_DENSE[least]:
+            return None
+        return self.dense_1 if least == 0.01 else self.dense_10
 
 
 class TextRows(Reconstruction, frozen=True, kw_only=True):
@@ -416,10 +443,11 @@ class Card(msgspec.Struct, frozen=True):
         rows = self if ROWS in self.parts or not self.parts else older
         # The figures of random twins and of known features are valid only for the same rows.
         same_rows = (older.data.place, older.figures.n_tokens) == (rows.data.place, rows.figures.n_tokens)
+        refined = rows.figures.refined or (older.figures.refined if same_rows else None)
         return msgspec.structs.replace(
             self,
             data=rows.data,
-            figures=rows.figures,
+            figures=msgspec.structs.replace(rows.figures, refined=refined),
             # If an SAE's folder is evaluated without its run, fields such as the label and the step are unknown.
             label=self.label or older.label,
             step=self.step or older.step,
@@ -528,11 +556,12 @@ def summary(card: Card) -> str:
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"{quality_words(card)}, L0 {one.l0:.1f}{missed}"
-    latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
+    dense = one.dense(0.1)
+    latents = f"{one.dead:.1%} did not fire" + ("" if dense is None else f", {dense:.1%} dense")
     latents += f", {card.stability.share:.1%} stable over seeds" if card.stability else ""
     latents += f", F1 {_with_error(card.known.f1, card.known.f1_error, '.3f')} on known features" if card.known else ""
     unfinished = card.training.unfinished if card.training else ""
-    of_data = (one.text for one in data_cautions(card.data))
+    of_data = (one.text for one in [*data_cautions(card.data), *few_cautions(card)])
     notes = [note for note in (_of_dimensions(card), *of_data, unfinished) if note]
     return "; ".join([f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}", *notes])
 
@@ -560,6 +589,23 @@ def data_cautions(data: EvaluationData) -> list[Caution]:
         Caution(copies_sentence(data.copies), "remove the copies from the data, or hold out whole texts"),
     ]
     return [one for one in found if one.text]
+
+
+def few_cautions(card: Card) -> list[Caution]:
+    """Return the figures that were measured on too few texts or rows, each with a remedy."""
+    one, spliced = card.figures, card.spliced
+    named = {"texts": "text", "blocks": "block"}.get(one.clustered_by)
+    few = "too few to say how exact the figures are"
+    found = []
+    if one.n_tokens < LEAST_ROWS:
+        found.append(Caution(f"only {plural(one.n_tokens, 'row')} were measured, {few}", "measure on more rows"))
+    elif named and one.n_clusters < LEAST_CLUSTERS:
+        text = f"the rows come from only {plural(one.n_clusters, named)}, {few}"
+        found.append(Caution(text, f"hold out rows from more {named}s, or measure on other rows"))
+    if spliced and 0 < spliced.n_texts < LEAST_CLUSTERS:
+        text = f"the model read only {plural(spliced.n_texts, 'text')}, too few to say how exact its scores are"
+        found.append(Caution(text, "read more with --tokens"))
+    return found
 
 
 def copies_sentence(share: float | None) -> str:
@@ -593,14 +639,18 @@ def facts(card: Card) -> list[tuple[str, str]]:
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
     rare = "too few rows to say which are rare" if one.rare is None else f"{_known(one.rare, '.1%')} rare"
+    shares = {"1 %": one.dense(0.01), "10 %": one.dense(0.1)}
+    dense = [f"{share:.1%} > {least}" for least, share in shares.items() if share is not None]
     over = clustered(one.n_clusters, one.clustered_by)
     dimensions = _of_dimensions(card)
     return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         *([("FVU by k", _by_k(one))] if one.by_k else []),
+        *([("FVU, refined", _refined(one.refined))] if one.refined else []),
         *(part_facts(one.crosscoder) if one.crosscoder else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
+        *(("note", f"{note.text}; {note.remedy}") for note in few_cautions(card)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
@@ -608,7 +658,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
         # These latents are not called "dead", because only a training run sees enough rows to decide that.
-        ("latents", f"{silent}, {rare}, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
+        ("latents", ", ".join([silent, rare, *(dense or ["too few rows to say which are dense"])])),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
@@ -628,6 +678,12 @@ def _by_k(one: Figures) -> str:
     return ", ".join(f"{at.k}: {_with_error(at.fvu, at.fvu_error)}" for at in one.by_k)
 
 
+def _refined(one: Refined) -> str:
+    """Return the figures of refined activations, like `0.1281 ± 0.0021 at L0 31.9, with refine=1 in Python only`."""
+    fvu, l0 = _with_error(one.fvu, one.fvu_error), _known(one.l0, ".1f")
+    return f"{fvu} at L0 {l0}, with refine={one.n_steps} in Python only"
+
+
 def family_words(families: Mapping[str, int]) -> str:
     """Return the number of latents in each family, like `12 fire on one token, 3 at one position, 40 rarely`."""
     return ", ".join(f"{families.get(name, 0):,} {words}" for name, words in _FAMILY_WORDS.items())
@@ -645,7 +701,10 @@ def _known_features(one: KnownFeatures) -> str:
 def _families(card: Card) -> str:
     """Return the families, with the number of rows in which they were counted, if known."""
     counted = card.parts.get(FIRES_ON)
-    return family_words(card.families) + (f" (in {counted.n:,} rows with their tokens)" if counted else "")
+    if counted is None:
+        return family_words(card.families)
+    few = ", too few to say which fire rarely" if counted.n < LEAST_ROWS_FOR_RARE else ""
+    return f"{family_words(card.families)} (in {counted.n:,} rows with their tokens{few})"
 
 
 def _stability(one: Stability) -> str:
@@ -657,6 +716,8 @@ def _stability(one: Stability) -> str:
     cosines = f"{one.share:.1%} of latents have a decoder cosine above {STABLE_COSINE} {which}; {of_encoder}{matched}"
     if one.firing_correlation is None:
         return cosines
+    if one.n_rows < LEAST_ROWS:
+        return f"{cosines}; {plural(one.n_rows, 'row')}, too few to say how firing correlates"
     return f"{cosines}; mean firing correlation {one.firing_correlation:.3f} in {plural(one.n_rows, 'row')}"
 
 

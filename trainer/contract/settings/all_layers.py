@@ -27,8 +27,13 @@ def of_training(raw: Table, bases: Sequence[Path]) -> Table:
     if not isinstance(data, Mapping) or not _asks(hooks := all_named(data.get("hook"))):
         return raw
     if data.get("source") == "model":
-        of_model = _layers_of_model(data.get("model"), data.get("revision"), bases)
-        named = _each_layer(hooks, lambda _: of_model)
+        models = data.get("model")
+        each = [
+            _layers_of_model(model, data.get("revision"), bases)
+            for model in (models if isinstance(models, list) else [models])
+        ]
+        of_all = min(each, key=len, default=range(0))
+        named = _each_layer(hooks, lambda _: of_all)
     else:
         paths = data.get("path")
         folders = [_place(path, bases) for path in (paths if isinstance(paths, list) else [paths])]

@@ -439,6 +439,16 @@ FORMATS = {
         'load_dictionary("my-sae", "cpu")',
         is_read=True,
     ),
+    "diffing-toolkit": FormatEntry(
+        "trainer.sharing.diffing_toolkit:DiffingToolkit",
+        "BatchTopK crosscoders with parts of one width; config.json + model.safetensors",
+        'BatchTopKCrossCoder.from_pretrained("my-sae", from_hub=True)',
+    ),
+    "saelens-parts": FormatEntry(
+        "trainer.sharing.saelens_parts:SaeLensParts",
+        "each part of a crosscoder, to read its directions; part-N/cfg.json + sae_weights.safetensors",
+        'SAE.load_from_disk("my-sae/part-1").W_dec',
+    ),
     "circuit-tracer": FormatEntry(
         "trainer.sharing.circuit_tracer:CircuitTracer",
         "transcoders of one width; config.yaml + layer_N.safetensors",
@@ -469,6 +479,7 @@ WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
 # Help texts shared by both import commands.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
 SAES_CONFIG = "a setting that is missing or wrong in the SAE's files, like trainer.k=32; may be repeated"
+EACH_PART = "; repeat it for the parts of a crosscoder, in order"
 IS_TRANSCODER = "treat the SAE as a transcoder, if its files do not say so"
 
 

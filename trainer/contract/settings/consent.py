@@ -80,8 +80,9 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
     for path, named in _MODELS.items():
         if _at(table, path):
-            model = str(_at(table, f"{path.partition('.')[0]}.{named}"))
-            yield Code(path, model, f"runs the Python code that comes with {_quoted(model)} as you")
+            models = _at(table, f"{path.partition('.')[0]}.{named}")
+            for model in map(str, models if isinstance(models, list) else [models]):
+                yield Code(path, model, f"runs the Python code that comes with {_quoted(model)} as you")
     options = _at(table, SBATCH)
     for option in options if isinstance(options, list) else ():
         if not _HARMLESS.fullmatch(str(option).partition("=")[0]):

@@ -106,9 +106,11 @@ def is_of_all_layers(text: Any) -> bool:
 
 
 def names_of_hook(text: str) -> list[str]:
-    """Return all names for a hook, starting with the given name."""
-    hook = Hook(path=text) if _objection(text) else parse_hook(text)
-    return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
+    """Return all names for a hook, or for hooks joined with "+", starting with the given name."""
+    hooks = [Hook(path=text)] if _objection(text) else [parse_hook(one) for one in parts_of(text)]
+    ours, theirs = "+".join(hook.name for hook in hooks), [hook.transformer_lens for hook in hooks]
+    joined = "+".join(filter(None, theirs)) if all(theirs) else ""
+    return [name for name in dict.fromkeys((text, ours, joined)) if name]
 
 
 def each_named(text: Any) -> list[Any]:

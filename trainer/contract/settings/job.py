@@ -543,8 +543,9 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         written = {name: getattr(settings, name) for name in settings.paths}
         absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
         for name in settings.hub_paths:
-            if os.path.exists(there := _resolve(getattr(settings, name), bases)):
-                absolute[name] = there
+            given = getattr(settings, name)
+            there = [path if os.path.exists(path := _resolve(one, bases)) else one for one in each(given)]
+            absolute[name] = there[0] if isinstance(given, str) else there
         return self.replace("data", settings=msgspec.structs.replace(settings, **absolute))
 
     def paths_read(self) -> list[tuple[str, str]]:

@@ -233,6 +233,9 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
         own = registry[chosen].settings if isinstance(chosen, str) and chosen in registry else None
         extra["settings"] = own
     settings = section_settings(name, words_of(name, raw))
+    if extra.get("settings", struct) is None:
+        # No entry is known, so it is unknown which settings are required.
+        settings = tuple(setting for setting in settings if setting.name in raw or not setting.required)
     values = {setting.name: _convert(setting, f"{name}.{setting.name}", raw, problems) for setting in settings}
     if any(problem.path.startswith(f"{name}.") for problem in problems):
         return None
@@ -247,7 +250,10 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
     if setting.required and value is None:
         problems.append(Problem(path, f"is missing: {setting.help}"))
         return None
+    choices = open_choices(path)
     try:
+        if choices and value is not None and not isinstance(value, list) and value not in choices:
+            raise ValueError(f"must be {' or '.join(map(show, choices))}, not {show(value)}")
         value = setting.convert(value)
     except ValueError as error:
         shared = isinstance(value, list) and value and not setting.is_list and not sweep.may_differ(path)
@@ -257,10 +263,6 @@ def _convert(setting: Setting, path: str, raw: Mapping[str, Any], problems: list
         problems.append(Problem(path, f"must not contain control characters, but contains {show(control[0])}"))
     if path == "name" and not is_utf8(value):
         problems.append(Problem(path, f"must be UTF-8, not {show(ascii(value))}"))
-    choices = open_choices(path)
-    if choices and value not in choices:
-        listed = " or ".join(f'"{choice}"' for choice in choices)
-        problems.append(Problem(path, f"must be {listed}, not {show(value)}"))
     if path == "train.mirror" and not _are_mirrors(value):
         problems.append(Problem(path, f"must be {MIRROR_LISTS}, each once, not {show(value)}"))
     if path == "launch.gpus" and not _is_gpu_choice(value):
@@ -285,21 +287,14 @@ def _are_mirrors(value: str | list[str] | None) -> bool:
 
 
 def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:
-    """Report unknown keys, except in sections with an unknown architecture, optimizer or source."""
+    """Report unknown keys; if the architecture, optimizer or source is unknown, the keys of all of them are known."""
     problems = _unknown(raw, ("kind", "name", *sections), "")
     for section in sections:
         keys = raw.get(section)
-        if isinstance(keys, Mapping) and _are_known(section, keys):
+        if isinstance(keys, Mapping):
             names = [setting.name for setting in section_settings(section, words_of(section, keys))]
             problems += _unknown(keys, names, f"{section}.")
     return problems
-
-
-def _are_known(section: str, keys: Mapping[str, Any]) -> bool:
-    if section not in CHOSEN or CHOSEN[section][0] not in keys:
-        return True
-    words = words_of(section, keys)
-    return bool(words) and all(word in CHOSEN[section][1] for word in words)
 
 
 def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -17,7 +18,6 @@ from trainer.contract.settings.language import (
     Dataset,
     Dtype,
     KeepSpecial,
-    ModelPath,
     RemoteCode,
     Revision,
     SkipFirst,
@@ -28,14 +28,30 @@ from trainer.contract.settings.language import (
     lack_of_text,
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamSettings, joined_shape
+from trainer.contract.settings.sources import (
+    DataShape,
+    Held,
+    HoldOut,
+    StreamSettings,
+    check_joined_hook,
+    each,
+    joined_shape,
+)
 from trainer.contract.wording import plural
+
+_Model = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     """A language model that reads text during training, on the training devices or on dedicated GPUs."""
 
-    model: ModelPath
+    model: Annotated[
+        _Model | list[_Model],
+        about(
+            "Folder, name on the hub, or .gguf file of a language model; a list: a crosscoder of these models.",
+            wanted="a string of at least 1 character(s), or a list of such strings",
+        ),
+    ]
     hook: Annotated[
         str,
         about(
@@ -77,18 +93,25 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
     def place(self) -> str:
         return self.text or str(self.dataset)
 
+    @property
+    def models(self) -> list[str]:
+        """The language models, which all read the same tokens."""
+        return each(self.model)
+
     def parts(self) -> list[ModelSettings]:
         hooks = parts_of(self.hook)
-        return [msgspec.structs.replace(self, hook=hook) for hook in hooks] if len(hooks) > 1 else [self]
+        return [msgspec.structs.replace(self, model=one, hook=hook) for one in self.models for hook in hooks]
 
     def usual_hold_out(self) -> HoldOut:
         return "texts"
 
     def shape(self) -> DataShape:
-        if len(parts := self.parts()) > 1:
-            if problems := problems_of_hooks([self.hook], "data.hook"):
+        if len(parts := self.parts()) == 1 and isinstance(self.model, list):
+            return parts[0].shape()
+        if len(parts) != 1:
+            if problems := problems_of_hooks([self.hook], "data.hook") or self._check_models():
                 raise JobFileError(problems)
-            return joined_shape({part.hook: part.shape() for part in parts}, "data.hook")
+            return joined_shape({f"{part.hook} of {part.model}": part.shape() for part in parts}, "data.hook")
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
         width = self.d_in or (self._size.width if self._size else 0)
         if not width or (self.d_in is None and not problems and self._last_hook.path):
@@ -110,32 +133,53 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return Held(reads.weights, reads.activations + mixed.activations)
 
     def held_alone(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the memory for the model's weights and a forward pass; 0 if the model's size is not recorded."""
-        if (size := self._size) is None:
+        """Return the memory for all models' weights and a forward pass; 0 if no model's size is recorded.
+
+        The models run one after the other.
+        """
+        if not (sizes := self._sizes):
             return Held()
-        each = size.value_bytes(self.dtype, on_cuda=on_cuda)
-        in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
+        of_values = [size.value_bytes(self.dtype, on_cuda=on_cuda) for size in sizes]
+        weights = sum(size.n_parameters * n for size, n in zip(sizes, of_values, strict=True))
+        in_pass = max(
+            size.pass_bytes(self.batch_tokens, self.context, n) for size, n in zip(sizes, of_values, strict=True)
+        )
         # Before concatenation, the rows for all hooks are separate tensors. The rows for the first hook are already
         # included in the pass.
-        taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
-        return Held(size.n_parameters * each, in_pass + taken)
+        taken = 2 * self.batch_tokens * (width - (self.d_in or sizes[0].width)) * max(of_values)
+        return Held(weights, in_pass + taken)
 
     def flops_per_token(self) -> float:
         """Return the operations per token in a forward pass, scaled to the matmul throughput in a step.
 
         The scaled number is larger, because a forward pass has a lower throughput than large matmuls.
         """
-        if (size := self._size) is None:
-            return 0.0
-        return max(size.flops_per_token([part._last_hook]) for part in self.parts()) / READING_SPEED
+        hooks = [parse_hook(ends_of(hook)[1]) for hook in parts_of(self.hook)]
+        return sum(size.flops_per_token(hooks) for size in self._sizes) / READING_SPEED
 
     @property
     def _last_hook(self) -> Hook:
         return parse_hook(ends_of(self.hook)[1])
 
     @property
+    def _sizes(self) -> list[ModelSize]:
+        """The sizes of the models whose files are on this machine."""
+        sizes = [model_size(model, self.revision) for model in self.models]
+        return [size for size in sizes if size]
+
+    @property
     def _size(self) -> ModelSize | None:
-        return model_size(self.model, self.revision)
+        return next(iter(self._sizes), None)
+
+    def _check_models(self) -> list[Problem]:
+        if not self.models:
+            return [Problem("data.model", "is an empty list; name a language model")]
+        places = [os.path.realpath(model) for model in self.models]
+        if twice := next(
+            (model for model, one in zip(self.models, places, strict=True) if places.count(one) > 1), None
+        ):
+            return [Problem("data.model", f"names {twice} twice; name different models")]
+        return check_joined_hook(self.hook) if len(places) > 1 else []
 
     def _check_hook(self) -> list[Problem]:
         if problems := problems_of_hooks([self.hook], "data.hook"):
@@ -162,7 +206,7 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
         return [Problem("data.context", lack)] if lack else []
 
     def _check_model(self) -> list[Problem]:
-        if lack := lack_of_model(self.model):
+        if lack := next(filter(None, map(lack_of_model, self.models)), ""):
             return [Problem("data.model", lack)]
         if not is_installed("transformers"):
             return [Problem("data.model", f"reading a language model needs `{install('hf')}`")]

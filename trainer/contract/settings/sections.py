@@ -39,21 +39,21 @@ def all_sections() -> dict[str, type[msgspec.Struct]]:
 
 
 def section_settings(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Setting, ...]:
-    """Return a section's settings, including the settings of the chosen or default registry entries."""
+    """Return a section's settings, including the settings of the chosen or default registry entries.
+
+    If an entry is unknown, the settings of all entries are included, because the section could mean any of them.
+    """
     common = settings_of(all_sections()[section])
     if section not in CHOSEN:
         return common
     field, registry = CHOSEN[section]
     place = [setting.name for setting in common].index(field) + 1
     words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
+    entries = [entry for word in words for entry in ([registry[word]] if word in registry else registry.values())]
     own: dict[str, Setting] = {}
-    for word in words:
+    for entry in entries:
         # If several entries have a setting with the same name, the first entry's setting is used.
-        own = (
-            {setting.name: setting for setting in settings_of(registry[word].settings)} | own
-            if word in registry
-            else own
-        )
+        own = {setting.name: setting for setting in settings_of(entry.settings)} | own
     return (*common[:place], *own.values(), *common[place:])
 
 
@@ -78,6 +78,10 @@ def open_choices(path: str) -> tuple[str, ...]:
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
-    """Return the names of registry entries in a section's table; empty if the default entry applies."""
+    """Return the names of registry entries in a section's table; empty if the default entry applies.
+
+    A value that is not a string is returned as "", which is no entry's name.
+    """
     word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
-    return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]
+    words = word if isinstance(word, list) else [] if word is None else [word]
+    return [one if isinstance(one, str) else "" for one in words]

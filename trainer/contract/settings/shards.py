@@ -32,6 +32,8 @@ TENSOR = "activations"
 DOCUMENT = "document"
 # The name of the tensor with the token of each row.
 TOKENS = "token_ids"
+# The name of the tensor with the place of each row's token in the text, which identifies the row in other extractions.
+PLACE = "place"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 _LARGEST_HEADER = 100_000_000  # the format's own limit

@@ -13,7 +13,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, parts_of, problems_of_hooks
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
-from trainer.contract.settings.shards import ShardSet, inspect_shards, is_shuffled, numbers_in, same_shards
+from trainer.contract.settings.shards import PLACE, ShardSet, inspect_shards, is_shuffled, numbers_in, same_shards
 from trainer.contract.wording import join_words, plural
 
 
@@ -211,7 +211,8 @@ class ShardSettings(SourceSettings, frozen=True):
         if problems := self._check_hook() or self._check_join():
             raise JobFileError(problems)
         if len(parts := self.parts()) > 1:
-            return joined_shape({part.place: part.shape_once_written(promises) for part in parts}, "data.path")
+            shapes = {part.place: part.shape_once_written(promises) for part in parts}
+            return joined_shape(shapes, "data.path", are_matched=all(map(_tells_places, parts)))
         sets = _sets_once_written(self._folders_of(0, promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
@@ -284,6 +285,8 @@ class ShardSettings(SourceSettings, frozen=True):
         if self.target_path is not None:
             message = "gives a transcoder's targets, but a crosscoder reconstructs its input; leave it out"
             problems.append(Problem("data.target_path", message))
+        if self.join and self.hook is not None:
+            problems += check_joined_hook(self.hook)
         if len({part.place for part in parts}) < len(parts):
             problems.append(Problem("data.path", "joins a folder with itself; name different folders"))
         if self.join and self.weights is not None:
@@ -307,16 +310,38 @@ class ShardSettings(SourceSettings, frozen=True):
         return targets[0].d_in
 
 
-def joined_shape(parts: Mapping[str, DataShape], field: str) -> DataShape:
-    """Return the shape of a crosscoder's rows; raise `JobFileError` if the parts, by name, differ in their rows."""
+def _tells_places(settings: ShardSettings) -> bool:
+    """Return whether the shards record the place of each row in the text."""
+    try:
+        return all(numbers_in(one.shards[0], PLACE) for one in inspect_sets(settings.folders, "data.path"))
+    except JobFileError:
+        return False  # another job writes the data before this job starts
+
+
+def joined_shape(parts: Mapping[str, DataShape], field: str, *, are_matched: bool = False) -> DataShape:
+    """Return the shape of a crosscoder's rows; raise `JobFileError` if the parts, by name, differ in their rows.
+
+    If rows `are_matched` by their places in the text, a part may have additional rows, which are left out.
+    """
     (first, shape), *others = parts.items()
+    if are_matched:
+        shape = min(parts.values(), key=lambda one: one.n_tokens or 0)
     for name, other in others:
-        if other.n_tokens != shape.n_tokens:
+        if other.n_tokens != shape.n_tokens and not are_matched:
             counts = f"{name} has {other.n_tokens or 0:,} rows, but {first} has {shape.n_tokens or 0:,}"
             message = f"{counts}; a crosscoder needs the rows of the same tokens from each, so extract them together"
             raise JobFileError([Problem(field, message)])
     widths = tuple(one.d_in for one in parts.values())
     return DataShape(sum(widths), None, shape.n_tokens, widths)
+
+
+def check_joined_hook(hook: str) -> list[Problem]:
+    """Return a problem if a crosscoder's parts, which are its targets too, are read at a transcoder's hook."""
+    if not is_of_transcoder(hook):
+        return []
+    layer = hook.removeprefix("mlp.")
+    ends = f"mlp_in.{layer} or mlp_out.{layer}"
+    return [Problem("data.hook", f"{hook} stands for a transcoder, but the parts form a crosscoder; name {ends}")]
 
 
 def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:

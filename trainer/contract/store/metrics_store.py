@@ -8,7 +8,6 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ import msgspec
 from trainer.contract.store.database import as_text, explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import DROPPED, Count, Event, Time, convert, readable
-from trainer.contract.store.seeds import by_seeds, values_by_seed
+from trainer.contract.store.seeds import by_seeds, mean, values_by_seed
 from trainer.contract.store.twins import without_twins
 
 # log2 of the steps per roll-up bucket: 64 steps at level 1, and 4,096 steps at level 2. With roll-ups, reading 10
@@ -306,7 +305,7 @@ def best_sae(latest: Mapping[str, float]) -> str:
     known = by_seeds(labels)
 
     def rank(group: str) -> tuple[bool, float]:
-        return len(measured[group]) < len(known[group]), fmean(fvu[label] for label in measured[group])
+        return len(measured[group]) < len(known[group]), mean([fvu[label] for label in measured[group]])
 
     measured = by_seeds([label for label in labels if label in fvu])
     return measured[min(measured, key=rank)][0] if measured else ""
@@ -324,7 +323,7 @@ def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | 
     """
     if label and any(other.startswith(f"{name}@") for other in latest):
         values = values_by_seed(latest, name, label)
-        return fmean(values.values()) if values else None
+        return mean(values.values()) if values else None
     return latest.get(name)
 
 

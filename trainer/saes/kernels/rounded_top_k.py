@@ -111,11 +111,8 @@ class FirstLook(NamedTuple):
     def exact(self, least: Tensor) -> Candidates:
         """Return the candidates with exact values; values that must be below `least` [n_tokens] become −inf."""
         # The negated comparison is True for NaN.
-        matters = ~(self.upper < least[:, None])
-        counts = torch.from_numpy(np.count_nonzero(matters.numpy(), axis=1))
-        flat = torch.from_numpy(np.flatnonzero(matters.numpy()))
-        tokens = torch.arange(len(counts)).repeat_interleave(counts)
-        exact = self.factors.at(self.columns.flatten().index_select(0, flat), tokens, counts.cumsum(0) - counts)
+        flat, tokens, starts = top_k.marked(~(self.upper < least[:, None]))
+        exact = self.factors.at(self.columns.flatten().index_select(0, flat), tokens, starts)
         values = torch.full_like(self.upper, -torch.inf)
         values.view(-1).index_copy_(0, flat, exact)
         return Candidates(self.columns, values, self.ceiling)

@@ -109,6 +109,16 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
 
 
+def marked(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the marked elements of a mask [n_rows, n] on the CPU: indices into the flattened mask, rows, and starts.
+
+    `starts` [n_rows] is the position of each row's first marked element. numpy needs a third of torch's time.
+    """
+    flat, counts = np.flatnonzero(mask.numpy()), mask.sum(dim=1)
+    rows = np.repeat(np.arange(len(counts)), counts.numpy())
+    return torch.from_numpy(flat), torch.from_numpy(rows), counts.cumsum(0) - counts
+
+
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
     """Call `work` on row chunks of the arrays [n, ...] and return the concatenated results.
 

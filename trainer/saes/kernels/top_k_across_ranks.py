@@ -103,11 +103,9 @@ class _LocalChoice(NamedTuple):
         return _LocalChoice(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
 
     def chosen(self) -> Chosen:
-        counts = self.is_chosen.sum(dim=1)
-        flat = select.numbers(self.is_chosen)
-        tokens = flat // self.columns.shape[1]
-        indices = SparseIndices(self.columns.flatten().index_select(0, flat), tokens, counts.cumsum(0) - counts)
-        return indices, self.values.flatten().index_select(0, flat)
+        flat, tokens, starts = top_k.marked(self.is_chosen)
+        latents = self.columns.flatten().index_select(0, flat)
+        return SparseIndices(latents, tokens, starts), self.values.flatten().index_select(0, flat)
 
 
 class _Entries(NamedTuple):

@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 from support.combinations import slow_except
 from support.mirrored import resume, stored, told
 
-pytest.importorskip("wandb", reason="W&B is not installed")
-from wandb.proto.wandb_internal_pb2 import Record
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="W&B is not installed")
 
 
 @pytest.mark.parametrize("mode", slow_except([""], ["", "offline"]))
@@ -68,8 +68,10 @@ def contents(file: Path) -> dict[str, Any]:
     return run
 
 
-def records(data: bytes) -> Iterator[Record]:
+def records(data: bytes) -> Iterator[Any]:
     """Yield the records of a W&B file: a 7-byte header, then LevelDB's log format with records in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
     assert re.match(rb":W&B", data)
     at, whole = 7, b""
     while at + 7 <= len(data):
