@@ -26,7 +26,7 @@ from trainer.evaluation import evaluate_run
 from trainer.evaluation.card import model_card
 from trainer.evaluation.contexts import texts_of
 from trainer.evaluation.crosscoder import CrosscoderRows, LatentScaling, crosscoder_figures, ratios, shares_of
-from trainer.evaluation.figures import Grouped, measure
+from trainer.evaluation.figures import Grouped, Levels, measure
 from trainer.saes.sparse_acts import DenseActs
 
 N, F = 300, 24
@@ -159,8 +159,8 @@ def test_each_part_has_its_own_fvu_with_an_error_over_texts() -> None:
         return Grouped(each[0], each[1], "texts", tuple(each[2:]))
 
     parts = CrosscoderRows(("a", "b"), (2, 3))
-    how = lambda x, y: (DenseActs(acts), x_hat)  # noqa: E731
-    figures = measure(how, lambda: [(rows, rows)], w_dec, grouped, by_k={3: how}, parts=parts)
+    levels = Levels((3,), lambda x, y: (DenseActs(acts), [x_hat]))
+    figures = measure(_never, lambda: [(rows, rows)], w_dec, grouped, levels=levels, parts=parts)
     assert figures.crosscoder
     assert [at.k for at in figures.by_k] == [3]
     for part, which in zip(figures.crosscoder.parts, (slice(0, 2), slice(2, 5)), strict=True):
@@ -171,6 +171,10 @@ def test_each_part_has_its_own_fvu_with_an_error_over_texts() -> None:
             grouped,
         )
         assert (part.fvu, part.fvu_error) == pytest.approx((alone.fvu, alone.fvu_error))
+
+
+def _never(x: Tensor, y: Tensor) -> tuple[DenseActs, Tensor]:
+    raise AssertionError
 
 
 def test_latents_of_three_parts_are_counted_by_kind() -> None:
