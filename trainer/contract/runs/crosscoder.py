@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from trainer.contract.printable import printable
 from trainer.contract.settings.sources import SourceSettings
 from trainer.contract.wording import join_words
 
@@ -114,7 +115,10 @@ def part_facts(one: Crosscoder) -> Iterator[tuple[str, str]]:
     for number, part in enumerate(one.parts):
         error = f" ± {part.fvu_error:.4f}" if math.isfinite(part.fvu_error) else ""
         fvu = f"{part.fvu:.4f}{error}" if math.isfinite(part.fvu) else "unknown"
-        yield f"part {letter(number)}", f"{part.name}: FVU {fvu}, {part.width:,} dimensions, scale {part.scale:.3g}"
+        yield (
+            f"part {letter(number)}",
+            f"{printable(part.name)}: FVU {fvu}, {part.width:,} dimensions, scale {part.scale:.3g}",
+        )
     counts = _counts([part.n_only for part in one.parts], one.n_shared, one.n_other)
     yield "latents by part", f"{counts}; by each part's share of their norms ({_limits(len(one.parts))})"
     yield from part_remarks(one)
