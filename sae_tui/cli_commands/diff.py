@@ -16,6 +16,7 @@ from sae_tui.cli_commands.job_files import overrides_of
 from sae_tui.cli_commands.jobs import EXITS, wait_until_ended
 from sae_tui.cli_commands.launching import launch_all, record_all
 from sae_tui.cli_commands.output import say, show_json, show_table, warn
+from sae_tui.cli_commands.parser import make_parser
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobView
@@ -105,9 +106,8 @@ def _tokens_in(text: str | None) -> int:
 
 def _evaluation_flags(job_id: int) -> argparse.Namespace:
     """Return the flags of `sae-tui eval ID --wait`, which finds the texts on which each latent fires."""
-    return argparse.Namespace(
-        id=job_id, model=None, probe=False, no_splice=False, keep_rows=False, cpu=False, wait=True, allow_code=False
-    )
+    arguments = ["eval", str(job_id), "--wait"]
+    return make_parser(diff, arguments).parse_args(arguments)
 
 
 def _figures(context: CommandContext, job_id: int) -> list[CardFigure]:

@@ -155,6 +155,13 @@ class IndexedSource(Source):
         """Return each shard's place in the text of every row, or None if the source does not store places."""
         return None
 
+    def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
+        """Return the rows that come from rows `first` to `last` - 1 of the first joined folder.
+
+        The result contains their numbers in this source, and in the folder, counted from `first`.
+        """
+        return np.arange(first, last), np.arange(last - first)
+
     @abstractmethod
     def name_of(self, index: int) -> str:
         """Return the name to use for a row in messages."""

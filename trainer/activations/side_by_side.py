@@ -85,6 +85,9 @@ class Joined(SideBySide):
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
+    def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
+        return self._sources[0].of_first_folder(first, last)
+
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or in the same row of another part"
 
@@ -119,6 +122,11 @@ class _SomeRows(IndexedSource):
         at = self._at[indices]
         tokens = self._source.token_ids(np.sort(at))
         return None if tokens is None else _in_order_of(np.argsort(at), tokens)
+
+    def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
+        # The rows of the first folder keep their order.
+        begin, end = np.searchsorted(self._at, [first, last])
+        return np.arange(begin, end), self._at[begin:end] - first
 
     def name_of(self, index: int) -> str:
         return self._source.name_of(int(self._at[index]))

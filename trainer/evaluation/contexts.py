@@ -79,15 +79,22 @@ def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = 
             return
         with safe_open(shard.file, "pt") as tensors:
             origin = RowOrigin(*(tensors.get_tensor(name).int() for name in RowOrigin._fields))
-            x = tensors.get_tensor(TENSOR) if source is None else source.rows(np.arange(begin, begin + shard.n_tokens))
-        begin += shard.n_tokens
-        if any(of_rows.shape != (len(x),) for of_rows in origin):
-            return
-        first = torch.arange(min(left, len(x)))
+            if any(of_rows.shape != (shard.n_tokens,) for of_rows in origin):
+                return
+            x = tensors.get_tensor(TENSOR) if source is None else torch.empty(0)
+        first = torch.arange(shard.n_tokens)
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
-            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:left]
+            first = order_of_shard(seed, shard.file.stem, shard.n_tokens).argsort()
+        if source is not None:
+            # A join leaves out the rows that not all of its folders have.
+            rows, numbers = source.of_first_folder(begin, begin + shard.n_tokens)
+            x, kept = source.rows(rows), torch.from_numpy(numbers)
+            origin = RowOrigin(*(one[kept] for one in origin))
+            first = torch.searchsorted(kept, first[torch.isin(first, kept)])
+        begin += shard.n_tokens
+        first = first[:left]
         left -= len(first)
         yield TokenRows(x[first], RowOrigin(*(one[first] for one in origin)))
 

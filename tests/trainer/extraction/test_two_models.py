@@ -29,6 +29,7 @@ from trainer.contract.planning.memory import estimate
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
+from trainer.evaluation.contexts import texts_of
 from trainer.parallel.threads import Threads, on_all
 
 ROOT = Path(__file__).parents[3]
@@ -248,6 +249,12 @@ def stored(place: Path) -> dict[int, Tensor]:
     return rows
 
 
+def tokens_of(place: Path) -> dict[int, int]:
+    """Return the tokens of an extraction's rows by their places in the text."""
+    shards = [load_file(file) for file in place.glob("*.safetensors")]
+    return {at: id_ for one in shards for at, id_ in zip(one["place"].tolist(), one["token_ids"].tolist(), strict=True)}
+
+
 @pytest.mark.parametrize("n_processes", [1, 2])
 def test_rows_that_one_model_leaves_out_are_left_out_of_a_join(
     n_processes: int, tiny, edited, text: Path, tmp_path: Path
@@ -276,6 +283,14 @@ def test_rows_that_one_model_leaves_out_are_left_out_of_a_join(
     for row in source.rows(chosen):
         of_a, of_b = row.split(D_IN)
         assert torch.equal(of_b, b[places[tuple(of_a.tolist())]])
+    tokens = tokens_of(outputs[0] / "resid_post.1")
+    texts = list(texts_of(outputs[0] / "resid_post.1", source=source))
+    assert sum(len(one.x) for one in texts) == n_common
+    for one in texts:
+        # Rows of the same tokens at the start of two texts are equal, so only one of their places is known.
+        found = [places[tuple(row[:D_IN].tolist())] for row in one.x]
+        assert one.origin.token_ids.tolist() == [tokens[place] for place in found]
+        assert one.origin.document.tolist() == sorted(one.origin.document.tolist())
     assert torch.equal(source.rows(chosen[:50].copy()), source.rows(chosen[:50][::-1].copy()))
 
 
