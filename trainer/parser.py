@@ -123,7 +123,8 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", type=Path, metavar="RUN_DIR_OR_CHECKPOINT", nargs="+")
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write the SAE to")
-    command.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default saelens")
+    listed = "%(choices)s; default: %(default)s"
+    command.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", metavar="FORMAT", help=listed)
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is already in DIR")
     command.add_argument(

@@ -554,7 +554,11 @@ def _add_export(add: Add) -> None:
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder to write to")
     share.add_argument(
-        "--format", choices=_choices(share, _written_formats), default="saelens", help="default: %(default)s"
+        "--format",
+        choices=_choices(share, _written_formats),
+        default="saelens",
+        metavar="FORMAT",
+        help="%(choices)s; default: %(default)s",
     )
     share.add_argument(
         "--best", action="store_true", help="export the checkpoint with the lowest held-out FVU, not the last one"

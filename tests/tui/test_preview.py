@@ -86,6 +86,8 @@ def report(data, job_id: int, kind: str, message: str) -> None:
 async def test_preview_and_job_screen_report_overfitting_until_the_run_is_resumed(make_app, data, size) -> None:
     job_id = record_job(data, "few rows", JobState.RUNNING, total_steps=400)
     record_metrics(data, job_id)
+    for number in range(4 if size == (80, 24) else 0):
+        record_job(data, f"older {number}", JobState.FINISHED)
     how_far = HowFar(step=400, total_steps=400, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134))
     report(data, job_id, OVERFITTING, how_far.overfitting)
     app = make_app(4)

@@ -119,7 +119,7 @@ def test_the_floor_is_the_larger_of_the_matmul_and_memory_traffic_times_of_all_s
 
 
 def test_without_a_job_file_the_default_sae_is_measured_at_a_common_width() -> None:
-    job, (d_in, d_out, _) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
+    job, (d_in, d_out, *_) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
     assert d_out is None
     assert (d_in, job.sae.width(d_in), job.train.batch_size) == (768, 6144, 4096)
     assert job.sae.settings.k == 7

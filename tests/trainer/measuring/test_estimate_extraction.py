@@ -31,7 +31,7 @@ def test_memory_parts_add_up_and_disk_space_and_time_and_rate_are_reported(
     total = told["per_gpu"].pop("total")
     assert total == sum(told["per_gpu"].values())
     assert told["per_gpu"]["weights"] > 0
-    assert told["disk_bytes"] == 300 * 2 * (4 * D_IN + 12)
+    assert told["disk_bytes"] == 300 * 2 * (4 * D_IN + 20)
     assert told["disk_free_bytes"] > told["disk_bytes"]
     assert told["tokens_per_s"] * told["seconds"] == pytest.approx(300)
     assert (told["mode"], told["device"], told["is_measured"]) == ("single", CPU, False)
