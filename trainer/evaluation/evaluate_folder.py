@@ -32,7 +32,7 @@ from trainer.evaluation.rows import EvaluationRows
 from trainer.saes.refinement import refuse_transcoder
 from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
 from trainer.sharing.origins import ORIGIN
-from trainer.sharing.parts import joined_paths
+from trainer.sharing.parts import joined_paths, refuse_other_parts
 from trainer.training.thresholds import SET_ON
 
 
@@ -164,3 +164,5 @@ def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path) -> None:
     if wanted != there:
         shapes = [f"{d_in} to {d_out} dimensions" for d_in, d_out in (wanted, there)]
         raise UserError(f"--data: the SAE in {folder} maps {shapes[0]}, but {source.place} has {shapes[1]}")
+    if source.part_widths:
+        refuse_other_parts(sae.parts, source.part_widths)

@@ -30,7 +30,7 @@ class ExportedSae:
     """An SAE that runs on raw rows in fp32; `tokens` is the number of tokens it was trained on."""
 
     def __init__(self, shared: SharedSae, device: torch.device) -> None:
-        self.metadata = shared.metadata
+        self.metadata, self.parts = shared.metadata, shared.parts
         self.architecture = shared.trained_as or shared.architecture
         self.d_in, self.d_sae = shared.d_in, shared.d_sae
         self._form = shared.form

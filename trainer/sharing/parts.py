@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.wording import plural
 from trainer.saes.base import Sae
@@ -76,6 +76,14 @@ def origins_of_parts(metas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         {"name": name or f"part {number}"} | {key: value for key, value in one.items() if isinstance(value, str)}
         for number, (name, one) in enumerate(zip(names, facts, strict=True), start=1)
     ]
+
+
+def refuse_other_parts(parts: Sequence[Part], widths: Sequence[int]) -> None:
+    """Raise `UsageError` if a crosscoder with `parts` cannot read rows whose parts have these widths."""
+    if parts and [part.width for part in parts] != [*widths]:
+        wanted = " + ".join(str(part.width) for part in parts)
+        message = f"the SAE is a crosscoder of parts with {wanted} dimensions; give --data for each part, in order"
+        raise UsageError(f"--data: {message}")
 
 
 def joined_paths(paths: Sequence[str]) -> dict[str, Any]:

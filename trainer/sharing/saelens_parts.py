@@ -36,6 +36,11 @@ class SaeLensParts(Format):
         # An earlier export of the whole crosscoder would look like one of the parts.
         for name in (CONFIG, WEIGHTS):
             (folder / name).unlink(missing_ok=True)
+        own = {folder / f"part-{number}" for number in range(1, len(sae.parts) + 1)}
+        for stale in set(folder.glob("part-*")) - own:
+            # A part of an earlier crosscoder with more parts.
+            for name in () if stale.is_symlink() else (CONFIG, WEIGHTS):
+                (stale / name).unlink(missing_ok=True)
         forget_card(folder)
         return [f"each of the {len(sae.parts)} folders is only a part: its latents do not fire without the other parts"]
 

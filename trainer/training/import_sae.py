@@ -30,7 +30,7 @@ from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, SharedSae
 from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
-from trainer.sharing.parts import PARTS, Part, joined_paths, scales_of_parts
+from trainer.sharing.parts import PARTS, Part, joined_paths, refuse_other_parts, scales_of_parts
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -140,11 +140,7 @@ def _open(job: JobConfig, shared: SharedSae) -> Source:
     source = open_source(job)
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, but the SAE reads {shared.d_in}")
-    if shared.parts and [part.width for part in shared.parts] != [*source.part_widths]:
-        widths = " + ".join(str(part.width) for part in shared.parts)
-        raise UsageError(
-            f"--data: the SAE is a crosscoder of parts with {widths} dimensions; give --data for each part, in order"
-        )
+    refuse_other_parts(shared.parts, source.part_widths)
     if shared.is_transcoder and source.d_out is None:
         raise UsageError("--set data.target_path: is missing, but a transcoder needs target rows")
     if (source.d_out or source.d_in) != shared.d_out or (source.d_out is not None) != shared.is_transcoder:

@@ -217,6 +217,24 @@ def test_saelens_loads_each_part_and_the_whole_crosscoder(tmp_path: Path) -> Non
     torch.testing.assert_close(x_hat, sae.raw(sae(x * sae.x_scale, x * sae.x_scale).x_hat), rtol=1e-4, atol=1e-3)
 
 
+def test_parts_of_an_earlier_export_are_removed(tmp_path: Path) -> None:
+    form = FORMATS["saelens-parts"].load()()
+    for widths in ((8, 8, 8), (12, 12)):
+        form.write(shared(crosscoder(widths=widths)), tmp_path)
+    assert [one.parent.name for one in sorted(tmp_path.glob("part-*/cfg.json"))] == ["part-1", "part-2"]
+
+
+def test_an_evaluation_refuses_the_parts_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    SaeLens().write(shared(crosscoder(widths=(8, 12))), tmp_path / "sae")
+    for width in (8, 12):
+        (tmp_path / str(width)).mkdir()
+        save_file({"activations": torch.randn(300, width)}, tmp_path / str(width) / "shard-00000.safetensors")
+    folders = [str(tmp_path / str(width)) for width in (12, 8)]
+    code = main(["eval", str(tmp_path / "sae"), "--data", folders[0], "--data", folders[1]])
+    assert code == EXIT_USAGE
+    assert "parts with 8 + 12 dimensions; give --data for each part, in order" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def acts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the rows of two hooks, at scales of 1 and 8, with a folder for each hook."""

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -56,7 +57,7 @@ class Crosscoder(msgspec.Struct, frozen=True, kw_only=True):
     not measured.
     """
 
-    parts: tuple[CrosscoderPart, ...]
+    parts: Annotated[tuple[CrosscoderPart, ...], msgspec.Meta(min_length=2)]
     n_shared: int = 0
     n_shared_dead: int = 0
     n_other: int = 0
