@@ -298,11 +298,12 @@ class Dashboard(FramedScreen):
         self._rested = self.set_timer(_RESTED_S, self._follow_selected)
 
     def _follow_selected(self) -> None:
-        """Have the watcher read the job under the cursor, if there is space for a preview."""
+        """Have the watcher read the job under the cursor, or no job if there is no space for a preview."""
         # Any screen above the dashboard follows its own job. Textual's `is_current` is also True for the screen below a
         # dialog.
-        if self.app.screen is self and self.panels.rows and self.panels.rows.preview:
-            self.session.watcher.follow(self.query_one(JobsPanel).previewed)
+        if self.app.screen is self and self.panels.rows:
+            previewed = self.query_one(JobsPanel).previewed if self.panels.rows.preview else None
+            self.session.watcher.follow(previewed)
 
     def select(self, job_id: int | None) -> None:
         """Put the cursor on a job that may not be listed yet."""

@@ -340,12 +340,13 @@ class JobScreen(Evaluates, FramedScreen):
 
     def action_next_rank(self, by: int) -> None:
         detail = self.session.detail
-        if detail:
+        if detail and detail.view.id == self.job_id:
             self._rank = (self.log_rank + by) % n_logs_of(detail.view)
             self.session.watcher.follow(self.job_id, self._rank)
 
     def action_next_member(self, by: int) -> None:
-        members = members_of(self.session.detail) if self.session.detail else []
+        detail = self.session.detail
+        members = members_of(detail) if detail and detail.view.id == self.job_id else []
         if self.member in members:
             self.member = members[(members.index(self.member) + by) % len(members)]
             self.show_jobs()
@@ -364,7 +365,7 @@ class JobScreen(Evaluates, FramedScreen):
     def action_compare(self) -> None:
         """Open the large curve and, for a sweep, also the differences between its SAEs."""
         detail = self.session.detail
-        is_one = detail is not None and not is_sweep(detail.view)
+        is_one = detail is not None and detail.view.id == self.job_id and not is_sweep(detail.view)
         self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

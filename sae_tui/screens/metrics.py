@@ -91,6 +91,11 @@ class MetricsScreen(FramedScreen):
         self.query_one(MetricGrid).focus()
         self.call_after_refresh(self.show_jobs)
 
+    def on_screen_resume(self) -> None:
+        # Another job may have been open on top of this screen.
+        if (detail := self.session.detail) and detail.view.id != self.job_id:
+            self.session.watcher.follow(self.job_id)
+
     def on_resize(self) -> None:
         self.call_after_refresh(self.show_jobs)
 

@@ -22,8 +22,9 @@ def exchange(group: Group) -> dict[str, Tensor]:
     torch.manual_seed(group.index)
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
+    tensors |= {"columns": torch.randn(700, 4 * group.size).T, "counts": torch.arange(40000) + group.index}
     own = {f"own {name}": tensor.clone() for name, tensor in tensors.items()}
-    own["part of half"] = group.part_of_sum(tensors["half"])
+    own |= {f"part of {name}": group.part_of_sum(tensors[name]) for name in ("half", "columns")}
     group.sum_(*tensors.values())
     gathered = group.gather(torch.arange(40000) * (group.index + 1))
     begun, transfers = group.start_gather(torch.arange(40000) * (group.index + 1))

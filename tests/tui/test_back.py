@@ -8,6 +8,7 @@ from support.report_cards import put_card
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.screens.job import JobScreen
+from sae_tui.screens.metrics import MetricsScreen
 from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.states import JobState
 
@@ -70,5 +71,22 @@ async def test_escape_from_a_job_opened_above_another_job_follows_the_first_agai
         await wait_until(pilot, lambda: app.session.detail.view.id == first)
         assert isinstance(app.screen, JobScreen)
         assert app.screen.job_id == first
+        await pilot.press("a")
+        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen))
+        app.router.open_job(second)
+        await wait_until(pilot, lambda: app.session.detail.view.id == second)
         await pilot.press("escape")
+        assert isinstance(app.screen, MetricsScreen)
+        await wait_until(pilot, lambda: app.session.detail.view.id == first)
+        await pilot.press("escape", "escape")
         assert app.screen is app.router.dashboard
+
+
+async def test_a_dashboard_without_a_preview_reads_no_job_after_escape(make_app, two_jobs) -> None:
+    app = make_app(8)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.router.open_job(two_jobs[0])
+        await wait_until(pilot, lambda: app.session.watcher._followed is not None)
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.session.watcher._followed is None)

@@ -57,7 +57,8 @@ class SharedRanks(Processes):
                 self._sum(blocks, blocks[self.index])
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
-        blocks = _flat_parts(tensor.contiguous(), self.size)
+        tensor = tensor.contiguous()
+        blocks = _flat_parts(tensor, self.size)
         total = torch.empty_like(local_shard(tensor, self), dtype=wide(tensor[:0]).dtype)
         with exchanging(self._waiting):
             self._sum(blocks, total.view(-1))
@@ -117,7 +118,7 @@ class SharedRanks(Processes):
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
             part, own = total[piece], blocks[self.index][piece]
             # Sums of 16-bit blocks are wider than the blocks.
-            torch.add(wide(own), places[first, : len(part)], out=part)
+            torch.add(wide(own) if own.is_floating_point() else own, places[first, : len(part)], out=part)
             for rank in rest:
                 part += places[rank, : len(part)]
 

@@ -12,7 +12,7 @@ from trainer.contract.imports import without_collection
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.runs.grant import CHANNEL, receive_grant
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
-from trainer.ranks.rank import hold_signals
+from trainer.ranks.rank import end_with_parent, hold_signals, note_parent
 
 _NEEDED = ("torch", "trainer.parallel.arrange", "trainer.training.loop")
 # The other modules that a rank imports before its first step.
@@ -33,6 +33,7 @@ def wait_for_turn() -> None:
     """
     if (channel := os.environ.pop(CHANNEL, None)) is None:
         return
+    note_parent()
     hold_signals()
     before = dict(os.environ)
     is_loaded = False
@@ -45,6 +46,8 @@ def wait_for_turn() -> None:
         is_loaded = True
     if (grant := receive_grant(int(channel))) is None:
         os._exit(EXIT_FINISHED)
+    # The supervisor may have died after it gave the turn. No process would then watch this rank.
+    end_with_parent()
     log, *_ = grant.descriptors
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pkgutil
@@ -193,10 +194,24 @@ def require_gpu(index: int, lack: str) -> None:
 
 
 def end_with_parent() -> int:
-    """Make the kernel send SIGTERM when the parent (a supervisor) dies; return the parent's pid."""
-    parent = os.getppid()
+    """Make the kernel send SIGTERM when the parent (a supervisor) dies; return the parent's pid.
+
+    Exit the process if the parent has died since `note_parent`.
+    """
+    parent = note_parent()
     prctl.end_with_parent(parent)
     return parent
+
+
+def note_parent() -> int:
+    """Return the pid of the parent when this process first called this function, even if the parent has died since."""
+    return _parent_of(os.getpid())
+
+
+@functools.cache
+def _parent_of(_: int) -> int:
+    # The cache has the process's pid as its key, because a forked process has another parent.
+    return os.getppid()
 
 
 def hold_signals() -> None:

@@ -19,7 +19,7 @@ from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environ
 
 # The memory that must be available for each rank that starts early. Importing torch takes about 0.25 GiB.
 NEEDED_BYTES = 2 * 2**30
-_GRANT_LIMIT_S = 10.0
+_GRANT_LIMIT_S, _DEATH_LIMIT_S = 10.0, 1.0
 
 
 def start_rank(
@@ -99,4 +99,6 @@ class EarlyRanks:
 def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
     channel.close()
     process.kill()
-    process.wait()
+    # A rank that imports from a file server that hangs does not die. It exits later, because its channel is closed.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_DEATH_LIMIT_S)

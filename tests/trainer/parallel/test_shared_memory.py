@@ -52,7 +52,20 @@ def test_exchanges_return_the_same_correct_values_on_all_ranks(size: int, apart:
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     """Check that sums are bit-identical on all ranks, and that gathered values equal each rank's own values."""
     size = len(ranks)
-    names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
+    names = [
+        "matrix",
+        "tiny",
+        "none",
+        "half",
+        "double",
+        "odd",
+        "columns",
+        "counts",
+        "even",
+        "uneven",
+        "pair's matrix",
+        "pair's vector",
+    ]
     for name in names:
         total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
         rough = ranks[0][name].dtype == torch.bfloat16
@@ -76,7 +89,7 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
 
 def check_parts(ranks: list[dict[str, Tensor]]) -> None:
     """Check that each rank gets its own rows of a sum, in fp32 even if the inputs have 16 bits."""
-    for name in ("even", "uneven", "half"):
+    for name in ("even", "uneven", "half", "columns"):
         parts = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0).tensor_split(len(ranks))
         for rank, part in zip(ranks, parts, strict=True):
             assert rank[f"part of {name}"].dtype == torch.float32

@@ -89,3 +89,42 @@ def test_an_early_rank_exits_if_its_supervisor_dies_while_it_gives_the_turn(tmp_
         socket.send_fds(early.channel, [b'\n{"CUDA_VISIBLE'], [lock.fileno(), lock.fileno()])
     assert early.process.wait() == 0
     early.process.communicate()
+
+
+# A supervisor that gives a rank its turn, and dies before the rank has imported its modules.
+DYING_SUPERVISOR = """
+import os, socket, subprocess, sys
+from trainer.contract.runs.grant import CHANNEL, send_grant
+ours, theirs = socket.socketpair()
+log = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "IMPORTS": "imported_late"}
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=0, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                 env=environment | {CHANNEL: str(theirs.fileno())})
+while not os.path.exists("importing"):
+    pass
+send_grant(ours, environment, [log])
+os.kill(os.getpid(), 9)
+"""
+# Imports last until the supervisor is dead, which changes the parent.
+SLOW_IMPORT = """
+import os
+parent = os.getppid()
+open("importing", "w").close()
+while os.getppid() == parent:
+    pass
+"""
+
+
+def test_an_early_rank_exits_if_its_supervisor_dies_right_after_giving_the_turn(tmp_path: Path) -> None:
+    (tmp_path / "imported_late.py").write_text(SLOW_IMPORT)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    reading, writing = os.pipe()
+    with open(reading, "rb") as alive:
+        subprocess.run(
+            [sys.executable, "-c", DYING_SUPERVISOR, RANK, str(tmp_path / "log")],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, stdin=writing, check=False,
+        )  # fmt: skip
+        os.close(writing)
+        # The rank holds the other end of the pipe until it exits.
+        assert alive.read() == b""
+    assert (tmp_path / "log").read_text() == ""
