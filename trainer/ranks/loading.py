@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def wait_for_turn() -> None:
         return
     note_parent()
     hold_signals()
-    before = dict(os.environ)
+    before, installed = dict(os.environ), _installed()
     is_loaded = False
     # If the import fails, it fails again after the restart, and the error is then reported.
     with contextlib.suppress(Exception):
@@ -54,11 +55,18 @@ def wait_for_turn() -> None:
     os.close(log)
     after = grant.environment
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    if not (is_loaded and changed <= _gpu_variables()) or _has_touched_gpus():
+    is_same = is_loaded and installed == _installed() and changed <= _gpu_variables()
+    if not is_same or _has_touched_gpus():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], after)
     for name in changed:
         os.environ.pop(name, None)
     os.environ.update({name: after[name] for name in changed & after.keys()})
+
+
+def _installed() -> int | None:
+    """Return the modification time of the folder that contains torch, which changes if a package is installed in it."""
+    torch = importlib.util.find_spec("torch")
+    return Path(torch.origin).parents[1].stat().st_mtime_ns if torch and torch.origin else None
 
 
 def _gpu_variables() -> set[str]:

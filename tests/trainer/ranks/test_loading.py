@@ -31,7 +31,7 @@ sys.stdin.read()
 class Early:
     """A rank that was started early, with a pipe for its standard input."""
 
-    def __init__(self, folder: Path, **variables: str) -> None:
+    def __init__(self, folder: Path, *, cwd: str | None = None, **variables: str) -> None:
         self.log, self.lock = folder / "log", folder / "lock"
         self.channel, theirs = socket.socketpair()
         self.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "IMPORTS": "", **variables}
@@ -40,6 +40,7 @@ class Early:
                 [sys.executable, "-c", RANK],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
+                cwd=cwd,
                 env=self.environment | {CHANNEL: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
             )
@@ -74,6 +75,17 @@ def test_an_early_rank_starts_again_if_it_may_differ(
     (tmp_path / "libcuda.so.1").write_bytes(bytes(4096))
     text = Early(tmp_path, **of_rank).run(CUDA_VISIBLE_DEVICES="GPU-1", **of_turn)
     assert text == f"again GPU-1 {of_turn.get('OTHER')}"
+
+
+def test_an_early_rank_starts_again_if_a_package_was_installed(tmp_path: Path) -> None:
+    (packages := tmp_path / "packages" / "torch").mkdir(parents=True)
+    (packages / "__init__.py").write_text("open('loaded', 'w').close()")
+    path = os.pathsep.join([str(packages.parent), str(Path(__file__).parents[3])])
+    early = Early(tmp_path, IMPORTS="torch", PYTHONPATH=path, cwd=str(tmp_path))
+    while not (tmp_path / "loaded").exists():
+        assert early.process.poll() is None
+    (packages.parent / "torch-2.dist-info").mkdir()
+    assert early.run(CUDA_VISIBLE_DEVICES="GPU-1") == "again GPU-1 None"
 
 
 def test_an_early_rank_exits_if_its_turn_never_comes(tmp_path: Path) -> None:
