@@ -124,13 +124,23 @@ def evaluate(
         PROMOTED: model, PROBES: n_sets, SEEDS: True,
     }  # fmt: skip
     parts = [part for part, is_asked in asked.items() if is_asked]
-    with Progress("evaluating", _planned(path, parts, on, best=best, keeps_rows=keeps_rows, allows_code=allows_code)):
+    with Progress(
+        "evaluating",
+        _planned(path, parts, on, best=best, keeps_rows=keeps_rows, refine=refine, allows_code=allows_code),
+    ):
         found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on, keeps_rows=keeps_rows)
     return [one.as_json() for one in found]
 
 
 def _planned(
-    path: Path, parts: Sequence[str], device: torch.device, *, best: bool, keeps_rows: bool, allows_code: bool
+    path: Path,
+    parts: Sequence[str],
+    device: torch.device,
+    *,
+    best: bool,
+    keeps_rows: bool,
+    refine: int,
+    allows_code: bool,
 ) -> dict[str, Planned]:
     """Return the expected duration of each part of a run's evaluation, or {} if the run cannot be read."""
     with contextlib.suppress(UserError):
@@ -146,7 +156,8 @@ def _planned(
             parts = [part for part in parts if part != SEEDS]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         dropped = state.halved.dropped
-        return planned(job, parts, device=device.type, name=name, cards=cards.values(), dropped=dropped)
+        kind, measured = device.type, cards.values()
+        return planned(job, parts, device=kind, name=name, cards=measured, dropped=dropped, refine=refine)
     return {}
 
 

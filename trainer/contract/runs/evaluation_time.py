@@ -52,6 +52,8 @@ MOST_LATENTS = {"cuda": 2**17, "cpu": 2**14}
 MOST_MATCHED = 4096
 # The number of passes over the rows: one each for the mean, the metrics and the distribution.
 _TIMES_ROWS = 3
+# The time of a refinement step, as a multiple of the time to encode and decode the rows.
+_TIMES_REFINED = 5
 
 
 class LanguageModelSize(msgspec.Struct, frozen=True):
@@ -93,12 +95,13 @@ def planned(
     box: MeasuredHardware | None = None,
     cards: Iterable[Card] = (),
     dropped: Collection[str] = (),
+    refine: int = 0,
 ) -> dict[str, Planned]:
     """Return a dict mapping each stage in an evaluation of the given parts to its expected time.
 
     `device` is "cuda" or "cpu", and `name` is the GPU name. Times in earlier report cards (`cards`) from the same
-    device type replace estimates. `dropped` contains the labels of SAEs that `train.halving` has dropped. Return {} if
-    the data cannot be read.
+    device type replace estimates. `dropped` contains the labels of SAEs that `train.halving` has dropped, and `refine`
+    is the number of refinement steps. Return {} if the data cannot be read.
     """
     try:
         shape, saes = job.data_shape(), {label: sae for label, sae in members(job).items() if label not in dropped}
@@ -114,13 +117,17 @@ def planned(
     a_row = {label: 2.0 * (shape.d_in + d_out) * width / (flops * _OF_ROWS) for label, width in widths.items()}
     of_rows = sum(a_row.values())
     pairs = sum(2.0 * width * width * d_out for width in widths.values()) / flops
-    seconds = {ROWS: rows * of_rows + 1, FIRES_ON: texts * of_rows + pairs + 1, KNOWN: KNOWN_ROWS * of_rows}
+    seconds = {
+        ROWS: rows * of_rows * (1 + refine * _TIMES_REFINED) + 1,
+        FIRES_ON: texts * of_rows + pairs + 1,
+        KNOWN: KNOWN_ROWS * of_rows,
+    }
     groups = _compared(widths, device)
     seconds[COSINES] = sum(_cosine_seconds(len(labels), widths[labels[0]], d_out, flops) for labels in groups)
     seconds[FIRING] = rows * sum(a_row[label] for labels in groups for label in labels)
     n_hooks = len({job.hook_number(sae) for sae in saes.values()})
     seconds |= _of_model(job, flops, device, len(saes), n_hooks)
-    measured, wanted = _measured(cards, device), _stages_of(job, {*parts}, has_groups=bool(groups))
+    measured, wanted = _measured(cards, device, refine), _stages_of(job, {*parts}, has_groups=bool(groups))
     stages = {name: max(0.5, measured.get(name, seconds[name])) for name in seconds if name in wanted}
     times = {ROWS: _TIMES_ROWS * len(saes), PROBES: len(saes) + n_hooks}
     times |= dict.fromkeys((LOADING, READING, DENSE_PROBES), n_hooks) | dict.fromkeys((COSINES, FIRING), len(groups))
@@ -172,11 +179,17 @@ def _of_model(job: JobConfig, flops: float, device: str, n_saes: int, n_hooks: i
     }
 
 
-def _measured(cards: Iterable[Card], device: str) -> dict[str, float]:
-    """Return a dict mapping each part to its time in seconds on this device type, summed over the report cards."""
+def _measured(cards: Iterable[Card], device: str, refine: int) -> dict[str, float]:
+    """Return a dict mapping each part to its time in seconds on this device type, summed over the report cards.
+
+    Rows that were measured with another number of refinement steps are left out.
+    """
     seconds: dict[str, float] = {}
     for card in cards:
+        refined = card.figures.refined.n_steps if card.figures.refined else 0
         for name, part in card.parts.items():
+            if name == ROWS and refined != refine:
+                continue
             if part.seconds is not None and part.device == device:
                 seconds[name] = seconds.get(name, 0.0) + part.seconds
     return seconds
