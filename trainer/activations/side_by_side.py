@@ -85,6 +85,19 @@ class Joined(SideBySide):
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
+    def continue_from(self, before: DataRecord) -> None:
+        super().continue_from(before)
+        if any(one.split_sizes != self.split_sizes for one in self._sources):
+            raise _of_added_rows(self)
+
+    def beside(self, others: Sequence[Joined]) -> SideBySide:
+        if other := next((one for one in others if one.n_tokens != self.n_tokens), None):
+            counts = (
+                f"{other.n_tokens:,} rows are in all of {other.place}, and {self.n_tokens:,} in all of {self.place}"
+            )
+            raise JobFileError([Problem("data.hook", f"{counts}; train these crosscoders in separate jobs")])
+        return SideBySide([self, *others])
+
     def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
         return self._sources[0].of_first_folder(first, last)
 
@@ -107,8 +120,7 @@ class _SomeRows(IndexedSource):
     def continue_from(self, before: DataRecord) -> None:
         self._source.continue_from(before)
         if sum(self._source.split_sizes) != self._source.n_tokens:
-            message = f"rows were added to {self.place}, and the joined folders had different rows before"
-            raise JobFileError([Problem("data.path", f"{message}; start a new run on the current data")])
+            raise _of_added_rows(self)
 
     def read_by_all_threads(self) -> None:
         self._source.read_by_all_threads()
@@ -144,12 +156,16 @@ def matched(sources: Sequence[IndexedSource]) -> Sequence[IndexedSource]:
 
     Extractions by two models leave out different outliers. Later rows are then at different places in the shuffled
     shards, so rows are matched by their places in the text. Sources that do not store places are returned unchanged.
-    Raise `JobFileError` if two sources share less than half of their rows.
+    Raise `JobFileError` if two sources share less than half of their rows, or if a source mixes several folders.
     """
     of_all = [one.places() for one in sources]
     of_each = [one for one in of_all if one is not None]
     if len(of_each) < len(sources) or all(_are_equal(of_each[0], one) for one in of_each[1:]):
         return sources
+    if several := next((one for one in sources if len(one.sizes) > 1), None):
+        # Each mixed folder counts its places from 0, so a place does not identify a row.
+        message = f"{several.place} are mixed, so they cannot be joined with folders that have other rows"
+        raise JobFileError([Problem("data.path", f"{message}; extract the hooks together")])
     first, *others = [np.concatenate(one) for one in of_each]
     at = [np.arange(len(first))]
     for source, places in zip(sources[1:], others, strict=True):
@@ -169,6 +185,11 @@ def _are_equal(some: Sequence[Indices], others: Sequence[Indices]) -> bool:
     return len(some) == len(others) and all(map(np.array_equal, some, others))
 
 
+def _of_added_rows(one: IndexedSource) -> JobFileError:
+    message = f"rows were added to {one.place}, and the joined folders had different rows before"
+    return JobFileError([Problem("data.path", f"{message}; start a new run on the current data")])
+
+
 def _of_different_tokens(one: IndexedSource, other: IndexedSource) -> JobFileError:
     message = (
         f"the rows of {one.place} and {other.place} belong to different tokens; a crosscoder needs the same tokens in"
@@ -182,7 +203,7 @@ def _have_same_tokens(one: IndexedSource, other: IndexedSource) -> bool:
 
     Only a sample of the rows is compared.
     """
-    if one.n_tokens != other.n_tokens or not are_alike(one.texts, other.texts):
+    if one.n_tokens != other.n_tokens or (one.texts and other.texts and not are_alike(one.texts, other.texts)):
         return False
     tokens, others = one.token_ids(indices := _spread(one.n_tokens)), other.token_ids(indices)
     return tokens is None or others is None or np.array_equal(tokens, others)

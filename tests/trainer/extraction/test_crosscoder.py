@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ from support.tiny_models import D_IN, sentences
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from trainer.activations.open_source import open_source
+from trainer.activations.open_source import continue_from, open_source
 from trainer.activations.outliers import Outliers
 from trainer.contract.errors import JobFileError
+from trainer.contract.runs.data_record import record_of
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.promised import Promise
 
 HOOKS = ["resid_post.1", "resid_post.2"]
 N_ROWS, WIDTHS, SCALES = 12_000, (24, 32), (1.0, 8.0)
@@ -36,7 +40,7 @@ def parsed(data: dict[str, Any], **train: Any) -> JobConfig:
     return job
 
 
-def folder_of(place: Path, rows: Tensor, **numbers: Tensor) -> Path:
+def folder_of(place: Path, rows: Tensor, /, **numbers: Tensor) -> Path:
     place.mkdir(parents=True)
     save_file({"activations": rows, **numbers}, place / "shard-00000.safetensors")
     return place
@@ -124,6 +128,8 @@ def test_rows_of_different_tokens_are_refused_by_name(tmp_path: Path) -> None:
         ({"path": ["a", "a"], "join": True}, "data.path: joins a folder with itself"),
         ({"path": ["a", "b"], "join": True, "weights": [1, 2]}, "data.weights: mixes folders"),
         ({"path": ["a", "b"], "join": True, "target_path": ["c", "d"]}, "data.target_path: gives a transcoder's"),
+        ({"path": "a", "join": True}, "data.join: needs a list of at least two folders in data.path"),
+        ({"path": ["a"], "hook": "resid_post.1", "join": True}, "data.join: needs a list of at least two folders"),
     ],
 )
 def test_a_wrong_join_is_refused_in_one_sentence(data: dict[str, Any], sentence: str) -> None:
@@ -134,6 +140,71 @@ def test_a_wrong_join_is_refused_in_one_sentence(data: dict[str, Any], sentence:
         problems = refused.value.problems
     assert len(problems) == 1
     assert sentence in str(problems[0])
+
+
+def numbered(folder: Path, *left_out: int, hook: str = "", n: int = 40) -> Path:
+    """Write a hook's rows except those that are left out; each row contains its place in the text."""
+    places = torch.tensor([place for place in range(n) if place not in left_out])
+    rows = places.float()[:, None].expand(-1, 4).contiguous()
+    return folder_of(folder / hook, rows, place=places, token_ids=places.int(), document=places // 10)
+
+
+def test_several_crosscoders_read_stored_rows(tmp_path: Path) -> None:
+    for layer, left_out in enumerate([3, 4, 3, 4, 5, 5]):
+        numbered(tmp_path, left_out, hook=f"resid_post.{layer}")
+    source: Any = open_source(parsed({"path": str(tmp_path), "hook": ["resid_post.0+1", "resid_post.2+3"]}))
+    assert (source.n_hooks, source.d_in, source.n_tokens, source.of_hook(1).part_widths) == (2, 8, 38, (4, 4))
+    assert source.rows(torch.arange(38).numpy())[:, ::4].tolist() == [[n] * 4 for n in range(40) if n not in (3, 4)]
+    # The hooks of the second crosscoder leave out the same row, so 39 rows are left.
+    with pytest.raises(JobFileError, match=r"data.hook: 39 rows are in all of .* train these crosscoders in separate"):
+        open_source(parsed({"path": str(tmp_path), "hook": ["resid_post.0+1", "resid_post.4+5"]}))
+
+
+def test_mixed_folders_of_hooks_with_different_rows_are_not_joined(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        numbered(tmp_path / folder, 3, hook="resid_post.1")
+        numbered(tmp_path / folder, 4, hook="resid_post.2")
+    with pytest.raises(JobFileError, match=r"data.path: .*x/resid_post.1.* are mixed, .*; extract the hooks together"):
+        open_source(parsed({"path": [str(tmp_path / "x"), str(tmp_path / "y")], "hook": "resid_post.1+2"}))
+
+
+def test_a_join_can_wait_for_a_folder_with_more_rows(tmp_path: Path) -> None:
+    a, later = numbered(tmp_path / "a", 3), tmp_path / "b"
+    promises = {os.path.realpath(later): Promise(4, 40, "job 3")}
+    assert parsed({"path": [str(a), str(later)], "join": True}).data_shape(promises) == (8, None, 39, (4, 4))
+
+
+def test_every_shard_must_record_places_if_rows_are_left_out(tmp_path: Path) -> None:
+    a, b = numbered(tmp_path / "a"), numbered(tmp_path / "b")
+    save_file({"activations": torch.ones(5, 4)}, b / "shard-00001.safetensors")
+    with pytest.raises(JobFileError, match=r"has 45 rows, but .* has 40"):
+        parsed({"path": [str(a), str(b)], "join": True}).data_shape()
+
+
+def test_a_join_whose_folders_grew_by_different_rows_cannot_continue(tmp_path: Path) -> None:
+    a, b = (numbered(tmp_path / name, n=30) for name in "ab")
+    added = numbered(tmp_path / "added", *range(30)) / "shard-00000.safetensors"
+    shutil.copy(added, b / "shard-00001.safetensors")
+    job = parsed({"path": [str(a), str(b)], "join": True})
+    assert open_source(job).n_tokens == 30
+    before = record_of(job.hooks.values())
+    shutil.copy(added, a / "shard-00001.safetensors")
+    with pytest.raises(JobFileError, match=r"data.path: rows were added to .*start a new run on the current data"):
+        continue_from(open_source(job), job, before)
+
+
+def test_a_folder_without_texts_is_joined_with_one_that_records_them(tmp_path: Path) -> None:
+    paths = [numbered(tmp_path / "a"), folder_of(tmp_path / "b", torch.ones(40, 4))]
+    source: Any = open_source(parsed({"path": list(map(str, paths)), "join": True}))
+    assert (source.n_tokens, source.usual_hold_out, list(source.texts)) == (40, "blocks", [])
+
+
+@pytest.mark.parametrize("data", [{"path": []}, {"path": [], "hook": "a+b"}, {"source": "model", "model": []}])
+def test_an_empty_list_of_parts_is_refused_in_one_sentence(data: dict[str, Any]) -> None:
+    more = {"hook": "resid_post.1", "text": "x"} if "model" in data else {"join": True}
+    with pytest.raises(JobFileError, match=r"data.\w+: is an empty list; name a") as refused:
+        open_source(parsed(data | more))
+    assert len(refused.value.problems) == 1
 
 
 def test_a_sweep_can_hold_several_crosscoders() -> None:

@@ -100,15 +100,16 @@ class ModelSettings(StreamSettings, frozen=True, kw_only=True):
 
     def parts(self) -> list[ModelSettings]:
         hooks = parts_of(self.hook)
-        return [msgspec.structs.replace(self, model=one, hook=hook) for one in self.models for hook in hooks]
+        parts = [msgspec.structs.replace(self, model=one, hook=hook) for one in self.models for hook in hooks]
+        return parts or [self]  # `shape` reports an empty list
 
     def usual_hold_out(self) -> HoldOut:
         return "texts"
 
     def shape(self) -> DataShape:
-        if len(parts := self.parts()) == 1 and isinstance(self.model, list):
+        if len(parts := self.parts()) == 1 and isinstance(self.model, list) and self.model:
             return parts[0].shape()
-        if len(parts) != 1:
+        if len(parts) != 1 or not self.model:
             if problems := problems_of_hooks([self.hook], "data.hook") or self._check_models():
                 raise JobFileError(problems)
             return joined_shape({f"{part.hook} of {part.model}": part.shape() for part in parts}, "data.hook")

@@ -191,8 +191,8 @@ class ShardSettings(SourceSettings, frozen=True):
     def parts(self) -> list[ShardSettings]:
         paths = each(self.path) if self.join else [self.path]
         hooks = [None] if self.hook is None else parts_of(self.hook)
-        if len(paths) == len(hooks) == 1:
-            return [self]
+        if not paths or len(paths) == len(hooks) == 1:
+            return [self]  # `shape` reports an empty list
         return [msgspec.structs.replace(self, path=path, hook=hook, join=False) for path in paths for hook in hooks]
 
     @property
@@ -212,7 +212,7 @@ class ShardSettings(SourceSettings, frozen=True):
             raise JobFileError(problems)
         if len(parts := self.parts()) > 1:
             shapes = {part.place: part.shape_once_written(promises) for part in parts}
-            return joined_shape(shapes, "data.path", are_matched=all(map(_tells_places, parts)))
+            return joined_shape(shapes, "data.path", are_matched=all(part._tells_places(promises) for part in parts))
         sets = _sets_once_written(self._folders_of(0, promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
@@ -280,7 +280,8 @@ class ShardSettings(SourceSettings, frozen=True):
 
     def _check_join(self) -> list[Problem]:
         if len(parts := self.parts()) == 1:
-            return []
+            alone = self.join and len(each(self.path)) == 1
+            return [Problem("data.join", "needs a list of at least two folders in data.path")] if alone else []
         problems = []
         if self.target_path is not None:
             message = "gives a transcoder's targets, but a crosscoder reconstructs its input; leave it out"
@@ -295,6 +296,17 @@ class ShardSettings(SourceSettings, frozen=True):
             )
         return problems
 
+    def _tells_places(self, promises: Promises) -> bool:
+        """Return whether each row's place in the text is recorded and identifies it; every extraction records places.
+
+        Places in several mixed folders are not unique.
+        """
+        folder, *others = each(self._folders_of(0, promises))
+        return not others and (
+            is_promised(folder, promises)
+            or all(numbers_in(shard, PLACE) for shard in inspect_shards(folder, "data.path").shards)
+        )
+
     def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the dimension of the targets; raise `JobFileError` if they do not match the rows."""
         field = self.target_field
@@ -308,14 +320,6 @@ class ShardSettings(SourceSettings, frozen=True):
                 counts = f"has {outputs.n_tokens:,} rows, but {of_input} has {inputs.n_tokens:,}"
                 raise JobFileError([Problem(field, f"{of_target} {counts}; every row needs its target")])
         return targets[0].d_in
-
-
-def _tells_places(settings: ShardSettings) -> bool:
-    """Return whether the shards record the place of each row in the text."""
-    try:
-        return all(numbers_in(one.shards[0], PLACE) for one in inspect_sets(settings.folders, "data.path"))
-    except JobFileError:
-        return False  # another job writes the data before this job starts
 
 
 def joined_shape(parts: Mapping[str, DataShape], field: str, *, are_matched: bool = False) -> DataShape:
