@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.activations.permutation import Indices as Indices
 from trainer.activations.texts import Texts
 from trainer.contract.runs.data_record import DataRecord
+from trainer.contract.settings.shards import Shard
 from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.group import Group
 
@@ -154,6 +155,10 @@ class IndexedSource(Source):
     def places(self) -> list[Indices] | None:
         """Return each shard's place in the text of every row, or None if the source does not store places."""
         return None
+
+    def first_shards(self) -> Sequence[Shard]:
+        """Return the shards of the first folder in the order of their rows."""
+        return ()
 
     def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
         """Return the rows that come from rows `first` to `last` - 1 of the first joined folder.

@@ -97,7 +97,8 @@ class Shards(IndexedSource):
         n = len(self._sets)
         self.split_sizes = [folder.split_rows for folder in before[:n]]
         targets = None if self._target_sets is None else _in_order(self._target_sets, before[n:])
-        self._map(_in_order(self._sets, before[:n]), targets)
+        self._sets = _in_order(self._sets, before[:n])
+        self._map(self._sets, targets)
 
     def beside(self, others: Sequence[Shards]) -> SideBySide:
         return SideBySide([self, *others])
@@ -126,6 +127,9 @@ class Shards(IndexedSource):
         return np.concatenate([part[indices[first:last] - start] for part, start, (first, last) in own]).astype(
             np.int64
         )
+
+    def first_shards(self) -> Sequence[Shard]:
+        return self._sets[0].shards
 
     def places(self) -> list[Indices] | None:
         return self._numbers(PLACE)

@@ -14,6 +14,7 @@ from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_
 from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.runs.data_record import DataRecord
+from trainer.contract.settings.shards import Shard
 from trainer.contract.wording import join_words, plural
 
 _ROWS_COMPARED = 4096
@@ -98,6 +99,9 @@ class Joined(SideBySide):
             raise JobFileError([Problem("data.hook", f"{counts}; train these crosscoders in separate jobs")])
         return SideBySide([self, *others])
 
+    def first_shards(self) -> Sequence[Shard]:
+        return self._sources[0].first_shards()
+
     def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
         return self._sources[0].of_first_folder(first, last)
 
@@ -134,6 +138,9 @@ class _SomeRows(IndexedSource):
         at = self._at[indices]
         tokens = self._source.token_ids(np.sort(at))
         return None if tokens is None else _in_order_of(np.argsort(at), tokens)
+
+    def first_shards(self) -> Sequence[Shard]:
+        return self._source.first_shards()
 
     def of_first_folder(self, first: int, last: int) -> tuple[Indices, Indices]:
         # The rows of the first folder keep their order.

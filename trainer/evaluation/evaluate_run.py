@@ -63,7 +63,8 @@ from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_r
 from trainer.evaluation.rows import EvaluationRows
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.extraction import extract
-from trainer.extraction.model_stream import job_of_stream
+from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.model_stream import job_of_stream, load_alike
 from trainer.extraction.peers import Alone
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.hierarchical_topk import HierarchicalTopK
@@ -350,21 +351,26 @@ def _texts(settings: SourceSettings, source: Source, device: torch.device) -> It
 
 
 def _read_again(parts: Sequence[ModelSettings], output: Path, device: torch.device) -> list[Path]:
-    """Store the first rows of each part of a stream; return the part's folders. A model reads the text only once."""
+    """Store the first rows of each part of a stream; return the part's folders. A model reads the text only once.
+
+    As in training, all models read the same contexts.
+    """
     jobs: dict[bytes, ExtractJob] = {}
-    folders = []
+    folders, n = [], ROWS_READ_AGAIN[device.type]
     hooks = list(dict.fromkeys(ends_of(part.hook)[0] for part in parts))
     for part in parts:
         without_hook = msgspec.json.encode(msgspec.structs.replace(part, hook=""))
         if without_hook not in jobs:
-            jobs[without_hook] = _stored_in(output / str(len(jobs)), job_of_stream(part, hooks), device)
+            job = job_of_stream(part, hooks)
+            stored = msgspec.structs.replace(job.extract, output=str(output / str(len(jobs))), n_tokens=n)
+            jobs[without_hook] = msgspec.structs.replace(job, extract=stored)
         folders.append(jobs[without_hook].folder(ends_of(part.hook)[0]))
+    for job, model in zip(jobs.values(), load_alike([*jobs.values()], device), strict=True):
+        _store(job, device, model, n)
     return folders
 
 
-def _stored_in(folder: Path, job: ExtractJob, device: torch.device) -> ExtractJob:
-    n = ROWS_READ_AGAIN[device.type]
-    job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=str(folder), n_tokens=n))
+def _store(job: ExtractJob, device: torch.device, model: LanguageModel, n: int) -> None:
     stage(READING, n)
     so_far = 0
 
@@ -373,5 +379,4 @@ def _stored_in(folder: Path, job: ExtractJob, device: torch.device) -> ExtractJo
         advance(kept - so_far)
         so_far = kept
 
-    extract(job, device, Alone(threading.Event(), report), lambda _: None)
-    return job
+    extract(job, device, Alone(threading.Event(), report), lambda _: None, model)

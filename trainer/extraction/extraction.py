@@ -106,10 +106,17 @@ class Writing(NamedTuple):
     left_out: dict[str, int]
 
 
-def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> ExtractionResult:
+def extract(
+    job: ExtractJob,
+    device: torch.device,
+    peers: Alone,
+    tell: Callable[[str], object],
+    model: LanguageModel | None = None,
+) -> ExtractionResult:
     """Run or resume an extraction and return its result; `tell` is called with progress messages.
 
-    If there are several processes, each reads its share of the text. Raise `UserError` with a remedy on failure.
+    The job's model is loaded unless `model` is given. If there are several processes, each reads its share of the text.
+    Raise `UserError` with a remedy on failure.
     """
     state = stored_state(job, peers.size)
     if state.is_finished:
@@ -118,7 +125,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
     tell(f"loading {job.model.path}")
     try:
         with Progress("loading the model"):
-            extraction = Extraction(job, device, peers)
+            extraction = Extraction(job, device, peers, model)
         if not extraction.model.packs:
             tell("using one document per context, since this model cannot mask packed documents")
         result = extraction.run()
@@ -150,12 +157,12 @@ class Extraction:
     share of the rows.
     """
 
-    def __init__(self, job: ExtractJob, device: torch.device, peers: Alone) -> None:
+    def __init__(self, job: ExtractJob, device: torch.device, peers: Alone, model: LanguageModel | None = None) -> None:
         self._job, self._peers = job, peers
         self._output, self._folder = Path(job.extract.output), part_folder(job, peers.rank, peers.size)
         refuse_link(self._output)
         self._state = stored_state(job, peers.size)
-        self.model = LanguageModel(job, device)
+        self.model = model or LanguageModel(job, device)
         self._dtype = self.model.dtype if job.extract.dtype == "auto" else DTYPES[job.extract.dtype]
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]

@@ -97,13 +97,10 @@ class ModelStream(StreamSource):
         for part in self._parts:
             of_models.setdefault(part._settings.models[0], []).append(part)
         jobs = [job_of_stream(parts[0]._settings, _hooks_of(parts)) for parts in of_models.values()]
-        # Load the models sequentially, so that host memory holds only one model's weights at a time.
-        on_devices = [[_load(job, one) for job in jobs] for one in self.own_devices or [device]]
-        for models in on_devices:
-            read_alike(models)
-        self._model, self._job = _tokenizing(on_devices[0]), jobs[0]
+        on_devices = [load_alike(jobs, one) for one in self.own_devices or [device]]
+        self._model, self._job = on_devices[0][0], jobs[0]
         self._dtype = functools.reduce(torch.promote_types, [model.dtype for model in on_devices[0]])
-        self._special = sorted({token for model in on_devices[0] for token in model.tokenizer.special})
+        self._special = self._model.tokenizer.special
         # The number of batches queued on a GPU before the host waits for the oldest batch's rows. A CPU runs each batch
         # immediately.
         self._ahead = 0 if device.type == "cpu" else 1
@@ -281,22 +278,26 @@ def _side_by_side(rows: Mapping[int, Tensor]) -> Tensor:
     return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=1)
 
 
-def read_alike(models: Sequence[LanguageModel]) -> None:
-    """Let several models read the same contexts; raise `UserError` if their tokenizers differ."""
-    first, *others = models
+def load_alike(jobs: Sequence[ExtractJob], device: torch.device) -> list[LanguageModel]:
+    """Load several models that read the same contexts; raise `UserError` if their tokenizers differ.
+
+    All models get the first tokenizer that can also read chats, or the first one if none can. Tokens that are special
+    in any of the models are special in all of them.
+    """
+    # Load the models sequentially, so that host memory holds only one model's weights at a time.
+    first, *others = models = [_load(job, device) for job in jobs]
     for other in others:
         if differs := first.tokenizer.differs_from(other.tokenizer):
             message = f"{first.name} and {other.name} have different tokenizers: {differs}"
             raise UserError(f"data.model: {message}; choose models that read the same tokens")
+    special = sorted({token for model in models for token in model.tokenizer.special})
+    tokenizer = next((model.tokenizer for model in models if model.tokenizer.reads_chats), first.tokenizer)
+    tokenizer.special = special
     # If one of the models cannot read packed documents, no model gets them.
     packs = all(model.packs for model in models)
     for model in models:
-        model.packs = packs
-
-
-def _tokenizing(models: Sequence[LanguageModel]) -> LanguageModel:
-    """Return the model whose tokenizer is used: the first one that can also read chats, otherwise the first one."""
-    return next((model for model in models if model.tokenizer.reads_chats), models[0])
+        model.tokenizer, model.packs = tokenizer, packs
+    return models
 
 
 def job_of_stream(settings: ModelSettings, hooks: list[str]) -> ExtractJob:

@@ -106,15 +106,21 @@ class Tokenizer:
     def differs_from(self, other: Tokenizer) -> str:
         """Return how another tokenizer's ids for the same text differ, or "" if both read text in the same way.
 
-        Chat templates and tokens that only one tokenizer marks as special are not compared.
+        Chat templates and added tokens that only one tokenizer has are not compared.
         """
         if (self.before, self.after) != (other.before, other.after):
             return f"they put {self._around} and {other._around} around a text"
         ids, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
-        added = {*self._tokenizer.added_tokens_decoder, *other._tokenizer.added_tokens_decoder}
-        changed = [token for token, number in ids.items() if number not in added and others.get(token) != number]
+        own, theirs = self._tokenizer.added_tokens_decoder, other._tokenizer.added_tokens_decoder
+        added = {*own, *theirs}
+        changed = [
+            token for token, number in ids.items() if others.get(token, number if number in added else None) != number
+        ]
         if changed:
             return f"{changed[0]!r} is token {ids[changed[0]]} of the first, and {others.get(changed[0])} of the second"
+        if renamed := [number for number in own if str(theirs.get(number, own[number])) != str(own[number])]:
+            number = renamed[0]
+            return f"token {number} is {str(own[number])!r} in the first, and {str(theirs[number])!r} in the second"
         n, n_others = (len({*table.values()} - added) for table in (ids, others))
         if n != n_others:
             return f"they have {n:,} and {n_others:,} tokens"

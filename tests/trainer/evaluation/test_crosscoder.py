@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.crosscoders import HOOKS, N_ROWS, ONLY_B, plant
 from support.features import features_file
 from support.report_cards import card_table
 from support.tiny_models import D_IN, sentences
 from torch import Tensor
 
-from trainer.activations.open_source import open_source
+from trainer.activations.open_source import continue_from, open_source
 from trainer.cli import main
 from trainer.contract.errors import UserError
 from trainer.contract.runs.crosscoder import kind_of, part_names
@@ -217,6 +218,28 @@ def test_joined_texts_have_the_rows_of_all_parts_in_text_order(tmp_path: Path) -
     parts = [next(iter(texts_of(tmp_path / hook, 500))) for hook in HOOKS]
     assert torch.equal(whole.x, torch.cat([part.x for part in parts], dim=1))
     assert torch.equal(whole.origin.token_ids, parts[1].origin.token_ids)
+
+
+def test_joined_texts_keep_their_rows_after_the_data_has_grown(tmp_path: Path) -> None:
+    plant(tmp_path)
+    whole = {hook: load_file(tmp_path / hook / "shard-00000.safetensors") for hook in HOOKS}
+
+    def write(shard: str, first: int, last: int) -> None:
+        for hook, tensors in whole.items():
+            some = {name: tensor[first:last].clone() for name, tensor in tensors.items()}
+            save_file(some, tmp_path / hook / f"{shard}.safetensors")
+
+    # Two processes have each written a shard. Later, the first process writes another one.
+    write("shard-00000", 0, 100)
+    write("shard-00001", 100, 200)
+    job = job_of({"path": str(tmp_path), "hook": "resid_post.1+2"})
+    before = continue_from(open_source(job), job, None)
+    write("shard-00000-001", 200, 300)
+    continue_from(source := open_source(job), job, before)
+    texts = list(texts_of(tmp_path / HOOKS[0], source=source))
+    rows, tokens = torch.cat([one.x for one in texts]), torch.cat([one.origin.token_ids for one in texts])
+    assert torch.equal(rows, torch.cat([tensors["activations"][:300] for tensors in whole.values()], dim=1))
+    assert torch.equal(tokens, whole[HOOKS[0]]["token_ids"][:300])
 
 
 def test_the_texts_of_a_stream_are_read_again_at_every_hook(tiny: Callable[[str], Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tiny_models import make_tokenizer
 
 from trainer.contract.errors import UserError
 from trainer.extraction.packing import PADDING, ContextBatch, Tokenizer, Tokens, batches, pack, separate
@@ -155,3 +156,22 @@ def test_a_text_longer_than_the_models_window_is_split_without_a_warning(load, c
     (tokens,) = load("bert").tokens(["cat " * 5000])
     assert len(tokens.ids) >= 5000
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("added", "others", "message"),
+    [
+        (["<pad2>", "<user>"], ["<user>", "<end>"], "'<user>' is token {1} of the first, and {0} of the second"),
+        (["<pad2>"], ["<user>"], "token {0} is '<pad2>' in the first, and '<user>' in the second"),
+        (["<pad2>"], ["<pad2>", "<user>"], ""),
+        ([], ["<user>"], ""),
+    ],
+)
+def test_tokenizers_whose_added_tokens_have_conflicting_ids_differ(
+    added: list[str], others: list[str], message: str
+) -> None:
+    one, other = make_tokenizer("gpt2"), make_tokenizer("gpt2")
+    n = len(one)
+    one.add_tokens(added, special_tokens=True)
+    other.add_tokens(others, special_tokens=True)
+    assert Tokenizer(one).differs_from(Tokenizer(other)) == message.format(n, n + 1)

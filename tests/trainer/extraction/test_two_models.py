@@ -18,7 +18,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import CPU, extraction_job, run, run_ranks
-from support.tiny_models import D_IN, make_tokenizer, sentences
+from support.tiny_models import CHAT, D_IN, make_tokenizer, sentences
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
@@ -29,6 +29,7 @@ from trainer.contract.planning.memory import estimate
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
+from trainer.evaluation import evaluate_run
 from trainer.evaluation.contexts import texts_of
 from trainer.parallel.threads import Threads, on_all
 
@@ -292,6 +293,24 @@ def test_rows_that_one_model_leaves_out_are_left_out_of_a_join(
         assert one.origin.token_ids.tolist() == [tokens[place] for place in found]
         assert one.origin.document.tolist() == sorted(one.origin.document.tolist())
     assert torch.equal(source.rows(chosen[:50].copy()), source.rows(chosen[:50][::-1].copy()))
+
+
+def test_the_texts_of_two_models_are_read_again_with_the_tokens_of_training(tiny, edited, tmp_path: Path) -> None:
+    chat = edited(edit_row)
+    settings = json.loads((chat / "tokenizer_config.json").read_text())
+    (chat / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": CHAT, "eos_token": "\u0120hill"})
+    )
+    chats = [{"messages": [{"role": "user", "content": one}]} for one in sentences(40)]
+    (file := tmp_path / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in chats))
+    given = table([tiny("gpt2"), chat], file)
+    trained = begun(given, column="messages")
+    with evaluate_run._texts(job_from(given, column="messages").data.settings, trained, CPU) as texts:
+        assert texts
+        read = list(texts_of(texts.folder, source=texts.source))
+    rows = torch.cat([one.x for one in read])
+    expected = some_rows(trained, 2)
+    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_extractions_of_different_texts_are_not_joined(tiny, edited, text: Path, tmp_path: Path) -> None:
