@@ -61,8 +61,14 @@ class Kept(RunProgress):
     """A `RunProgress` that records everything a trainer reports."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.reported: list[MetricRow] = []
         self.events: list[tuple[str, str, str]] = []
+        self.phases: list[str] = []
+
+    def heartbeat(self, phase: str, step: int, tokens: int) -> None:
+        super().heartbeat(phase, step, tokens)
+        self.phases.append(phase)
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         self.events.append((kind, level, message))

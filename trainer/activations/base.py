@@ -200,6 +200,8 @@ class StreamSource(Source):
     is_divided: bool = False
     # Whether `documents` is available.
     knows_texts: bool = False
+    # Called with the number of rows read so far, after each `next_rows`, possibly in another thread.
+    report: Callable[[int], object] = staticmethod(lambda n_rows: None)
     # The devices that this rank uses exclusively for computing rows, set before `begin`; if empty, the training device
     # computes them.
     own_devices: Sequence[torch.device] = ()

@@ -46,7 +46,7 @@ class StreamRows:
     """
 
     def __init__(self, source: StreamSource) -> None:
-        self._source = source
+        self._source, self._n_read = source, 0
         self._kept: list[Chunk] | None = []
         self._again: deque[Chunk] = deque()
         self._leave_out: LeaveOut | None = None
@@ -133,6 +133,8 @@ class StreamRows:
         if pair is None:
             return None
         x, y = pair
+        self._n_read += len(x)
+        self._source.report(self._n_read)
         inputs = x.cpu()
         documents = self._source.documents() if self._source.knows_texts else None
         chunk = Chunk(state, inputs, inputs if y is x else y.cpu(), documents)

@@ -39,7 +39,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.store.metrics_store import COOLING, TRAINING
+from trainer.contract.store.metrics_store import COOLING, READING, TRAINING, is_before_first_step
 from trainer.contract.wording import join_words, plural
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -218,6 +218,8 @@ class Trainer:
         source, job = self._source, self._job
         if isinstance(source, StreamSource) and self._parallel.is_main:
             self._progress.event("stream", f"reading the held-out rows and a sample, the first rows of {source.place}")
+        if isinstance(source, StreamSource):
+            source.report = self._note_reading
         self.record = continue_from(source, job, resumed.data_before if resumed else None)
         self._watch = DataWatch(self.record if self._parallel.is_main else [])
         self.data = open_data(source, job, self._parallel, resumed)
@@ -601,6 +603,11 @@ class Trainer:
             return []
         learning = {label: one for label, one in self.learners.items() if label not in self._recorder.given_up}
         return self._exporter.writes(learning, self.position, self.how_far)
+
+    def _note_reading(self, n_rows: int) -> None:
+        """Report that a stream's first rows are being read, which can take minutes; later, steps show progress."""
+        if is_before_first_step(self._progress.place[0]):
+            self._heartbeat(f"{READING}, {n_rows:,}")
 
     def _heartbeat(self, phase: str) -> None:
         self._progress.heartbeat(phase, self.position.step, self.position.tokens)

@@ -170,6 +170,16 @@ def test_a_batch_of_text_is_read_once_for_all_hooks(
     assert counts[0] == counts[1] == counts[2] > 20 * 64 / 32
 
 
+def test_reading_a_streams_first_rows_is_reported_so_that_it_is_not_a_stall(
+    make: Make, make_trainer: Callable[..., Any], long_text: Path, kept: Any
+) -> None:
+    make_trainer(parsed(table_of(streamed(make(), long_text, "resid_post.0"), 3)), kept).run()
+    before = kept.phases[: kept.phases.index("training")]
+    n_rows = [int(phase.removeprefix("reading rows, ").replace(",", "")) for phase in before if "reading" in phase]
+    assert len(n_rows) > 2
+    assert n_rows == sorted({*n_rows})
+
+
 def test_a_sweep_trains_all_its_saes_at_each_hook(
     make: Make, make_trainer: Callable[..., Any], long_text: Path, tmp_path: Path
 ) -> None:

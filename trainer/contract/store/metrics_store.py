@@ -27,14 +27,14 @@ LARGEST = 1e100
 TRAINING, COOLING = "training", "cooling down"
 # Phases at the end of a run: evaluating the exported SAEs, being finished, and waiting for disk space.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# Phases before the first step: loading the language model, and compiling GPU kernels.
-LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
+# Phases before the first step: loading the language model, compiling GPU kernels, and reading a stream's first rows.
+LOADING_MODEL, COMPILING, READING = "loading the model", "compiling kernels", "reading rows"
 _BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
 
 def is_before_first_step(phase: str) -> bool:
-    """Return whether a phase comes before the first step; after `COMPILING`, the number of kernels may follow."""
-    return phase in _BEFORE_FIRST_STEP or phase.startswith(COMPILING)
+    """Return whether a phase comes before the first step; a number may follow `COMPILING` and `READING`."""
+    return phase in _BEFORE_FIRST_STEP or phase.startswith((COMPILING, READING))
 
 
 class MetricRow(msgspec.Struct, frozen=True):
