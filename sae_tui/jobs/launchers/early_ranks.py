@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -20,6 +21,8 @@ from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environ
 # The memory that must be available for each rank that starts early. Importing torch takes about 0.25 GiB.
 NEEDED_BYTES = 2 * 2**30
 _GRANT_LIMIT_S, _DEATH_LIMIT_S = 10.0, 1.0
+# A larger environment, in characters, would not fit into the socket's buffer, so that each rank would be waited for.
+_LARGEST_ENVIRONMENT = 100_000
 
 
 def start_rank(
@@ -69,7 +72,7 @@ class EarlyRanks:
         argv = command(RunPaths(spec.run_dir).rank_spec(spec.attempt))
         for rank in range(spec.n_processes):
             ours, theirs = socket.socketpair()
-            # A rank that is still importing torch reads nothing. Environments rarely exceed the socket's buffer.
+            # A rank that is still importing torch reads nothing.
             ours.settimeout(_GRANT_LIMIT_S)
             environment = rank_environment(spec, rank) | {CHANNEL: str(theirs.fileno())}
             with theirs:
@@ -84,7 +87,8 @@ class EarlyRanks:
         if process is None or channel is None:
             return None
         with contextlib.suppress(OSError):
-            if process.poll() is None and process.args == argv:
+            is_small = sum(map(len, itertools.chain(environment, environment.values()))) < _LARGEST_ENVIRONMENT
+            if is_small and process.poll() is None and process.args == argv:
                 send_grant(channel, environment, descriptors)
                 return process
         _end(process, channel)

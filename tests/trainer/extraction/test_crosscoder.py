@@ -126,6 +126,7 @@ def test_rows_of_different_tokens_are_refused_by_name(tmp_path: Path) -> None:
         ({"hook": "mlp.1+resid_post.1"}, "name its ends instead, like mlp_in.3+mlp_out.3"),
         ({"hook": "resid_post.1+"}, "data.hook: "),
         ({"path": ["a", "a"], "join": True}, "data.path: joins a folder with itself"),
+        ({"path": ["a", "./a/"], "join": True}, "data.path: joins a folder with itself"),
         ({"path": ["a", "b"], "join": True, "weights": [1, 2]}, "data.weights: mixes folders"),
         ({"path": ["a", "b"], "join": True, "target_path": ["c", "d"]}, "data.target_path: gives a transcoder's"),
         ({"path": "a", "join": True}, "data.join: needs a list of at least two folders in data.path"),

@@ -288,7 +288,7 @@ class ShardSettings(SourceSettings, frozen=True):
             problems.append(Problem("data.target_path", message))
         if self.join and self.hook is not None:
             problems += check_joined_hook(self.hook)
-        if len({part.place for part in parts}) < len(parts):
+        if len({os.path.realpath(part.place) for part in parts}) < len(parts):
             problems.append(Problem("data.path", "joins a folder with itself; name different folders"))
         if self.join and self.weights is not None:
             problems.append(
