@@ -283,7 +283,9 @@ class QueueProcess:
         try:
             self._start(self._data, job.id)
         except UserError as error:
-            self._refused_until[job.id] = time.monotonic() + AGAIN_S
+            self._refused_until[job.id] = again_at = time.monotonic() + AGAIN_S
+            # The failed start changes nothing in the queue, so plan again even without news.
+            self._plan_at = min(self._plan_at, again_at)
             note(f"job {job.id}: its supervisor cannot be started: {error}")
             return f"its supervisor cannot be started: {error}"
         return ""

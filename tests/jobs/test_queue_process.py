@@ -248,6 +248,27 @@ def test_a_job_whose_supervisor_cannot_start_waits_with_the_reason_and_is_not_re
     assert box.job(job_id).state == JobState.QUEUED
 
 
+@pytest.mark.timeout(20)
+def test_a_supervisor_that_could_not_start_is_started_again_although_the_queue_stays_the_same(box, monkeypatch):
+    monkeypatch.setattr(queue_process, "AGAIN_S", 0.1)
+    monkeypatch.setattr(queue_process, "PLAN_EVERY_S", 1e6)
+    tried = []
+
+    def fails_once(_, job_id: int) -> None:
+        tried.append(job_id)
+        if len(tried) == 1:
+            raise UserError("no process can be made")
+
+    job_id = box.enqueue("steps=1")
+    queue = QueueProcess(box.data, fails_once)
+    queue._plan()
+    queue._has_news()  # the reason for waiting was recorded
+    while len(tried) < 2:
+        if queue._has_news():
+            queue._plan()
+    assert tried == [job_id, job_id]
+
+
 def test_other_users_jobs_are_left_to_their_own_queue_processes(box):
     box.enqueue("steps=1")
     box.control._db.execute("UPDATE jobs SET user = 'another-user'")
