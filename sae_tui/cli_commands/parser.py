@@ -718,7 +718,7 @@ def _add_finding(add: Add) -> None:
         help="only latents whose max-activating examples contain these words; latents firing on the words come first;"
         " stable:>0.7 keeps latents that other seeds found too, and family:token keeps latents that fire on one token;"
         " of a crosscoder, part:B keeps latents only in part B (confirmed:B, if latent scaling agrees), and norm:>0.9"
-        " those with a larger relative norm",
+        " latents with a larger relative norm",
     )
     which = "use the report card with this number in `sae-tui job ID --cards`"
     latents.add_argument("--card", type=positive, metavar="N", help=which)

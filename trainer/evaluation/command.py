@@ -124,10 +124,8 @@ def evaluate(
         PROMOTED: model, PROBES: n_sets, SEEDS: True,
     }  # fmt: skip
     parts = [part for part, is_asked in asked.items() if is_asked]
-    with Progress(
-        "evaluating",
-        _planned(path, parts, on, best=best, keeps_rows=keeps_rows, refine=refine, allows_code=allows_code),
-    ):
+    times = _planned(path, parts, on, best=best, keeps_rows=keeps_rows, refine=refine, allows_code=allows_code)
+    with Progress("evaluating", times):
         found = _compared([_written_to_run(one, n_contexts) for one in evaluations], on, keeps_rows=keeps_rows)
     return [one.as_json() for one in found]
 

@@ -74,7 +74,7 @@ def texts_of(place: Path, most: int = MOST_ROWS, source: IndexedSource | None = 
     If `source` is given, its rows are yielded instead; `place` is the folder of the first part that it joins.
     """
     meta, left, begin = read_json(place / META, dict[str, object]) or {}, most, 0
-    # If the data has grown during a run, the order of the source's shards is not that of their names.
+    # If the data has grown during a run, the source's shards are not sorted by name.
     for shard in inspect_shards(place).shards if source is None else source.first_shards():
         if left <= 0 or not shard_tells_tokens(shard.file):
             return

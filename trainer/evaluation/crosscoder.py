@@ -51,8 +51,8 @@ def crosscoder_figures(
 ) -> Crosscoder:
     """Return the figures of a crosscoder with scaled decoder rows `w_dec` [d_sae, d_out].
 
-    `fires` [d_sae] tells which latents fire on the measured rows. `scales` are the dimension scales, 0-dim or [d_out],
-    and `fvus` contains each part's FVU and its standard error.
+    `fires` [d_sae] marks the latents that fire on the measured rows. `scales` are the dimension scales, 0-dim or
+    [d_out], and `fvus` contains each part's FVU and its standard error.
     """
     shares, fires, n = shares_of(w_dec, parts.widths).cpu(), fires.cpu(), len(parts.widths)
     # The kind of each latent: the only part in which it writes, n if it is shared, or n + 1 for all others.

@@ -1,7 +1,7 @@
 """circuit-tracer's format: transcoder sets with one `layer_N.safetensors` per layer and a shared `config.yaml`.
 
-The format is that of github.com/decoderesearch/circuit-tracer at commit 4bb8c0e (version 0.4.1, April 2026). The
-package of this name on PyPI is a fork by others, which does not read `activation` and `k` from config.yaml.
+Read from github.com/decoderesearch/circuit-tracer at commit 4bb8c0e (version 0.4.1, April 2026). The package of this
+name on PyPI is a fork, which does not read `activation` and `k` from config.yaml.
 """
 
 from __future__ import annotations

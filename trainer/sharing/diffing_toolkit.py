@@ -1,8 +1,8 @@
 """The diffing toolkit's `BatchTopKCrossCoder`: `config.json`, `model.safetensors` and `trainer_config.json`.
 
 The class is in science-of-finetuning/crosscoder_learning, and these files are what `save_pretrained` writes there at
-commit b2363ed (February 2026), plus the trainer's settings, by which the toolkit's `load_dictionary_model` (commit
-e0b84a5, July 2026) chooses the class of a model on the hub.
+commit b2363ed (February 2026), plus the trainer's settings. From these settings, the toolkit's
+`load_dictionary_model` (commit e0b84a5, July 2026) chooses the class of a model on the hub.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ LEAST_TOKENS = 64
 # The number of batches in memory besides the one being processed: read ahead, in transfer, and in the metrics' fp64
 # sums.
 BATCHES_BESIDE = 4
-# A pass on a CPU takes less than this multiple of the memory allocated beside it. Skipping it saves about 0.4 s of CPU
+# A pass on a CPU takes less than this multiple of the allocated memory. Skipping the pass saves about 0.4 s of CPU
 # time at the start of a small job.
 AMPLE = 20
 # The address space, in bytes, of threads that start later.

@@ -1,6 +1,6 @@
 """The figures of a crosscoder: its parts, and in which of them each latent writes.
 
-A latent's norms are those of its decoder rows, one for each part, after the parts have been scaled as in training.
+A latent has a decoder row in each part. Its norms are the norms of these rows, with the parts scaled as in training.
 """
 
 from __future__ import annotations
