@@ -55,11 +55,12 @@ def initialise(
         _refuse_without_spread(x, "data.path")
     generator = torch.Generator().manual_seed(seed)
     if settings.normalize == "mean_norm":
-        of_y = unit_scale(y)
-        of_x = of_y if x is y else unit_scale(x)
+        is_one, of_x = x is y, unit_scale(x)
+        of_y = of_x if is_one else unit_scale(y)
         sae.x_scale.mul_(of_x)
         sae.y_scale.mul_(of_y)
-        x, y = (x * of_x,) * 2 if x is y else (x * of_x, y * of_y)
+        x = x * of_x
+        y = x if is_one else y * of_y
     _set_weights(sae, settings, generator)
     sae.y_mean.copy_(y.mean(dim=0))
     sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
