@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.contract.planning import memory
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members
+from trainer.contract.settings.job_file import members, parse_job
 from trainer.optimizers import triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.triton_kernels import (
@@ -31,7 +31,8 @@ from trainer.runtime.triton_kernels import (
 from trainer.saes import losses
 from trainer.saes.kernels import triton_dead_latents, triton_entries, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.sparse_acts import SparseActs
-from trainer.training.learner import Learner
+from trainer.training.layers import trained_together
+from trainer.training.learner import Learner, layer_in
 
 CHOOSING = ("topk", "hierarchical_topk", "batch_topk", "matryoshka_batch_topk")
 PENALISED = ("standard", "gated", "jumprelu")
@@ -208,7 +209,7 @@ def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     others = OtherInterpreter(n_ranks) if n_ranks > 1 else None
     groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
     parallel = Parallel(CPU, **groups)
-    learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
+    learners = [Learner(one, d_in, d_out, parallel, layer=layer_in(job, one)) for one in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
         # Pretend that a latent has not fired for a long time, so that AuxK is active.
@@ -223,15 +224,15 @@ def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
 
 
 def take_step(
-    job: JobConfig, learners: Iterable[Learner], step: int, d_in: int, d_out: int | None, tracker: Any
+    job: JobConfig, learners: Sequence[Learner], step: int, d_in: int, d_out: int | None, tracker: Any
 ) -> None:
     for learner in learners:
         learner.begin_step(step)
     for _ in range(job.train.accumulate):
-        x = torch.empty(job.train.batch_size, d_in)
-        y = x if d_out is None else torch.empty(job.train.batch_size, d_out)
-        for learner in learners:
-            learner.accumulate(x, y, len(x) * learner.sae.data.size)
+        x = torch.empty(job.train.batch_size, job.n_layers * d_in)
+        y = x if d_out is None else torch.empty(job.train.batch_size, job.n_layers * d_out)
+        for unit in trained_together(learners):
+            unit.accumulate(x, y, len(x) * learners[0].sae.data.size)
             tracker.reset_mod_stats()
     for learner in learners:
         learner.update()
@@ -306,6 +307,31 @@ def test_the_estimate_is_within_5_percent_if_replicas_share_the_optimizer(
     estimate = memory.estimate(work)
     of_tensors = estimate.total - estimate.slack - memory.outside_pytorch(work)
     assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "precision", "n_ranks", "n_layers"),
+    slow_unless(
+        lambda architecture, precision, n_ranks, n_layers: n_layers == 4 and precision == "bf16",
+        itertools.product(("batch_topk", "jumprelu"), ("fp32", "bf16"), (1, 2), (4, 12)),
+    ),
+)
+def test_the_estimate_for_a_cross_layer_transcoder_is_within_15_percent(
+    architecture: str, precision: str, n_ranks: int, n_layers: int, fake: None
+) -> None:
+    sae = {"architecture": architecture, "d_sae": 6144, "k": 32, "cross_layer": True}
+    table = {
+        "data": {"path": "x", "hook": [f"mlp.{layer}" for layer in range(n_layers)]},
+        "sae": sae,
+        "train": {"batch_size": 2048, "precision": precision, "n_steps": 100},
+        "parallel": {"mode": "tensor"} if n_ranks > 1 else {},
+    }
+    job, problems = parse_job(table)
+    assert job is not None, problems
+    work = workload(job, 768, n_ranks, d_out=768)
+    estimate = memory.estimate(work)
+    of_tensors = estimate.total - estimate.slack - memory.outside_pytorch(work)
+    assert of_tensors == pytest.approx(counted(job, 768, 768, n_ranks), rel=0.15)
 
 
 def test_there_are_at_least_60_cases() -> None:

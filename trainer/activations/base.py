@@ -94,6 +94,10 @@ class Source(ABC):
         """Return a source containing only the rows for the hook at index `hook`."""
         return self
 
+    def of_part(self, number: int) -> Source:
+        """Return the source of one of the parts that rows are joined from."""
+        raise NotImplementedError
+
     def beside(self, others: Sequence[Self]) -> Source:
         """Combine this source and `others`, which differ only in their hook, into one source with several hooks.
 

@@ -7,6 +7,7 @@ more to an SAE's loss than the other 255 rows combined. A single NaN makes the t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,6 +52,12 @@ class Outliers:
         self.medians = [_median_norm(rows) for rows in self._judged(x, y)]
         self._limits = [min((times or _BEYOND_FP32) * median or _LARGEST, _LARGEST) for median in self.medians]
         self._n_seen, self._n_marked = 0, torch.zeros(2 + drops_zero, dtype=torch.int64, device=x.device)
+
+    def of_part(self, number: int) -> Outliers:
+        """Return a detector for the inputs of one part of joined rows, with the same limit."""
+        part = copy.copy(self)
+        part._parts, part.medians, part._limits = (), [self.medians[number]], [self._limits[number]]
+        return part
 
     @property
     def counts(self) -> Tensor:
@@ -107,9 +114,10 @@ class Outliers:
         return marks
 
     def _judged(self, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Return the rows that are judged by their norms: inputs, targets, or the parts of a crosscoder's rows."""
+        """Return the rows that are judged by their norms: inputs and targets, or the parts of joined rows."""
         if self._parts:
-            return list(x.split(self._parts, dim=1))
+            targets = () if y is x else y.tensor_split(len(self._parts), dim=1)
+            return [*x.split(self._parts, dim=1), *targets]
         return [x] if y is x else [x, y]
 
     def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:

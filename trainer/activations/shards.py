@@ -104,7 +104,8 @@ class Shards(IndexedSource):
         return SideBySide([self, *others])
 
     def joined(self, others: Sequence[Shards]) -> Joined:
-        return Joined(matched([self, *others]))
+        # All layers of a cross-layer transcoder come from one extraction, which has the same rows at every hook.
+        return Joined([self, *others] if self.d_out is not None else matched([self, *others]))
 
     def read_by_all_threads(self) -> None:
         for mapped in (self._inputs, self._targets):

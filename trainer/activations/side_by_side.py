@@ -70,7 +70,7 @@ class SideBySide(IndexedSource):
 
 
 class Joined(SideBySide):
-    """Joins the i-th rows of several sources into the rows [n, Σ d_in] of one crosscoder.
+    """Joins the i-th rows of several sources into the rows [n, Σ d_in] of a crosscoder or a cross-layer transcoder.
 
     Raise `JobFileError` if the i-th rows of two sources come from different tokens.
     """
@@ -79,12 +79,16 @@ class Joined(SideBySide):
         super().__init__(sources)
         self.n_hooks, self.part_widths = 1, tuple(one.d_in for one in sources)
         self.d_in = sum(self.part_widths)
+        self.d_out = None if self.d_out is None else sum(one.d_out or 0 for one in sources)
         self.meta = joined_meta([one.meta for one in sources])
         if differ := next((one for one in sources[1:] if not _have_same_tokens(sources[0], one)), None):
             raise _of_different_tokens(differ, sources[0])
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
+
+    def of_part(self, number: int) -> IndexedSource:
+        return self._sources[number]
 
     def continue_from(self, before: DataRecord) -> None:
         super().continue_from(before)

@@ -73,6 +73,9 @@ class ModelStream(StreamSource):
     def of_hook(self, hook: int) -> ModelStream:
         return self._of_hooks[hook]
 
+    def of_part(self, number: int) -> ModelStream:
+        return self._parts[number]
+
     def beside(self, others: Sequence[ModelStream]) -> ModelStream:
         together = self._with_parts([part for one in (self, *others) for part in one._parts])
         together._of_hooks = [self, *others]
@@ -83,6 +86,8 @@ class ModelStream(StreamSource):
         together = self._with_parts([self, *others])
         together.part_widths = [one.d_in for one in together._parts]
         together.d_in = sum(together.part_widths)
+        if together.d_out is not None:
+            together.d_out = sum(one.d_out or 0 for one in together._parts)
         together.meta = joined_meta([one.meta for one in together._parts])
         return together
 

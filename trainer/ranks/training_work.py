@@ -21,7 +21,6 @@ from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_STOPPED, RankSpec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.metrics_store import COMPILING, Heartbeat, is_before_first_step
 from trainer.ranks import staging
 from trainer.ranks.environment import write_environment
@@ -125,7 +124,7 @@ class TrainingWork(RankWork[JobConfig]):
 
     def _train(self, world: World, progress: RunProgress, own_devices: Sequence[torch.device] = ()) -> bool:
         from trainer.activations.base import StreamSource
-        from trainer.activations.open_source import open_source
+        from trainer.activations.open_source import open_source, shape_for_saes
         from trainer.evaluation.at_end import Cards
         from trainer.parallel.arrange import arrange
         from trainer.training.loop import Trainer
@@ -134,7 +133,7 @@ class TrainingWork(RankWork[JobConfig]):
         source = open_source(self.job)
         if isinstance(source, StreamSource):
             source.own_devices = own_devices
-        shape = DataShape(source.d_in, source.d_out, source.n_tokens)
+        shape = shape_for_saes(source, self.job)
         settled, parallel, plan = arrange(
             world, self.job, shape, spec.box_file, spec.may_take_bytes, spec.model_gpus_why
         )

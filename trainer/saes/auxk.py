@@ -85,7 +85,11 @@ class AuxK(nn.Module):
             return None
         sae.latents.group.finish(candidates.transfers)
         own_tokens = local_shard(centred, sae.latents.group)
-        return Explained(_explained(sae, own_tokens, candidates), candidates.weight)
+        explained = _explained(sae, own_tokens, candidates)
+        if sae.n_targets > 1:
+            # The errors of later layers are not known yet.
+            explained = explained[:, : sae.d_out].contiguous()
+        return Explained(explained, candidates.weight)
 
     def loss(self, error: Tensor, explained: Explained | None) -> Tensor:
         """Return the fraction of the error variance that dead latents do not explain, summed over tokens, 0-dim.

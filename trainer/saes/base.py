@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.settings.architectures import ArchitectureSettings
-from trainer.parallel.group import Group, local_shard
+from trainer.parallel.group import Group, local_shard, reduce_scatter
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.buffer_sizer import BufferSizer
 from trainer.saes.kernels.encode import Choose, centre, encode
 from trainer.saes.kernels.select import above
 from trainer.saes.kernels.since_fired import add_tokens, count
-from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
+from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots, gradient_dtype
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
@@ -31,7 +31,7 @@ ALL = slice(None)
 
 
 class SaeSpec(msgspec.Struct, frozen=True):
-    """An SAE's specification; `d_out` is set only for a transcoder."""
+    """An SAE's specification; `d_out` is set only for a transcoder, and is the width of a single target."""
 
     d_in: int
     d_sae: int
@@ -43,6 +43,9 @@ class SaeSpec(msgspec.Struct, frozen=True):
     scales_dimensions: bool = False
     # The number of parts that a crosscoder's rows are joined from.
     n_parts: int = 1
+    # For a layer of a cross-layer transcoder, the number of layers that its latents write to: its own and all later
+    # ones. All layers have the same `d_out`.
+    n_targets: int = 1
     # The number of tokens without firing after which a latent is considered dead.
     dead_after_tokens: int = 400_000
 
@@ -143,6 +146,7 @@ class Sae(nn.Module, ABC):
     dropped_mean: Tensor | None
     # The widths of the parts that a crosscoder's rows are joined from, int64 [n_parts]; None for other SAEs.
     part_widths: Tensor | None
+    target_scales: Tensor | None
     y_mean: Tensor
     y_variance: Tensor
     x_mean: Tensor
@@ -161,18 +165,21 @@ class Sae(nn.Module, ABC):
         self.row_gradients = RowGradients()
         self.is_transcoder = spec.d_out is not None
         self.d_out = d_out = spec.d_out or d_in
+        self.n_targets = spec.n_targets
         # Store each latent's weights contiguously, as in W_dec. The sparse matmuls produce the gradient in this
         # layout, and copying it into the transposed layout took 17 ms of a 350 ms step with 16,384 latents on two
         # cores.
         self.W_enc = nn.Parameter(torch.zeros(d_sae, d_in).T)
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
-        self.W_dec = nn.Parameter(torch.zeros(d_sae, d_out))
+        self.W_dec = nn.Parameter(torch.zeros(d_sae, spec.n_targets * d_out))
         self.b_dec = nn.Parameter(torch.zeros(d_out))
         self.register_parameter("W_skip", nn.Parameter(torch.zeros(d_in, d_out)) if spec.has_skip else None)
         self.register_buffer("x_scale", torch.ones(d_in if spec.scales_dimensions else ()))
         self.register_buffer("y_scale", torch.ones(d_out if spec.scales_dimensions else ()))
         self.register_buffer("dropped_mean", torch.zeros(d_out) if spec.scales_dimensions else None)
         self.register_buffer("part_widths", torch.zeros(spec.n_parts, dtype=torch.int64) if spec.n_parts > 1 else None)
+        # The scales of the targets that the latents write to, own first; None for other SAEs.
+        self.register_buffer("target_scales", torch.ones(spec.n_targets) if spec.n_targets > 1 else None)
         self.register_buffer("x_mean", torch.zeros(d_in))
         self.register_buffer("y_mean", torch.zeros(d_out))
         self.register_buffer("y_variance", torch.ones(()))
@@ -183,6 +190,11 @@ class Sae(nn.Module, ABC):
         self.register_buffer("step_sums", self._new_sums(), persistent=False)
         # For each latent, the number of tokens on which it fired in the last training pass, float [d_sae].
         self.fired: Tensor | None = None
+        # In a cross-layer transcoder, the decoded latents of earlier layers for this layer's target and all later ones,
+        # [n_tokens, n_targets * d_out], and the decoded latents of all layers so far for the later targets,
+        # [n_tokens, (n_targets - 1) * d_out]. Both are sums over this rank's latents. `Layers` sets the first one.
+        self.written_before: Tensor | None = None
+        self.written_later: Tensor | None = None
         # The number of tokens in a micro-batch, summed over all ranks; set only if there are several ranks.
         self.batch_tokens = 0
         # Whether the forward pass depends on `may_have_dead`.
@@ -235,7 +247,13 @@ class Sae(nn.Module, ABC):
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
-        """Return the latents' output directions for raw data [d_sae, d_out]: W_dec divided by the dimension scales."""
+        """Return the latents' output directions for raw data [d_sae, d_out]: W_dec divided by the dimension scales.
+
+        A layer of a cross-layer transcoder has one direction per target: [d_sae, n_targets * d_out].
+        """
+        if self.target_scales is not None:
+            factors = (self.acts_scale / self.target_scales).repeat_interleave(self.d_out)
+            return self.W_dec * factors
         return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
 
     @torch.no_grad()
@@ -285,7 +303,8 @@ class Sae(nn.Module, ABC):
             "W_enc": self.W_enc * (x_scale / self.acts_scale),
             "b_enc": (self.b_enc - folded) / self.acts_scale,
             "W_dec": self.raw_decoder(),
-            "b_dec": self.raw(self.b_dec),
+            # The biases of later targets belong to later layers.
+            "b_dec": F.pad(self.raw(self.b_dec), (0, (self.n_targets - 1) * self.d_out)),
         }
         if self.W_skip is not None:
             # The shape is [d_out, d_in], as in SAELens, sparsify and circuit-tracer.
@@ -357,16 +376,31 @@ class Sae(nn.Module, ABC):
         kernels = self.kernels_of_errors(y)
         if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
             return errors_of_decoded(y, decoded, self.b_dec, self.y_mean, kernels)
-        of_latents = decode(acts, self.W_dec, self.latents.group)
+        of_latents = self._decode(acts)
         x_hat = of_latents + self.offset(local_shard(x, self.latents.group))
         return x_hat, errors_of(y, x_hat, self.y_mean)
+
+    def _decode(self, acts: Acts) -> Tensor:
+        """Return the decoded latents of all ranks for this SAE's target and this rank's tokens, [n_tokens, d_out].
+
+        In a cross-layer transcoder, the result includes the latents of earlier layers. Ranks exchange only this layer's
+        target, since later layers add to the other targets.
+        """
+        before, group = self.written_before, self.latents.group
+        if self.n_targets == 1 and before is None:
+            return decode(acts, self.W_dec, group)
+        written = decode(acts, self.W_dec)
+        written = written if before is None else written + before
+        own, self.written_later = written.split((self.d_out, written.shape[1] - self.d_out), dim=1)
+        return reduce_scatter(own.contiguous(), group, gradient_dtype(self.W_dec))
 
     def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
         """Return the kernels that decode and compute the errors from the targets y in one pass, or None if none apply.
 
         The kernels apply only in training, and only if x_hat is b_dec plus the contributions of this rank's latents.
         """
-        may = self.training and self.W_skip is None and self.latents.group.size == 1
+        is_alone = self.n_targets == 1 and self.written_before is None
+        may = self.training and self.W_skip is None and is_alone and self.latents.group.size == 1
         return triton_for(y, self.b_dec) if may else None
 
     def offset(self, x: Tensor) -> Tensor:

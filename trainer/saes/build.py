@@ -9,8 +9,10 @@ from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.saes.base import Sae, SaeSpec
 
 
-def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
+def build_sae(layout: Layout, d_in: int, d_out: int | None = None, n_targets: int = 1) -> Sae:
     """Build a job's SAE, or its transcoder if `d_out` is given, with all weights set to zero.
+
+    The latents of a layer of a cross-layer transcoder write to `n_targets` layers.
 
     Raise `UserError` for a transcoder that no export format supports.
     """
@@ -26,6 +28,7 @@ def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
         has_skip=sae.skip,
         scales_dimensions=job.data.scales_dimensions,
         n_parts=job.data.n_parts,
+        n_targets=n_targets,
         dead_after_tokens=layout.dead_after_tokens,
     )
     built: Sae = entry.load()(spec)

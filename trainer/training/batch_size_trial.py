@@ -16,6 +16,7 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, local_shard
 from trainer.parallel.latents import Latents
 from trainer.runtime.out_of_memory import hand_back, is_shortage
+from trainer.training.layers import Layers, trained_together
 from trainer.training.learner import Learner
 
 # If a micro-batch of this size does not fit, a smaller micro-batch would not fit either.
@@ -61,9 +62,11 @@ def _fits(
         reserve = _allocate_beside(learners, x, y, n_hooks, kept_bytes)
         if x.device.type == "cpu" and _is_little(len(reserve)):
             return True
-        for learner in learners:
-            with dry_run(learner.sae):
-                learner.accumulate(x, y, token_slice.of_all)
+        for unit in trained_together(learners):
+            with contextlib.ExitStack() as dry:
+                for learner in learners if isinstance(unit, Layers) else [unit]:
+                    dry.enter_context(dry_run(learner.sae))
+                unit.accumulate(x, y, token_slice.of_all)
         del reserve
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):

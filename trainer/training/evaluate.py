@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.parallel.base import Parallel
 from trainer.training.held_out import HeldOut
+from trainer.training.layers import Layers, trained_together
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 from trainer.training.thresholds import set_thresholds
@@ -34,11 +36,13 @@ def evaluate(
     set_thresholds(learners, held_out_rows, parallel, batch_size)
     measured = {label: Interval(entries=held_out_metrics()) for label in learners}
     parts: dict[str, Tensor] = {}
-    for label, learner in learners.items():
-        batch_of_sae = min(batch_size, most_tokens(learner.sae.d_sae))
+    intervals = {learner: measured[label] for label, learner in learners.items()}
+    for unit in trained_together(learners.values()):
+        own = unit.learners if isinstance(unit, Layers) else [unit]
+        batch_of_saes = min(batch_size, most_tokens(max(learner.sae.d_sae for learner in own)))
         for half in HALVES:
-            with learner.sae.measuring_half(half):
-                _measure(learner, held_out_rows.batches(learner.hook, batch_of_sae, half), measured[label])
+            _measure(unit, own, half, held_out_rows.batches(unit.hook, batch_of_saes, half), intervals)
+    for label, learner in learners.items():
         parts |= {f"{label}/{name}": sums for name, sums in measured[label].sums(learner.latents).items()}
     totals = parallel.sum_parts(parts, parallel.data)
     values = {label: one.values(under(totals, f"{label}/")) for label, one in measured.items()}
@@ -50,12 +54,20 @@ def most_tokens(d_sae: int) -> int:
     return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 
-def _measure(learner: Learner, batches: Iterable[Pair], measured: Interval) -> None:
-    """Add the metrics for this rank's rows to `measured`."""
-    sae = learner.sae
-    with learner.evaluating():
+def _measure(
+    unit: Learner | Layers,
+    learners: Sequence[Learner],
+    half: int,
+    batches: Iterable[Pair],
+    measured: Mapping[Learner, Interval],
+) -> None:
+    """Add the metrics for this rank's rows, from one half of the held-out rows, to `measured`."""
+    with contextlib.ExitStack() as stack:
+        for learner in learners:
+            stack.enter_context(learner.sae.measuring_half(half))
+            stack.enter_context(learner.evaluating())
         for x, y in batches:
-            inputs, target = learner.normalised(x, y)
-            output = learner.forward(inputs, target)
-            known = sae.y_mean, output.losses["mse"], None, output.sums
-            measured.observe(Observation(target, output.x_hat, output.acts, sae.dead(), *known))
+            for learner, target, output in unit.outputs(x, y):
+                sae = learner.sae
+                known = sae.y_mean, output.losses["mse"], None, output.sums
+                measured[learner].observe(Observation(target, output.x_hat, output.acts, sae.dead(), *known))

@@ -97,7 +97,7 @@ class IntervalRecorder:
     def record(self, ended: EndedInterval, paces: dict[str, Tensor], total_steps: int) -> None:
         """Record an interval; `paces` contains all ranks' speeds and waiting times."""
         totals, states = ended.totals.read(), ended.states.read()
-        left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
+        left_out = dict(zip(self._job.row_names, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
         for name, found in left_out.items():
             self._bad_rows.look_at(found, ended.since, ended.at, name)
         values: dict[str, dict[str, float]] = {}
@@ -124,8 +124,8 @@ class IntervalRecorder:
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
         """Report the fraction of rows left out at each hook."""
         members = Layout(self._job, self._parallel.world_size).members
-        for name, settings in self._job.hooks.items():
-            of_hook = [label for label, one in members.items() if one.data.settings == settings]
+        for number, name in enumerate(self._job.row_names):
+            of_hook = [label for label, one in members.items() if self._job.hook_number(one) == number]
             labels = [label for label in of_hook if label in self._report.values] if name else [""]
             self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 

@@ -33,7 +33,7 @@ from trainer.runtime.precision import NARROW, autocast, resolve_precision
 from trainer.runtime.triton_kernels import SPARSE_PRODUCTS
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
-from trainer.saes.initial_weights import initialise
+from trainer.saes.initial_weights import initialise, unit_scale
 from trainer.saes.resample import resample
 from trainer.training.following import Following
 from trainer.training.gradients import GradientCheck, GradientChecks, LossScale, total_square
@@ -60,11 +60,40 @@ class StepState(NamedTuple):
         return cls(int(skipped), int(in_a_row), int(overflowed), grad_norm, lr)
 
 
+class Layer(NamedTuple):
+    """A layer of a cross-layer transcoder: its number, from 0, and the number of layers."""
+
+    number: int
+    n_layers: int
+
+    @property
+    def n_targets(self) -> int:
+        """The number of layers that its latents write to."""
+        return self.n_layers - self.number
+
+    def own(self, rows: Tensor) -> Tensor:
+        """Return this layer's part of rows [n, n_layers * d], which all layers' rows are joined to."""
+        return rows.tensor_split(self.n_layers, dim=1)[self.number]
+
+
+def layer_in(job: JobConfig, member: JobConfig) -> Layer | None:
+    """Return the layer that a member of a job trains, or None if the job trains no cross-layer transcoder."""
+    return Layer(job.layer_number(member), job.n_layers) if job.n_layers > 1 else None
+
+
 class WholeSteps(Protocol):
     """Takes complete steps for a learner whose steps have a single micro-batch and no communication between ranks."""
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; the batch has `of_all` tokens."""
+
+
+class LearnerOutput(NamedTuple):
+    """The output of a learner's forward pass, and its normalised targets [n_tokens, d_out]."""
+
+    learner: Learner
+    target: Tensor
+    output: Output
 
 
 class Update:
@@ -137,16 +166,26 @@ class RowUpdate(Update):
 class Learner:
     """An SAE with its optimizer and metrics; `state` provides access to everything stored in a checkpoint.
 
-    The SAE is trained on each batch's rows for hook number `hook`.
+    The SAE is trained on each batch's rows for hook number `hook`. For a `layer` of a cross-layer transcoder, these
+    rows are joined from the rows of all layers.
     """
 
-    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
-        self.hook = hook
+    def __init__(
+        self,
+        job: JobConfig,
+        d_in: int,
+        d_out: int | None,
+        parallel: Parallel,
+        hook: int = 0,
+        layer: Layer | None = None,
+    ) -> None:
+        self.hook, self.layer = hook, layer
         self._job, self._train, self._device = job, job.train, parallel.device
-        self._shape, device, world_size = (d_in, d_out), parallel.device, parallel.world_size
+        self._shape = d_in, d_out, layer.n_targets if layer else 1
+        device, world_size = parallel.device, parallel.world_size
         self._layout = layout = Layout(job, world_size)
         self.tokens_per_step = layout.tokens_per_step
-        self.sae = build_sae(layout, d_in, d_out)
+        self.sae = build_sae(layout, *self._shape)
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
         self.sae.shard(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
@@ -171,6 +210,9 @@ class Learner:
         if self.steps_by_rows:
             self._keep_rates_on_device()
         self.precision = resolve_precision(self._train.precision, device)
+        if layer and self.precision == "fp16":
+            # Each layer has its own loss scale, but the layers share their errors.
+            self.precision = "fp32"
         if (dtype := NARROW.get(self.precision)) and self._may_exchange_narrow(dtype):
             self.stepped.exchange_narrow(dtype)
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
@@ -219,6 +261,11 @@ class Learner:
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Initialise the SAE's weights from a sample of inputs x [n, d_in] and targets y [n, d_out]."""
+        if self.layer and self.sae.target_scales is not None:
+            scales_each = [unit_scale(one) for one in y.tensor_split(self.layer.n_layers, dim=1)[self.layer.number :]]
+            if self._job.sae.normalize == "mean_norm":
+                self.sae.target_scales.copy_(torch.stack(scales_each))
+        x, y = self._own_rows(x, y)
         data = self._job.data
         parts = data.part_widths
         scales = (
@@ -262,10 +309,7 @@ class Learner:
         If ranks share the micro-batch, `of_all` is its token count over all ranks. In the last micro-batch of a step
         (`is_last`), gradients may be exchanged during the backward pass.
         """
-        self.sae.batch_tokens = of_all or len(x)
-        self.stepped.divide()
-        # Gradients of dead latents are added only after the backward pass, too late to be sent during the pass.
-        self.stepped.send_early(may=is_last and not self.sae.may_have_dead())
+        self.begin_pass(of_all or len(x), is_last=is_last)
         with phase(FORWARD):
             normalised, target = self.normalised(x, y)
             output = self.forward(normalised, target)
@@ -276,7 +320,14 @@ class Learner:
             self.loss_scale.mean(loss, self.tokens_per_step).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
-            self._observe(target, output, loss)
+            self.observe(target, output, loss)
+
+    def begin_pass(self, n_tokens: int, *, is_last: bool) -> None:
+        """Prepare for the passes of a micro-batch, which has `n_tokens` tokens over all ranks."""
+        self.sae.batch_tokens = n_tokens
+        self.stepped.divide()
+        # Gradients of dead latents are added only after the backward pass, too late to be sent during the pass.
+        self.stepped.send_early(may=is_last and not self.sae.may_have_dead())
 
     @property
     def state_bytes(self) -> int:
@@ -298,10 +349,20 @@ class Learner:
 
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised inputs [n, d_in] and this rank's part of their targets, in fp32."""
+        x, y = self._own_rows(x, y)
         # Reshape the scale, since a 16-bit tensor times a 0-dim tensor would stay in 16 bits.
         inputs = x * self.sae.x_scale.reshape(-1)
         own = local_shard(inputs if y is x else y, self.latents.group)
         return inputs, own if y is x else own * self.sae.y_scale.reshape(-1)
+
+    def outputs(self, x: Tensor, y: Tensor) -> Iterator[LearnerOutput]:
+        """Run the SAE on raw inputs and targets, and yield the result."""
+        normalised, target = self.normalised(x, y)
+        yield LearnerOutput(self, target, self.forward(normalised, target))
+
+    def _own_rows(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this layer's part of the joined rows of a cross-layer transcoder, or all rows for other SAEs."""
+        return (self.layer.own(x), self.layer.own(y)) if self.layer else (x, y)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
@@ -309,7 +370,8 @@ class Learner:
             return self.sae(x, y)
 
     @torch.no_grad()
-    def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
+    def observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
+        """Add a micro-batch to the log interval, given its normalised targets, output and objective."""
         sae, terms = self.sae, output.losses | {"loss": loss}
         known = sae.y_mean, terms["mse"], sae.fired, output.sums
         seen = Observation(y, output.x_hat, output.acts, sae.dead(), *known)

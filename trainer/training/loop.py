@@ -18,9 +18,10 @@ from torch import Tensor
 from trainer.activations.base import Source, StreamSource, data_digest
 from trainer.activations.batches import Batches
 from trainer.activations.copies import copies_in
-from trainer.activations.open_source import continue_from
+from trainer.activations.open_source import continue_from, shape_for_saes
 from trainer.activations.outliers import LeftOut
 from trainer.activations.shards import ShardCutError
+from trainer.activations.side_by_side import JOINED
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.checkpoints.reserve import Reserve, reserved_bytes
@@ -38,7 +39,6 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.settings.series import CRITERION, held_out
-from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.metrics_store import COOLING, READING, TRAINING, is_before_first_step
 from trainer.contract.wording import join_words, plural
 from trainer.parallel.base import Parallel
@@ -61,7 +61,7 @@ from trainer.training.graph_replay import replay_for
 from trainer.training.halving import Halving
 from trainer.training.held_out import HeldOut
 from trainer.training.intervals import EndedInterval, IntervalRecorder, PendingIntervals
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, layer_in
 from trainer.training.row_sample import RowSampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
@@ -117,6 +117,7 @@ class Trainer:
         if self._cool_down:
             self._halving.stop()
         progress.heartbeat("preparing", at.step, at.tokens)
+        self._shape = shape_for_saes(source, job)
         self._open_data(resumed)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
@@ -238,9 +239,9 @@ class Trainer:
         own = Checkpoints(
             checkpoints,
             self._train.keep_checkpoints,
-            d_out=source.d_out,
+            d_out=self._shape.d_out,
             origin=origin(source.meta) | data_digest(source),
-            origins=origins if source.n_hooks > 1 else UNSET,
+            origins=origins if len(self._job.hooks) > 1 else UNSET,
             data=self._watch.record,
             n_train_rows=self.data.n_train,
         )
@@ -250,7 +251,7 @@ class Trainer:
         if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
             self._saving.best = resumed.best
         self._exporter = Exporter(self.output, origins, self.recipe_of, self.report)
-        work = Workload(self._job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
+        work = Workload(self._job, parallel.world_size, self._shape)
         n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
         self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
 
@@ -303,15 +304,20 @@ class Trainer:
         return learners
 
     def _new_learner(self, label: str) -> Learner:
-        member, shape = self._layout.members[label], (self._source.d_in, self._source.d_out)
-        return Learner(member, *shape, self._parallel, self._job.hook_number(member))
+        member, shape = self._layout.members[label], self._shape
+        hook, layer = self._job.hook_number(member), layer_in(self._job, member)
+        return Learner(member, shape.d_in, shape.d_out, self._parallel, hook, layer)
 
     def _origins(self) -> dict[str, dict[str, Any]]:
         """Return metadata about each SAE's data, by label."""
-        hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
         sources = [self._source.of_hook(hook) for hook in range(self._source.n_hooks)]
-        origins = [origin(source.meta) | data_digest(source) for source in sources]
-        return {label: origins[hook] for label, hook in hooks.items()}
+        if self._job.n_layers > 1:
+            # The rows are joined from those of all layers.
+            digest = data_digest(self._source)
+            origins = [origin(meta) | digest for meta in self._source.meta[JOINED]]
+        else:
+            origins = [origin(source.meta) | data_digest(source) for source in sources]
+        return {label: origins[self._job.layer_number(member)] for label, member in self._layout.members.items()}
 
     def recipe_of(self, label: str) -> Recipe:
         """Return an SAE's training recipe up to the current step."""
@@ -319,7 +325,7 @@ class Trainer:
             self._layout,
             self._layout.members[label],
             self.position,
-            self._source.d_in,
+            self._shape.d_in,
             is_transcoder=self._source.d_out is not None,
             n_rows=self.data.n_train,
             device=self._device.type,
@@ -338,9 +344,9 @@ class Trainer:
         for note in self._source.notes:
             self.report.log("data", note)
         self.report.held_out(self.data.n_held_out, self.data.hold_out, self.data.n_texts, self._job.data.hold_out)
-        for name, share in zip(self._job.hooks, self.copies, strict=True):
+        for name, share in zip(self._job.row_names, self.copies, strict=True):
             self.report.copies(copies_sentence(share), name)
-        for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
+        for name, sampler in zip(self._job.row_names, self._samplers, strict=True):
             found = sampler.left_out
             bad_rows.sampled(found.not_finite, found.n_seen, sampler.first_bad, name)
             self.report.sampled(found, sampler.n_zero, self._job.data.max_norm, name)
@@ -588,7 +594,7 @@ class Trainer:
         own = [self._held_out.left_out(hook) for hook in range(self._source.n_hooks)]
         counts = torch.tensor(own, dtype=torch.float64, device=self._device).flatten()
         (totals,) = self._parallel.sum_parts({"outliers": counts}, self._parallel.data).values()
-        for name, found in zip(self._job.hooks, totals.view(-1, 4), strict=True):
+        for name, found in zip(self._job.row_names, totals.view(-1, 4), strict=True):
             self.report.heldout_left_out(LeftOut.of(found), name)
 
     # At the end

@@ -47,7 +47,7 @@ class RowSampler:
         """Return the job's detector for rows to leave out; later calls to `sample` omit such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
-        parts = job.data.part_widths
+        parts = job.part_widths
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows, parts=parts)
         n_bad = self.left_out.not_finite
         found = self._outliers.count(x, y)

@@ -9,6 +9,7 @@ from trainer.activations.micro_batches import Cut, cut_within
 from trainer.contract.planning.workload import Layout
 from trainer.parallel.base import Parallel
 from trainer.runtime.phases import EXCHANGE, UPDATE, phase
+from trainer.training.layers import trained_together
 from trainer.training.learner import Learner
 
 Requests = tuple[bool, ...]
@@ -42,8 +43,8 @@ def take_step(
     n_passed = 0
     for hooks, of_all in batches:
         n_passed += of_all
-        for learner in learners:
-            learner.accumulate(*hooks[learner.hook], of_all, is_last=n_passed == learner.tokens_per_step)
+        for unit in trained_together(learners):
+            unit.accumulate(*hooks[unit.hook], of_all, is_last=n_passed == unit.tokens_per_step)
     with phase(EXCHANGE):
         agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), requests())
     with phase(UPDATE):

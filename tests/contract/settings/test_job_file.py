@@ -77,6 +77,8 @@ OF_THEIR_OWN = {
     "launch.gpus": GPUS,
     "train.mirror": MIRROR_CHOICES,
     "data.hook": HOOKS,
+    # A cross-layer transcoder needs several hooks.
+    "sae.cross_layer": st.just(False),
     # `random_twin` is shorthand for a sweep over sae.freeze.
     "train.random_twin": st.just(False),
 }

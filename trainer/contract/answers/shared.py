@@ -18,6 +18,7 @@ from trainer.contract.runs.report_card import (
     EvaluationData,
     Figures,
     KnownFeatures,
+    LayerFigures,
     Part,
     PatchedModel,
     Probing,
@@ -163,6 +164,15 @@ _CROSSCODER = typed(
         )
     },
 )
+_LAYER = typed(
+    "Layer of a cross-layer transcoder",
+    LayerFigures,
+    {
+        "layer": "Number of the layer among the transcoder's layers, from 0.",
+        "n_layers": "Number of layers.",
+        "from_earlier": "Share of the squared norms written to the layer's target that earlier layers write.",
+    },
+)
 _FIGURES = typed(
     "Figures",
     Figures,
@@ -194,9 +204,15 @@ _FIGURES = typed(
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
         "by_k": "The FVU for each k that the SAE is trained for; empty for most SAEs.",
         "crosscoder": "The figures of a crosscoder's parts; null for other SAEs.",
+        "layer": "The place of a layer in a cross-layer transcoder; null for other SAEs.",
         "refined": "With `eval --refine`: figures of refined activations, which only Python computes; otherwise null.",
     },
-    {"by_k": list_of(_AT_K), "crosscoder": or_null(_CROSSCODER), "refined": or_null(_REFINED)},
+    {
+        "by_k": list_of(_AT_K),
+        "crosscoder": or_null(_CROSSCODER),
+        "refined": or_null(_REFINED),
+        "layer": or_null(_LAYER),
+    },
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(
@@ -239,6 +255,7 @@ _SPLICED = typed(
     | {
         "text": "Source of the text.",
         "is_unseen": "Whether this text was not used for training.",
+        "n_replaced": "Number of hooks whose rows are replaced.",
         "n_texts": "Number of texts over which the standard errors are computed; 0 if unknown.",
         "left_out": "Excluded tokens, such as first tokens; empty if there are none; null if unknown.",
         "ce_with_mean": "Cross-entropy with the mean row in place of activations, in nats; null if not measured.",
@@ -402,6 +419,10 @@ _CARD: dict[str, tuple[Any, str]] = {
     "recovery": (float | None, "Share of the true directions that the SAE found; null if the directions are unknown."),
     "known": (or_null(_KNOWN), "How well latents detect the known features of synthetic data; null for other data."),
     "spliced": (or_null(_SPLICED), "Loss of the patched language model; null if not measured."),
+    "together": (
+        or_null(_SPLICED),
+        "Loss with the outputs of all MLPs of a set of transcoders or a cross-layer transcoder replaced; else null.",
+    ),
     "probing": (or_null(_PROBING), "Probes of the latents on labelled texts; null if not measured."),
     "stability": (or_null(_STABILITY), "Share of latents that SAEs with other seeds also found; null for one seed."),
     "twins": (list_of(_TWIN), "Random twins that were trained alongside the SAE."),

@@ -27,6 +27,11 @@ START_ROWS, START_VALUES = 2048, 2**21
 _BYTES_OF_TOPK = 20
 
 
+# If a penalised architecture keeps all pre-activations, the number of fp32 [n_tokens, d_sae] matrices that a layer of a
+# cross-layer transcoder holds until its backward pass, and that the last layer needs in addition.
+_HELD_MATRICES, _LAST_MATRICES = 2.5, 1.5
+
+
 def of_start(work: Workload, sae: SaeSettings) -> int:
     """Return how many bytes, beyond the weights, are needed to find an SAE's threshold before the first step."""
     if not hasattr(sae.settings, "sparsity_coefficient"):
@@ -44,6 +49,29 @@ def of_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> 
     """
     is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
     return round((_Dense if is_dense else _SparseArchitecture)(work, sae, keeps_copies=keeps_copies).peak())
+
+
+def of_layers(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
+    """Return the peak bytes of a pass through all layers of a cross-layer transcoder, including their gradients.
+
+    The peak is either at the start of the backward pass, when every layer holds what it needs, or at its end, when all
+    gradients are in memory.
+    """
+    is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
+    one, n_layers = _SparseArchitecture(work, sae, keeps_copies=keeps_copies), work.job.n_layers
+    latents, of_target = one.n_tokens * one.n_own, 4 * one.own_tokens * work.d_out
+    # The raw rows, and each layer's target, reconstruction and the gradient that it passes to earlier layers.
+    rows = 4 * one.n_tokens * (work.d_in + work.d_out) + 4 * of_target
+    held = one.product * one.n_tokens * one.d_in + of_target + one.narrow * (one.d_in + one.width)
+    if is_dense:
+        # Only the 16-bit copy of the encoder is kept between passes.
+        held += _HELD_MATRICES * 4 * latents + 2 * one.n_own * one.width * (one.product == 2 and keeps_copies)
+    else:
+        explained = one.product * one.own_tokens * (one.n_candidates + work.d_out) * (one.n_aux > 0)
+        held += one.entries + one.of_auxk + explained
+    of_one = _LAST_MATRICES * 4 * latents if is_dense else one.product * latents
+    gradients = 4 * one.n_own * (one.d_in + one.width) + one.row_gradients * (not is_dense)
+    return round(n_layers * rows + max(n_layers * held + of_one, n_layers * gradients))
 
 
 def of_sparse_pass(work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> int:
@@ -77,7 +105,7 @@ def kept_copies(work: Workload, job: JobConfig) -> int:
     if not _writes_copies(work, job) or (shares_steps and not exchanges_copies(work, job)):
         return 0
     # Dense matmuls convert the decoder themselves, so only the encoder is copied.
-    width = work.d_in + (0 if ARCHITECTURES[job.sae.architecture].dense_matrices else work.d_out)
+    width = work.d_in + (0 if ARCHITECTURES[job.sae.architecture].dense_matrices else work.written_width)
     return round(2 * job.sae.width(work.d_in) * width / work.latent_ranks)
 
 
@@ -115,7 +143,7 @@ class _StepSizes:
 
     def __init__(self, work: Workload, sae: SaeSettings, *, keeps_copies: bool = False) -> None:
         self.work, self.sae, self.entry = work, sae, ARCHITECTURES[sae.architecture]
-        self.d_in, self.width, self.product = work.d_in, work.d_out, work.product_bytes
+        self.d_in, self.width, self.product = work.d_in, work.written_width, work.product_bytes
         self.replicas, self.sharing, self.n_tokens = work.data_ranks, work.latent_ranks, work.micro_batch
         self.own_tokens = self.n_tokens / self.sharing
         self.d_sae = sae.width(self.d_in)
@@ -152,7 +180,7 @@ class _StepSizes:
 
     def summed(self) -> float:
         """Return the size of the reconstructions for all tokens, or of their gradient; 0 unless ranks share latents."""
-        return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
+        return 4 * self.n_tokens * max(1, self.n_prefixes) * self.work.d_out * (self.sharing > 1)
 
 
 class _Dense(_StepSizes):

@@ -83,8 +83,9 @@ def _ways(work: Workload) -> Iterator[tuple[str, int]]:
         yield work.mode, work.latent_ranks
         return
     yield work.mode, 1
-    # In "sweep" mode, the devices of SAEs that are dropped would be idle.
-    if 1 < work.ranks <= len(work.members) and not work.job.train.halving:
+    # In "sweep" mode, the devices of SAEs that are dropped would be idle. The layers of a cross-layer transcoder share
+    # their errors, so all layers are trained on the same device.
+    if 1 < work.ranks <= len(work.members) and not work.job.train.halving and work.job.n_layers == 1:
         yield "sweep", 1
     if work.is_elementwise:
         for sharing in range(2, work.ranks + 1):

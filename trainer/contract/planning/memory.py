@@ -68,7 +68,8 @@ def estimate(work: Workload) -> Memory:
     """Return the memory that the most demanding rank needs.
 
     All SAEs in a sweep, and the copies compared by `train.halving`, keep their weights, gradients and optimizer state.
-    Only the largest SAE's activations are included because the SAEs are processed sequentially.
+    Only the largest SAE's activations are included because the SAEs are processed sequentially, except for the layers
+    of a cross-layer transcoder.
     """
     return _fullest(work, is_compiled=False)
 
@@ -113,6 +114,10 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
         activation_memory.of_pass(work, one.sae, keeps_copies=kept > 0) for one, kept in zip(saes, copies, strict=True)
     ]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
+    if work.job.n_layers > 1:
+        # All layers have the same settings, and only one backward pass.
+        of_all = activation_memory.of_layers(work, saes[0].sae, keeps_copies=copies[0] > 0)
+        highest = [of_all + sum(weights) * (work.micro_batches > 1)]
     updates = [_update_bytes(one.train, own, is_compiled=is_compiled) for one, own in zip(saes, stepped, strict=True)]
     starts = [activation_memory.of_start(work, one.sae) for one in saes]
     peak = max(*highest, sum(weights) + max(updates), restored + max(starts)) + sum(copies)
@@ -121,7 +126,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     n_hooks = len(work.job.hooks)
     source = work.job.data.settings.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
     # During the pass of an SAE at one hook, the rows for all other hooks are also in memory.
-    beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
+    beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1) * (work.job.n_layers == 1)
     taken = sum(held_weights) + optimizer + peak + beside + sum(source)
     on_cuda = work.device == "cuda"
     beside_steps = _beside_steps(work, saes, peak - sum(copies) - restored) + bytes_of_rows(work) if on_cuda else 0
@@ -252,10 +257,11 @@ def checkpoint_bytes(work: Workload) -> int:
 def n_parameters(work: Workload, sae: SaeSettings, parts: int = 1) -> float:
     """Return the number of encoder, decoder and bias parameters in one of `parts` shards of the latents.
 
-    The count includes skip-connection parameters, but not a few vectors in some architectures.
+    For a cross-layer transcoder, this is the mean over its layers. The count includes skip-connection parameters, but
+    not a few vectors in some architectures.
     """
     d_sae = sae.width(work.d_in)
-    return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
+    return (work.d_in * d_sae + d_sae * work.written_width + d_sae + work.d_out) / parts + n_skip(work, sae)
 
 
 def n_skip(work: Workload, sae: SaeSettings) -> int:

@@ -221,7 +221,7 @@ def _passes_s(work: Workload, sae: SaeSettings, speeds: Speeds) -> float:
         product_s *= cost.rounded + cost.alone * n_exact / own
         product_s += work.micro_batches * _ROUNDED_BYTES * work.d_in * own / speeds.memory_bytes_per_s
         pre_acts /= 2
-    gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)
+    gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.written_width + _DATA_ROWS * work.d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 
 

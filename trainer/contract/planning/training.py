@@ -20,7 +20,7 @@ from trainer.contract.planning.outlook import Outlook, outlook
 from trainer.contract.planning.rates import rate_problems
 from trainer.contract.planning.workload import Layout, Workload, ranks_of, steps_of
 from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
-from trainer.contract.settings.job import JobConfig, SaeSettings
+from trainer.contract.settings.job import CROSS_LAYER, JobConfig, SaeSettings
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
@@ -73,6 +73,7 @@ class TrainingProposal(Proposal[JobConfig]):
             return [*error.problems, *problems]
         problems += _check_rows(job)
         problems += _check_saes(work)
+        problems += _check_layers(job)
         problems += _check_length(work)
         problems += halving_problems(work)
         # If the number of ranks is wrong, skip the memory problems, because an estimate for the wrong number would be
@@ -247,6 +248,17 @@ def check_division(work: Workload) -> list[Problem]:
             )
             problems.append(Problem("sae.d_sae" if member.sae.d_sae else "sae.expansion_factor", message, "warning"))
     return list(dict.fromkeys(problems))
+
+
+def _check_layers(job: JobConfig) -> list[Problem]:
+    """Warn that a cross-layer transcoder may represent a computation in several steps as a single sum."""
+    if job.n_layers == 1:
+        return []
+    message = (
+        "early latents may write what the model computes step by step; train per-layer transcoders too (leave it out), "
+        "and compare the two"
+    )
+    return [Problem(CROSS_LAYER, message, "warning")]
 
 
 def _check_length(work: Workload) -> list[Problem]:

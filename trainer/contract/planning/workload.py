@@ -237,6 +237,14 @@ class Workload(Layout, frozen=True, dict=True):
         return self.shape.d_out or self.shape.d_in
 
     @property
+    def written_width(self) -> float:
+        """The width of a decoder row, on average over the layers of a cross-layer transcoder.
+
+        A latent writes to its own layer and to all later ones.
+        """
+        return self.d_out * (self.job.n_layers + 1) / 2
+
+    @property
     def narrowest(self) -> int:
         """The number of latents in the narrowest SAE."""
         return min(member.sae.width(self.d_in) for member in self.members.values())

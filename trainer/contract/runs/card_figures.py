@@ -14,12 +14,22 @@ import msgspec
 
 from trainer.contract.runs.crosscoder import letter
 from trainer.contract.runs.recipe import asked_l0, misses_l0
-from trainer.contract.runs.report_card import AS_SAELENS, LEAST_ROWS, Card, Caution, Twin, data_cautions, few_cautions
+from trainer.contract.runs.report_card import (
+    AS_SAELENS,
+    LEAST_ROWS,
+    Card,
+    Caution,
+    PatchedModel,
+    Twin,
+    data_cautions,
+    few_cautions,
+)
 from trainer.contract.settings.catalog import METRICS, Series
 from trainer.contract.store.seeds import Spread, seeds_of, spread_of
 from trainer.contract.store.twins import frozen_in
 
 Group = Literal["reconstruction", "parts", "model", "latents", "probes", "all_tokens"]
+_CE_SCORE = Series("CE score", better="higher", prominence="key")
 _FVU, _L0, _DENSE = METRICS["fvu"].series, METRICS["l0"].series, METRICS["dense_fraction"].series
 
 
@@ -109,7 +119,16 @@ def texts_of(card: Card) -> tuple[object, ...] | None:
     The loss without the SAE identifies the language model; it is rounded because two measurements of it differ in the
     last digits.
     """
-    if (spliced := card.spliced) is None:
+    return _text_of(card.spliced)
+
+
+def _texts_of_all(card: Card) -> tuple[object, ...] | None:
+    """Return what two report cards must share for the losses with all MLPs replaced to be comparable."""
+    return _text_of(card.together)
+
+
+def _text_of(spliced: PatchedModel | None) -> tuple[object, ...] | None:
+    if spliced is None:
         return None
     return spliced.text, spliced.n_tokens, spliced.n_texts, spliced.left_out, round(spliced.ce, 1)
 
@@ -117,10 +136,9 @@ def texts_of(card: Card) -> tuple[object, ...] | None:
 def _losses(group: Group, *path: str) -> Iterator[_Declared]:
     """Yield the figures for the language model's losses, which are read at a path of attributes."""
     prefix = "" if group == "model" else f"{group}_"
-    score = Series("CE score", better="higher", prominence="key")
     loss = Series("loss with SAE", better="lower", prominence="key")
     minor = Series("", prominence="minor")
-    for name, series in {"ce_score": score, "kl_score": _like(score, "KL score")}.items():
+    for name, series in {"ce_score": _CE_SCORE, "kl_score": _like(_CE_SCORE, "KL score")}.items():
         error = _of(*path, f"{name}_error")
         yield _Declared(f"{prefix}{name}", group, series, _of(*path, name), error, condition=texts_of)
     yield _Declared(f"{prefix}loss_with_sae", group, loss, _of(*path, "ce_with_sae"), condition=texts_of)
@@ -187,6 +205,10 @@ _FIGURES = (
     _Declared("true_l0", "latents", Series("true L0", format=".1f", prominence="minor"), _of("known", "true_l0")),
     _Declared("recovery", "latents", Series("recovery (MMCS)", better="higher", format=".3f"), _of("recovery")),
     *_losses("all_tokens", "spliced", "all_tokens"),
+    _Declared("together_ce_score", "model", _like(_CE_SCORE, "CE score, all MLPs"), _of("together", "ce_score"),
+              _of("together", "ce_score_error"), _texts_of_all),
+    _Declared("together_loss", "model", _like(_CE_SCORE, "loss, all MLPs", better="lower"),
+              _of("together", "ce_with_sae"), condition=_texts_of_all),
 )  # fmt: skip
 
 

@@ -91,6 +91,25 @@ class Refined(msgspec.Struct, frozen=True):
     l0: float = math.nan
 
 
+class LayerFigures(msgspec.Struct, frozen=True):
+    """The place of a layer in a cross-layer transcoder, counted from 0, and where its reconstruction comes from.
+
+    `from_earlier` is the share of Σ‖·‖² that latents of earlier layers write to the layer's target, out of what they
+    and the layer's own latents write.
+    """
+
+    layer: int
+    n_layers: int
+    from_earlier: float
+
+    @property
+    def words(self) -> str:
+        later, earlier = self.n_layers - 1 - self.layer, self.layer
+        also = f"its latents also write to {plural(later, 'later layer')}" if later else "its latents write to no other"
+        share = f"; {self.from_earlier:.0%} of its reconstruction comes from earlier layers" if earlier else ""
+        return f"layer {self.layer + 1} of {self.n_layers}; {also}{share}"
+
+
 class Figures(Reconstruction, frozen=True, kw_only=True):
     """An SAE's metrics on `n_tokens` rows.
 
@@ -110,7 +129,8 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
 
     `by_k` lists the FVU for each k that the SAE is trained for, in ascending order of k. It is empty for most SAEs.
     `refined` is None unless the evaluation was asked to refine activations.
-    `crosscoder` contains the figures of a crosscoder's parts; it is None for other SAEs.
+    `crosscoder` contains the figures of a crosscoder's parts; it is None for other SAEs. `layer` is None unless the SAE
+    is a layer of a cross-layer transcoder.
     """
 
     n_tokens: int
@@ -133,6 +153,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     by_k: tuple[AtK, ...] = ()
     crosscoder: Crosscoder | None = None
     refined: Refined | None = None
+    layer: LayerFigures | None = None
 
     def dense(self, least: float) -> float | None:
         """Return the share of latents that fire on more than 1 % or 10 % of the rows; None for too few rows."""
@@ -193,6 +214,8 @@ class PatchedModel(Losses, frozen=True, kw_only=True):
     rows: TextRows | None = None
     all_tokens: AllTokens | None = None
     ce_with_mean: float | None = None
+    # The number of hooks whose rows are replaced.
+    n_replaced: int = 1
 
 
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,9 +415,10 @@ class Card(msgspec.Struct, frozen=True):
     texts are unknown. `recipe` contains the training settings, and `training` the run's state; both are None if
     unknown. `threshold_set_on` names the rows on which the SAE's single threshold was set to reach the target L0, or is
     "" for an SAE without a single threshold. `weights` is a digest of the weights described by all `parts`. `features`
-    is a digest of the stored features file. `stability` is None for an SAE that was trained with one seed. `twins` are
-    the random twins trained alongside the SAE. `families` maps each of `features.FAMILIES` to its number of latents; it
-    is empty if no max-activating examples are stored.
+    is a digest of the stored features file. `together` contains the losses if the outputs of all MLPs are replaced at
+    once, by the run's transcoders or its cross-layer transcoder; it is None for other SAEs. `stability` is None for an
+    SAE that was trained with one seed. `twins` are the random twins trained alongside the SAE. `families` maps each of
+    `features.FAMILIES` to its number of latents; it is empty if no max-activating examples are stored.
     """
 
     name: str
@@ -408,6 +432,7 @@ class Card(msgspec.Struct, frozen=True):
     recovery: float | None = None
     known: KnownFeatures | None = None
     spliced: PatchedModel | None = None
+    together: PatchedModel | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
     # The sums are stored in a separate file.
@@ -454,6 +479,7 @@ class Card(msgspec.Struct, frozen=True):
             recovery=older.recovery if self.recovery is None else self.recovery,
             known=self.known or (older.known if same_rows else None),
             spliced=self.spliced or older.spliced,
+            together=self.together or older.together,
             probing=self.probing or older.probing,
             stability=self.stability or older.stability,
             twins=self.twins or (older.twins if same_rows else ()),
@@ -648,6 +674,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("FVU by k", _by_k(one))] if one.by_k else []),
         *([("FVU, refined", _refined(one.refined))] if one.refined else []),
         *(part_facts(one.crosscoder) if one.crosscoder else []),
+        *([("cross-layer", one.layer.words)] if one.layer else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(("note on FVU", f"{note.text}; {note.remedy}") for note in data_cautions(card.data)),
         *(("note", f"{note.text}; {note.remedy}") for note in few_cautions(card)),
@@ -668,6 +695,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
         *([("known features", _known_features(card.known))] if card.known else []),
         *(_losses(card.spliced) if card.spliced else []),
+        *(_of_all_layers(card.together) if card.together else []),
         *(_probes(card.probing) if card.probing else []),
         *_of_run(card),
     ]
@@ -771,6 +799,18 @@ def _threshold(card: Card) -> str:
 def _losses(spliced: PatchedModel) -> list[tuple[str, str]]:
     both = _two_ways(spliced) if spliced.left_out else _one_way(spliced)
     return [*both, ("measured on", _text_read(spliced))]
+
+
+def _of_all_layers(together: PatchedModel) -> list[tuple[str, str]]:
+    """Return lines about the losses if the outputs of all the run's MLPs are replaced."""
+    scores = (
+        f"CE score {_with_error(together.ce_score, together.ce_score_error)}, "
+        f"KL score {_with_error(together.kl_score, together.kl_score_error)}"
+    )
+    return [
+        (f"{together.n_replaced} MLPs replaced", f"{scores}: {_ce(together)}"),
+        ("measured on", _text_read(together)),
+    ]
 
 
 def _text_read(spliced: PatchedModel) -> str:

@@ -47,6 +47,8 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     per_batch: bool = False
     # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
+    # Whether `sae.cross_layer` is supported: a file format exists, and `Sae.reconstruct` decodes all latents at once.
+    crosses_layers: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 [n_tokens, d_sae] matrices at the
     # peak of a step, and the number of W_dec-sized matrices in addition to W_dec's gradient. Both numbers are 0 for an
     # architecture that selects latents. `pytest tests/trainer/test_memory_of_a_step.py -k ARCHITECTURE` measures the
@@ -223,6 +225,7 @@ ARCHITECTURES = {
         architectures.BatchTopKSettings,
         per_batch=True,
         encoder_follows=True,
+        crosses_layers=True,
         redundant_curves=("loss",),
     ),
     "matryoshka_batch_topk": ArchitectureEntry(
@@ -236,6 +239,7 @@ ARCHITECTURES = {
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold per latent; the penalty is adjusted until L0 is k.",
         architectures.JumpReLUSettings,
+        crosses_layers=True,
         dense_matrices=5.25,
     ),
     "gated": ArchitectureEntry(
@@ -451,7 +455,7 @@ FORMATS = {
     ),
     "circuit-tracer": FormatEntry(
         "trainer.sharing.circuit_tracer:CircuitTracer",
-        "transcoders of one width; config.yaml + layer_N.safetensors",
+        "transcoders of one width, and cross-layer transcoders; config.yaml + a file or two per layer",
         "load_transcoder_set({0: file}, ...)",
         is_read=True,
     ),

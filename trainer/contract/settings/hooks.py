@@ -100,6 +100,11 @@ def both_ends(text: Any) -> list[Any]:
     )
 
 
+def layer_label(hook: str) -> str:
+    """Return the label, such as "layer=12", of the layer of a cross-layer transcoder that reads a hook."""
+    return f"layer={parse_hook(ends_of(hook)[0]).layer}"
+
+
 def is_of_all_layers(text: Any) -> bool:
     """Return whether a name is a site without a layer, such as "mlp" or "resid_post", meaning all layers."""
     return text == "mlp" or (isinstance(text, str) and text in SITES)

@@ -14,7 +14,7 @@ from trainer.contract.paths import shipped_data
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings import all_layers
 from trainer.contract.settings.architectures import ArchitectureSettings
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoSettings
+from trainer.contract.settings.catalog import ARCHITECTURES, LAUNCH_BACKENDS, MIRRORS, NoSettings
 from trainer.contract.settings.declare import about
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.optimizers import OptimizerSettings
@@ -167,6 +167,14 @@ class SaeSettings(msgspec.Struct, frozen=True):
         bool,
         about(
             "Adds a linear map from a transcoder's input to its output (arXiv 2501.18823); not for SAEs.", advanced=True
+        ),
+    ] = False
+    cross_layer: Annotated[
+        bool,
+        about(
+            "Trains the transcoders of several MLPs as one cross-layer transcoder: a layer's latents also write to all"
+            " later MLP outputs.",
+            advanced=True,
         ),
     ] = False
     dead_after_tokens: (
@@ -412,6 +420,8 @@ class Launch(msgspec.Struct, frozen=True):
 
 # The setting that names the hooks; each SAE in a sweep reads the rows for one hook.
 HOOK = "data.hook"
+# The setting that combines the transcoders of all hooks into a cross-layer transcoder.
+CROSS_LAYER = "sae.cross_layer"
 
 
 class SweepAxis(msgspec.Struct, frozen=True):
@@ -505,6 +515,36 @@ def _conflicts_of_freeze(sae: SaeSettings | None, train: Train | None) -> list[P
     return problems
 
 
+def _conflicts_of_layers(sections: Mapping[str, Any]) -> list[Problem]:
+    """Report the settings that a cross-layer transcoder does not support."""
+    data, sae, train, parallel = (sections[name] for name in ("data", "sae", "train", "parallel"))
+    if not (sae and sae.cross_layer):
+        return []
+    problems = []
+    if not ARCHITECTURES[sae.architecture].crosses_layers:
+        known = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.crosses_layers)
+        message = f"no format supports cross-layer transcoders with this architecture; use {known}"
+        problems.append(Problem("sae.architecture", message))
+    given = {
+        "sae.skip": sae.skip,
+        "sae.freeze": sae.freeze != "off",
+        "sae.resample_every_tokens": sae.resample_every_tokens,
+        "data.drop_dimensions": data and data.drop_dimensions,
+        "data.scale_dimensions": data and data.scale_dimensions != "off",
+        "train.halving": train and train.halving,
+        "train.random_twin": train and train.random_twin,
+    }
+    problems += [
+        Problem(path, f"is not supported with {CROSS_LAYER}; leave it out") for path, one in given.items() if one
+    ]
+    if train and train.precision == "fp16":
+        # Each layer has its own loss scale, but the layers share their errors.
+        problems.append(Problem("train.precision", f'{CROSS_LAYER} needs "bf16", "tf32" or "fp32"'))
+    if parallel and parallel.mode in ("sweep", "dp"):
+        problems.append(Problem("parallel.mode", f'{CROSS_LAYER} needs "single", "ddp", "tensor", "hybrid" or "auto"'))
+    return problems
+
+
 class JobConfig(AnyJob, frozen=True, kw_only=True):
     """A complete training job, with all defaults filled in."""
 
@@ -529,8 +569,8 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
 
     @classmethod
     def conflicts(cls, sections: Mapping[str, Any], raw: Mapping[str, Any]) -> list[Problem]:
-        """Report frozen weights that would be replaced, and a stream for which no run length is set."""
-        problems = _conflicts_of_freeze(sections["sae"], sections["train"])
+        """Report settings that exclude each other, and a stream for which no run length is set."""
+        problems = [*_conflicts_of_freeze(sections["sae"], sections["train"]), *_conflicts_of_layers(sections)]
         data = sections["data"]
         is_stream = isinstance(data, DataSettings) and isinstance(data.settings, StreamSettings)
         if not is_stream or {"n_tokens", "n_steps"} & {*raw.get("train", {})}:
@@ -602,6 +642,23 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return {name: msgspec.structs.replace(settings, hook=name) for name in names} or {"": settings}
 
     @property
+    def n_layers(self) -> int:
+        """The number of layers of a cross-layer transcoder; 1 for other SAEs, and for one of its layers."""
+        return len(self.hooks) if self.sae.cross_layer else 1
+
+    @property
+    def row_names(self) -> list[str]:
+        """The names of the rows that are read: the hooks, or "" for the joined rows of a cross-layer transcoder."""
+        return [""] if self.n_layers > 1 else list(self.hooks)
+
+    @property
+    def part_widths(self) -> tuple[int, ...]:
+        """The widths of the parts that rows are joined from; empty if there is only one. May raise `JobFileError`."""
+        if self.n_layers == 1:
+            return self.data.part_widths
+        return tuple(settings.shape().d_in for settings in self.hooks.values())
+
+    @property
     def hold_out(self) -> HoldOut:
         """The unit for holding out rows; "auto" is resolved from the shard headers. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
@@ -610,7 +667,14 @@ class JobConfig(AnyJob, frozen=True, kw_only=True):
         return usual.pop() if len(usual) == 1 else "blocks"
 
     def hook_number(self, member: JobConfig) -> int:
-        """Return the index of the hook whose rows an SAE in the sweep reads."""
+        """Return the index of the hook whose rows an SAE in the sweep reads.
+
+        All layers of a cross-layer transcoder read the same, joined rows.
+        """
+        return 0 if self.n_layers > 1 else self.layer_number(member)
+
+    def layer_number(self, member: JobConfig) -> int:
+        """Return the index of an SAE's hook among all hooks."""
         return list(self.hooks.values()).index(member.data.settings)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.declare import Setting, show
-from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_names
+from trainer.contract.settings.hooks import all_named, layer_label, problems_of_hooks, short_names
 from trainer.contract.settings.job import HOOK, SweepAxis, Train
 from trainer.contract.settings.sections import CHOSEN, section_settings, words_of
+from trainer.contract.settings.transcoders import problems_of_layers
 
 # The maximum number of SAEs in a sweep. The SAEs are trained on each batch in turn, so a larger sweep would be no
 # faster than two runs, and memory use adds up over all SAEs.
@@ -71,6 +72,7 @@ def _expand_twin(base: Table) -> None:
 def problems_of(base: Table, axes: Sequence[SweepAxis]) -> list[Problem]:
     """Return the problems with the axes themselves; invalid values are reported when each SAE's table is parsed."""
     problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
+    problems += problems_of_layers(base["sae"].get("cross_layer"), axes) if isinstance(base.get("sae"), dict) else []
     paths = [axis.path for axis in axes]
     if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
         problems.append(Problem("sae.expansion_factor", "has no effect if sae.d_sae is set; leave one of them out"))
@@ -103,7 +105,10 @@ def member_tables(base: Table, axes: Sequence[SweepAxis]) -> Iterator[tuple[str,
             _drop_foreign(table, axis)
         for values in _combinations([axis for axis in others if _knows(table, axis.path)]):
             named = {path: value for path, value in (words | values).items() if path in several}
-            yield _label(named | {HOOK: short[named[HOOK]]} if HOOK in named else named), _with_values(table, values)
+            label = _label(named | {HOOK: short[named[HOOK]]} if HOOK in named else named)
+            if HOOK in named and isinstance(sae := base.get("sae"), dict) and sae.get("cross_layer") is True:
+                label = layer_label(named[HOOK])
+            yield label, _with_values(table, values)
 
 
 def _axes_of(section: str, keys: Table) -> Iterator[SweepAxis]:

@@ -1,10 +1,14 @@
-"""Checks that a job's SAE matches its data, for transcoders and other SAEs."""
+"""Checks that a job's SAE matches its data, for transcoders, cross-layer transcoders and other SAEs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import SaeSettings
+from trainer.contract.settings.hooks import ends_of, is_of_transcoder, parse_hook
+from trainer.contract.settings.job import CROSS_LAYER, HOOK, SaeSettings, SweepAxis
 
 
 def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[Problem]:
@@ -25,3 +29,21 @@ def transcoder_problems(sae: SaeSettings, d_in: int, d_out: int | None) -> list[
         return []
     others = " or ".join(f'"{one}"' for one, entry in ARCHITECTURES.items() if entry.transcodes == "yes")
     return [Problem("sae.architecture", f"{message}; use {others}, or omit data.target_path")]
+
+
+def problems_of_layers(is_cross_layer: Any, axes: Sequence[SweepAxis]) -> list[Problem]:
+    """Return the problems with the axes of a cross-layer transcoder, whose layers are the values of `data.hook`."""
+    if swept := [axis for axis in axes if axis.path == CROSS_LAYER]:
+        return [Problem(swept[0].path, "cannot have several values; train the others in another job")]
+    if is_cross_layer is not True:
+        return []
+    hooks = next((axis.values for axis in axes if axis.path == HOOK), ())
+    others = [axis.path for axis in axes if axis.path != HOOK]
+    problems = [Problem(path, "has several values, but a job trains one cross-layer transcoder") for path in others]
+    if len(hooks) < 2 or not all(isinstance(hook, str) and is_of_transcoder(hook) for hook in hooks):
+        message = 'needs the MLPs of at least two layers; set data.hook = "mlp", or name layers, like "mlp.0-11"'
+        return [*problems, Problem(CROSS_LAYER, message)]
+    layers = [parse_hook(ends_of(hook)[0]).layer for hook in hooks]
+    if layers != sorted(layers):
+        problems.append(Problem(HOOK, "must name the layers of a cross-layer transcoder in ascending order"))
+    return problems

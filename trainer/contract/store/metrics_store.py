@@ -291,14 +291,22 @@ class SeriesReader:
         return next(readable([dict(row) for row in rows], Event), None)
 
 
+# The labels of the layers of a cross-layer transcoder start with this.
+_LAYER = "layer="
+
+
 def best_sae(latest: Mapping[str, float]) -> str:
     """Return the label of the SAE with the lowest FVU in a sweep; "" for a run with one SAE or before any measurement.
+
+    The layers of a cross-layer transcoder are one SAE.
 
     The held-out FVU is used if any SAE has one, otherwise the FVU on the last batches. SAEs that differ only in the
     seed are compared by their mean FVU, and the lowest seed is returned. A group with an SAE that has no FVU, because
     its training failed, comes after complete groups. Random twins and dropped SAEs do not count.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
+    if any(label.startswith(_LAYER) for label in fvu):
+        return ""
     dropped = _of_saes(latest, DROPPED)
     known_labels = dict.fromkeys(key.partition("@")[2] for key in latest if "@" in key)
     labels = [label for label in without_twins(known_labels) if label not in dropped]
@@ -319,8 +327,11 @@ def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
     """Return the latest value of a metric for one SAE in a sweep, or for the run if all SAEs share the metric.
 
-    For SAEs that differ only in the seed, return their mean.
+    For SAEs that differ only in the seed, and for the layers of a cross-layer transcoder, return their mean.
     """
+    of_layers = [value for one, value in _of_saes(latest, name).items() if not label and one.startswith(_LAYER)]
+    if of_layers:
+        return mean(of_layers)
     if label and any(other.startswith(f"{name}@") for other in latest):
         values = values_by_seed(latest, name, label)
         return mean(values.values()) if values else None
