@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ import msgspec
 from torch import Tensor
 
 from trainer.activations.base import Source, StreamSource
+from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
 from trainer.contract.runs.features import STABILITY
@@ -22,6 +24,7 @@ from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, MetricRow
 from trainer.evaluation.card import timer, write_card
 from trainer.evaluation.contexts import Contexts, contexts_of, joined_source, texts_of
+from trainer.evaluation.cross_layer import ExportedLayers, LayerSae, read_layers
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, EvaluationRows, StopAsked, parts_of_hooks
@@ -129,15 +132,16 @@ class Cards:
             return level, f"no report card{of_label}: {first_line(error)}; `sae-train eval` writes it", None
 
     def _write_one(self, folder: Path, label: str) -> Card:
-        hook = self._trainer.learners[label].hook
-        source, sae = self._source.of_hook(hook), read_exported(folder, self._parallel.device)
-        rows = self._rows_of(label)
-        card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
+        learner, sae = self._trainer.learners[label], read_exported(folder, self._parallel.device)
+        rows, layer, source = self._rows_of(label), None, self._source.of_hook(learner.hook)
+        if place := learner.layer:
+            layer, source = LayerSae(self._layers, place.number), source.of_part(place.number)
+        card = card_of(sae, folder, rows, source, layer, name=self._job.name, label=label, step=self._at.step)
         tensors = rows.part_tensors
         try:
             timed = timer(self._at.step, self._parallel.device)
-            data = folder_of([*self._job.hooks.values()][hook])
-            if data and (contexts := self._contexts(label, sae, data)):
+            data = folder_of([*self._job.hooks.values()][place.number if place else learner.hook])
+            if data and (contexts := self._contexts(label, sae, data, rows.input_outliers)):
                 tensors = contexts.tensors(sae.directions, read_tokens(data)) | tensors
                 part = timed(contexts.n_rows, "rows", text=str(data), settings={"contexts": N_CONTEXTS})
                 return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
@@ -150,9 +154,15 @@ class Cards:
         own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
         most = most_rows(self._at.tokens, self._parallel.world_size)
         parts = parts_of_hooks(self._source, self._job)[hook]
-        return EvaluationRows(own, outliers, self._job, self._parallel.device, most, self._stop, copies, parts)
+        on, layer = self._parallel.device, self._trainer.learners[label].layer
+        return EvaluationRows(own, outliers, self._job, on, most, self._stop, copies, parts, layer)
 
-    def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
+    @functools.cached_property
+    def _layers(self) -> ExportedLayers:
+        """The exported layers of a cross-layer transcoder."""
+        return read_layers({label: self._trainer.output / label for label in members(self._job)}, self._parallel.device)
+
+    def _contexts(self, label: str, sae: ExportedSae, data: Path, outliers: Outliers) -> Contexts | None:
         """Find the texts in which each latent fires most strongly, reading as many rows as the SAE is measured on.
 
         Return None if the rows' tokens are unknown, or if the SAE has too many latents for its training time: comparing
@@ -168,9 +178,9 @@ class Cards:
             # Use the same scale as in training, as the `eval` command does.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
-        source = joined_source(self._source.of_hook(learner.hook))
-        texts = texts_of(data, most, source)
-        return contexts_of(acts_of, texts, self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
+        # A layer of a cross-layer transcoder fires on the rows at its own hook.
+        source = None if learner.layer else joined_source(self._source.of_hook(learner.hook))
+        return contexts_of(acts_of, texts_of(data, most, source), outliers, sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
         """Return the data with the held-out rows of all ranks or, for a stream, of this rank."""

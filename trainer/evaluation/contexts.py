@@ -357,10 +357,11 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     rows = EvaluationRows.of_hooks(source, job, torch.device("cpu"))
 
     def firings(learner: Learner) -> Firings:
-        folder = folders[learner.hook]
+        number = learner.layer.number if learner.layer else learner.hook
+        folder = folders[number]
         assert folder is not None
-        texts = texts_of(folder, source=joined_source(source.of_hook(learner.hook)))
-        return _firings(texts, rows[learner.hook].outliers, learner)
+        joined = None if learner.layer else joined_source(source.of_hook(learner.hook))
+        return _firings(texts_of(folder, source=joined), rows[number].input_outliers, learner)
 
     return firings
 

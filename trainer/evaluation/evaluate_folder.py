@@ -24,13 +24,14 @@ from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation.card import rows_part, timer
+from trainer.evaluation.cross_layer import LayerSae, read_layers
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
 from trainer.evaluation.known_features import known_features
 from trainer.evaluation.rows import EvaluationRows
 from trainer.saes.refinement import refuse_transcoder
-from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, format_in, layer_place
 from trainer.sharing.origins import ORIGIN
 from trainer.sharing.parts import joined_paths, refuse_other_parts
 from trainer.training.thresholds import SET_ON
@@ -76,15 +77,24 @@ def cards_in(
         # The data may have grown, so hold out the same rows as at the start of the run.
         continue_from(source, job, read_state(saved[0]).data_before)
     rows = EvaluationRows.of_hooks(source, job, device)
-    hooks = {label: job.hook_number(member) for label, member in members(job).items()}
+    hooks = {label: job.layer_number(member) for label, member in members(job).items()}
+    of_labels = {label: (path if folders != [path] else path.parent) / label for label in hooks}
+    layers = read_layers(of_labels, device) if job.n_layers > 1 else None
     for folder in folders:
         label = str(folder.relative_to(path)) if folder != path else ""
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
-        own = source.of_hook(hook)
+        own = source.of_part(hook) if layers else source.of_hook(hook)
         sae = read_exported(folder, device, given)
+        if layer_place(sae.metadata) and not layers:
+            raise UsageError(
+                f"--data: {folder} is a layer of a cross-layer transcoder; evaluate its run, without --data"
+            )
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
-        card = card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data, refine=refine)
+        layer = LayerSae(layers, hook) if layers else None
+        card = card_of(
+            sae, folder, rows[hook], own, layer, name=name, label=label, is_trained_on=not data, refine=refine
+        )
         yield MeasuredSae(folder, card, rows[hook], rows[hook].part_tensors)
 
 
@@ -117,6 +127,7 @@ def card_of(
     folder: Path,
     rows: EvaluationRows,
     source: Source,
+    layer: LayerSae | None = None,
     *,
     name: str,
     label: str = "",
@@ -126,14 +137,18 @@ def card_of(
 ) -> Card:
     """Measure an SAE from a folder on rows from a source; raise `UserError` if the rows do not match the SAE.
 
-    With `refine`, its activations are also measured after that many steps of refinement.
+    A `layer` of a cross-layer transcoder is measured together with the earlier layers. With `refine`, the SAE's
+    activations are also measured after that many steps of refinement.
     """
     if refine:
         refuse_transcoder("--refine", is_transcoder=sae.is_transcoder)
-    _refuse_other_rows(sae, source, folder)
+    _refuse_other_rows(sae, source, folder, layer)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     more = sae.levels, sae.refinement(refine)
-    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, *more, is_trained_on=is_trained_on)
+    measured = layer or sae
+    figures, data = rows.measure(
+        measured, measured.reconstruct, sae.W_dec, source.place, *more, is_trained_on=is_trained_on
+    )
     return Card(
         name=name,
         label=label,
@@ -154,13 +169,14 @@ def card_of(
     )
 
 
-def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path) -> None:
+def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path, layer: LayerSae | None) -> None:
     """Raise `UserError` if the rows have the wrong width, a transcoder has no targets, or an SAE has targets."""
     if sae.is_transcoder and source.d_out is None:
         raise UsageError(f"--targets: is required, since {folder} is a transcoder; give the targets of the rows")
     if source.d_out is not None and not sae.is_transcoder:
         raise UsageError(f"--targets: {folder} is not a transcoder; leave it out")
-    wanted, there = (sae.d_in, sae.W_dec.shape[1]), (source.d_in, source.d_out or source.d_in)
+    d_out = layer.d_out if layer else sae.W_dec.shape[1]
+    wanted, there = (sae.d_in, d_out), (source.d_in, source.d_out or source.d_in)
     if wanted != there:
         shapes = [f"{d_in} to {d_out} dimensions" for d_in, d_out in (wanted, there)]
         raise UserError(f"--data: the SAE in {folder} maps {shapes[0]}, but {source.place} has {shapes[1]}")

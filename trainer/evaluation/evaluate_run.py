@@ -38,8 +38,8 @@ from trainer.contract.runs.report_card import (
     Probing,
 )
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.hooks import ends_of
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.hooks import ends_of, is_of_transcoder
+from trainer.contract.settings.job import HOOK, JobConfig
 from trainer.contract.settings.job_file import load_as
 from trainer.contract.settings.model_source import ModelSettings
 from trainer.contract.settings.shards import inspect_shards
@@ -55,8 +55,10 @@ from trainer.evaluation.contexts import (
     moved_alone,
     texts_of,
 )
+from trainer.evaluation.cross_layer import ExportedLayers, LayerSae
 from trainer.evaluation.evaluated_job import evaluated_job
-from trainer.evaluation.figures import Levels, Refinement, recovery
+from trainer.evaluation.exported import ExportedSae
+from trainer.evaluation.figures import Levels, Reconstruct, Refinement, recovery
 from trainer.evaluation.known_features import known_features
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
@@ -70,6 +72,7 @@ from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.hierarchical_topk import HierarchicalTopK
 from trainer.saes.refinement import refined_output, refuse_transcoder
 from trainer.saes.sparse_acts import Acts
+from trainer.sharing.base import shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
@@ -122,13 +125,23 @@ def evaluations_of(
     tensors, position = load(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
         hooks = _Hooks(job, source, device, model, sets, stored)
-        for label, learner in learners_of(job, tensors, state, device):
+        found = learners_of(job, tensors, state, device)
+        layers = None
+        if job.n_layers > 1 or (model and is_transcoder_set(job)):
+            found = iter(of_layers := list(found))
+            exported = _exported([learner for _, learner in of_layers], device)
+            layers = ExportedLayers(exported) if job.n_layers > 1 else None
+            hooks.all_mlps = layers.in_turn() if layers else [one.reconstruct for one in exported]
+        for label, learner in found:
+            number = learner.layer.number if learner.layer else learner.hook
             if refine:
                 refuse_transcoder("--refine", is_transcoder=learner.sae.is_transcoder)
             folder = output_of(run_dir) / label
             weights = weights_of(folder) if exported_tokens(folder) == position.tokens else ""
             version = of_weights(folder, weights, position.tokens) if keeps_rows and weights else None
-            one = _PartTimer(learner, rows[learner.hook], hooks, partial(timer, position.step, device), refine)
+            begin = partial(timer, position.step, device)
+            one = _PartTimer(learner, number, rows[number], hooks, begin, refine, layers)
+            own = hooks.source(number)
             facts = {
                 "name": job.name,
                 "label": label,
@@ -136,17 +149,15 @@ def evaluations_of(
                 "step": position.step,
                 "tokens": position.tokens,
                 "origin": state.origin_of(label),
-                "recovery": recovery(source.of_hook(learner.hook), learner.sae.raw_decoder()),
-                "known": known_features(
-                    source.of_hook(learner.hook), learner.sae.raw_decoder(), partial(acts_of, learner)
-                ),
+                "recovery": recovery(own, learner.sae.raw_decoder()),
+                "known": known_features(own, learner.sae.raw_decoder(), partial(acts_of, learner)),
                 "recipe": recipe_of_run(run_dir, state, label, learner.sae.d_in),
                 "threshold_set_on": str(threshold_facts(learner.sae).get(SET_ON, "")),
                 "training": how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
                 "weights": weights,
             }
             cards = one.cards(facts, version.card if version else None, n_tokens)
-            yield Evaluation(folder, cards, one.features, rows[learner.hook])
+            yield Evaluation(folder, cards, one.features, rows[number])
 
 
 class _Hooks:
@@ -166,27 +177,53 @@ class _Hooks:
         stored: contextlib.ExitStack,
     ) -> None:
         self._settings, self._source, self._device = [*job.hooks.values()], source, device
+        self._is_cross_layer = job.n_layers > 1
         self._model, self._sets, self._stored = model, sets, stored
         self.model = functools.lru_cache(maxsize=1)(self._load_model)
         self.probes = functools.lru_cache(maxsize=1)(self._train_probes)
         self.texts = functools.cache(self._rows_with_tokens)
+        # The functions that replace the outputs of all MLPs, in the order of their layers; empty for other SAEs.
+        self.all_mlps: list[Reconstruct] = []
+        self.together = functools.cache(self._measure_together)
 
     def source(self, hook: int) -> Source:
-        return self._source.of_hook(hook)
+        return self._source.of_part(hook) if self._is_cross_layer else self._source.of_hook(hook)
 
     def _load_model(self, hook: int) -> SplicedModel | None:
         """Return the language model behind a hook's data, with its text, or None without --model."""
         if self._model is None:
             return None
-        source, settings = self.source(hook), self._settings[hook]
+        source = self.source(hook)
         if source.part_widths:
             raise UserError("--model: a crosscoder reconstructs several hooks or models at once; leave --model out")
         stage(LOADING)
-        extraction = _extraction_of(settings) if self._model == "auto" else load_as(ExtractJob, self._model)
+        extraction = self._extraction(hook)
         at = hook_of_data(extraction, source.meta)
         target = {"hook_name": source.meta.get("hook_name_out")}
         hook_out = None if source.d_out is None else hook_of_data(extraction, target)
         return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
+
+    def _measure_together(self, n_tokens: int | None) -> PatchedModel | None:
+        """Measure the language model with the outputs of all MLPs replaced; None if the SAEs are not a set of all."""
+        if not self.all_mlps:
+            return None
+        stage(LOADING)
+        extraction = self._extraction(0)
+        pairs = [self._ends(extraction, hook) for hook in range(len(self._settings))]
+        (first, last), *others = pairs
+        return SplicedModel(extraction, first, self._device, last, others=others).measure(
+            *self.all_mlps, n_tokens=n_tokens
+        )
+
+    def _extraction(self, hook: int) -> ExtractJob:
+        if self._model == "auto":
+            return _extraction_of(self._settings[hook])
+        return load_as(ExtractJob, str(self._model))
+
+    def _ends(self, extraction: ExtractJob, hook: int) -> tuple[str, str]:
+        """Return the extraction's names of the hooks at an MLP's input and output."""
+        meta = self.source(hook).meta
+        return hook_of_data(extraction, meta), hook_of_data(extraction, {"hook_name": meta.get("hook_name_out")})
 
     def _train_probes(self, hook: int) -> DenseProbes | None:
         """Return probes on each data set's raw rows, or None without --probe."""
@@ -206,12 +243,15 @@ class _PartTimer:
     def __init__(
         self,
         learner: Learner,
+        hook: int,
         rows: EvaluationRows,
         hooks: _Hooks,
         begin: Callable[[], Callable[..., Part]],
         refine: int = 0,
+        layers: ExportedLayers | None = None,
     ) -> None:
         self._learner, self._rows, self._hooks, self._begin, self._refine = learner, rows, hooks, begin, refine
+        self._hook, self._layers = hook, layers
         self._part_tensors: dict[str, Tensor] = {}
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
@@ -221,21 +261,26 @@ class _PartTimer:
             yield (card := Card(**facts, data=kept.data, figures=kept.figures))
         else:
             timed = self._begin()
-            sae, place = learner.sae, hooks.source(learner.hook).place
+            sae, place = learner.sae, hooks.source(self._hook).place
             more = _levels(learner), _refinement(learner, self._refine)
-            figures, data = self._rows.measure(sae, partial(_reconstruct, learner), sae.raw_decoder(), place, *more)
+            layer = LayerSae(self._layers, self._hook) if self._layers else None
+            reconstruct = layer.reconstruct if layer else partial(_reconstruct, learner)
+            figures, data = self._rows.measure(layer or sae, reconstruct, sae.raw_decoder(), place, *more)
             self._part_tensors = self._rows.part_tensors
             card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
             yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
-        model = hooks.model(learner.hook)
+        model = hooks.model(self._hook)
         if model and model.has_loss and n_tokens != 0:
             timed = self._begin()
-            spliced = _splice(model, learner, hooks.source(learner.hook), n_tokens)
-            settings = {"tokens": n_tokens, **model.settings}
-            part = timed(spliced.n_tokens, "tokens", text=spliced.text, model=model.name, settings=settings)
-            yield (card := _with(card, IN_MODEL, part, spliced=spliced))
+            # The target of a layer of a cross-layer transcoder depends on the rows at earlier layers.
+            spliced = None if self._layers else _splice(model, learner, hooks.source(self._hook), n_tokens)
+            together = hooks.together(n_tokens)
+            settings, read = {"tokens": n_tokens, **model.settings}, spliced or together
+            assert read is not None
+            part = timed(read.n_tokens, "tokens", text=read.text, model=model.name, settings=settings)
+            yield (card := _with(card, IN_MODEL, part, spliced=spliced, together=together))
         timed = self._begin()
-        if model and (dense := hooks.probes(learner.hook)):
+        if model and (dense := hooks.probes(self._hook)):
             probing = _probe(dense, learner)
             settings = {"sets": probing.n_sets, "seeds": probing.n_seeds}
             part = timed(probing.n_texts, "texts", model=model.name, settings=settings)
@@ -243,21 +288,23 @@ class _PartTimer:
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
         """Return tensors with the latents' texts (and promoted tokens, if there is a model), and the measured parts."""
-        learner, texts = self._learner, self._hooks.texts(self._learner.hook)
+        learner, texts = self._learner, self._hooks.texts(self._hook)
         if texts is None or not texts.folder.is_dir():
             return {}, {}
         path = texts.folder
         parts: dict[str, Part] = {}
-        sae, timed, model = learner.sae, self._begin(), self._hooks.model(learner.hook)
+        sae, timed, model = learner.sae, self._begin(), self._hooks.model(self._hook)
         if model:
             stage(PART_TITLES[PROMOTED])
-        moved = model.moved_tokens(sae.raw_decoder()) if model else {}
+        # All targets are added to the residual stream, so the sum over targets is a latent's direct effect.
+        directions = sae.raw_decoder().unflatten(1, (sae.n_targets, -1)).sum(1)
+        moved = model.moved_tokens(directions) if model else {}
         if moved and model:
             parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=model.name)
         stage(PART_TITLES[FIRES_ON], min(MOST_ROWS, inspect_shards(path).n_tokens))
         if not n_contexts:
             return moved_alone(moved, read_tokens(path)), parts
-        timed, outliers = self._begin(), self._rows.outliers
+        timed, outliers = self._begin(), self._rows.input_outliers
         read = _counted(texts_of(path, source=texts.source))
         contexts = contexts_of(partial(acts_of, learner), read, outliers, len(sae.W_dec), n_contexts)
         if contexts is None:
@@ -288,7 +335,8 @@ def _extraction_of(settings: SourceSettings) -> ExtractJob:
 def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> PatchedModel:
     mean = source.meta.get("mean" if source.d_out is None else "mean_out")
     is_row = isinstance(mean, list) and len(mean) == learner.sae.d_out
-    return model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
+    of_mean = torch.tensor(mean) if is_row else None
+    return model.measure(partial(_reconstruct, learner), mean=of_mean, n_tokens=n_tokens)
 
 
 def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
@@ -296,6 +344,19 @@ def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
     sae = learner.sae
     output = learner.forward(x * sae.x_scale, y * sae.y_scale)
     return output.acts, sae.raw(output.x_hat)
+
+
+@torch.no_grad()
+def _exported(learners: Sequence[Learner], device: torch.device) -> list[ExportedSae]:
+    """Return transcoders as they are exported."""
+    return [ExportedSae(shared_form(one.sae, threshold_facts(one.sae)), device) for one in learners]
+
+
+def is_transcoder_set(job: JobConfig) -> bool:
+    """Return whether a job trains one transcoder for each of several MLPs."""
+    axes = [axis for axis in job.sweep if len(axis.values) > 1]
+    hooks = axes[0].values if len(axes) == 1 and axes[0].path == HOOK else ()
+    return bool(hooks) and all(map(is_of_transcoder, hooks))
 
 
 def _levels(learner: Learner) -> Levels | None:

@@ -24,6 +24,7 @@ from trainer.contract.runs.crosscoder import Crosscoder, part_names, scales_word
 from trainer.contract.runs.report_card import ROWS, EvaluationData, Figures
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.cross_layer import LayerSae
 from trainer.evaluation.crosscoder import (
     CrosscoderRows,
     LatentScaling,
@@ -38,6 +39,7 @@ from trainer.evaluation.exported import ExportedSae
 from trainer.evaluation.figures import Grouped, Levels, Reconstruct, Refinement, by_label, measure
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
+from trainer.training.learner import Layer
 from trainer.training.row_sample import RowSampler
 
 # The number of rows per forward pass of an SAE.
@@ -69,8 +71,9 @@ class EvaluationRows:
         stop: threading.Event | None = None,
         copies: float | None = None,
         parts: CrosscoderRows | None = None,
+        layer: Layer | None = None,
     ) -> None:
-        self._copies, self._parts = copies, parts
+        self._copies, self._parts, self._layer = copies, parts, layer
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
@@ -89,14 +92,25 @@ class EvaluationRows:
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[EvaluationRows]:
-        """Return the evaluation rows for each hook of a job's data."""
+        """Return the evaluation rows for each hook of a job's data.
+
+        For a cross-layer transcoder, the inputs at all hooks are joined, and the targets belong to one hook.
+        """
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [RowSampler(one, device).find_outliers(job) for one in hooks]
         # A training run reports the same estimate at its start, with the same seed.
         copies = [copies_in(one, job.train.seed) for one in hooks]
+        if job.n_layers > 1:
+            layers = [Layer(number, job.n_layers) for number in range(job.n_layers)]
+            return [cls(hooks[0], found[0], job, device, copies=copies[0], layer=layer) for layer in layers]
         every = zip(hooks, found, copies, parts_of_hooks(source, job), strict=True)
         return [cls(one, outliers, job, device, copies=share, parts=parts) for one, outliers, share, parts in every]
+
+    @property
+    def input_outliers(self) -> Outliers:
+        """The detector for the inputs at an SAE's hook."""
+        return self.outliers.of_part(self._layer.number) if self._layer else self.outliers
 
     def batches(
         self,
@@ -115,7 +129,8 @@ class EvaluationRows:
             if self._stop.is_set():
                 raise StopAsked("a stop was requested")
             moved = on_device((x, y), self._device)
-            counted, ordinary = self.outliers.count(*moved), self.outliers.leave_out(*moved)
+            counted, (inputs, targets) = self.outliers.count(*moved), self.outliers.leave_out(*moved)
+            ordinary = inputs, self._layer.own(targets) if self._layer else targets
             self.n_not_finite += counted.not_finite
             self.n_outliers += counted.outliers
             self._n_zero += int((norms_of(moved[0]) == 0).sum())
@@ -147,7 +162,7 @@ class EvaluationRows:
 
     def measure(
         self,
-        sae: Sae | ExportedSae,
+        sae: Sae | ExportedSae | LayerSae,
         reconstruct: Reconstruct,
         w_dec: Tensor,
         place: str,
@@ -161,9 +176,11 @@ class EvaluationRows:
             batches = partial(self.batches, sae.measuring_half)
             scales = sae.dimension_scales
             figures = measure(reconstruct, batches, w_dec, self.grouped, scales, levels, refinement, self._parts)
+            if isinstance(sae, LayerSae):
+                figures = msgspec.structs.replace(figures, d_in=sae.own.d_in, layer=sae.figures)
         except ValueError as error:
             raise UserError(f"data: {error}") from None
-        if figures.crosscoder and self._parts:
+        if figures.crosscoder and self._parts and not isinstance(sae, LayerSae):
             crosscoder = self._by_part(sae, reconstruct, w_dec, self._parts, figures.crosscoder)
             figures = msgspec.structs.replace(figures, crosscoder=crosscoder)
         return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
@@ -222,7 +239,7 @@ class EvaluationRows:
         """Describe the rows; `scales` [d_out] are the dimension scales used to train the SAE."""
         inputs, targets = _RunningMoments(), _RunningMoments()
         for x, y in self.batches():
-            inputs.add(x)
+            inputs.add(self._layer.own(x) if self._layer else x)
             if y is not x:
                 targets.add(y)
         mean, variance = inputs.mean_and_variance()
@@ -303,7 +320,9 @@ class _RunningMoments:
 
 
 def parts_of_hooks(source: Source, job: JobConfig) -> list[CrosscoderRows | None]:
-    """Return the parts of each hook's rows, or None for rows that are not joined."""
+    """Return the parts of each hook's rows, or None for rows that are not a crosscoder's."""
+    if job.n_layers > 1:
+        return [None] * job.n_layers
     found: list[CrosscoderRows | None] = []
     for hook, settings in enumerate(job.hooks.values()):
         widths = tuple(source.of_hook(hook).part_widths)

@@ -125,21 +125,25 @@ class PatchedSums:
 
     def __init__(
         self,
-        reconstruct: Reconstruct,
+        reconstructs: Sequence[Reconstruct],
         names: Sequence[str],
         mean: Tensor | None = None,
         known: Mapping[str, LossSums] = MappingProxyType({}),
     ) -> None:
-        self._reconstruct = reconstruct
         self.clean, self.rows = LossSums(), Rebuilt()
         self.of_each = {name: known.get(name) or LossSums() for name in names}
-        changes: dict[str, Change] = {"sae": self._with_sae, "zeros": lambda _, rows: torch.zeros_like(rows)}
+        n = len(reconstructs)
+        # For each name, a change of every output that is replaced.
+        changes: dict[str, list[Change]] = {
+            "sae": [partial(self._with_sae, one) for one in reconstructs],
+            "zeros": [lambda _, rows: torch.zeros_like(rows)] * n,
+        }
         if mean is not None:
-            changes["mean"] = lambda _, rows: mean.to(rows).expand_as(rows)
+            changes["mean"] = [lambda _, rows: mean.to(rows).expand_as(rows)] * n
         self.changes = {name: changes[name] for name in names if name not in known}
 
-    def _with_sae(self, read: Tensor, rows: Tensor) -> Tensor:
-        acts, x_hat = self._reconstruct(read, rows)
+    def _with_sae(self, reconstruct: Reconstruct, read: Tensor, rows: Tensor) -> Tensor:
+        acts, x_hat = reconstruct(read, rows)
         self.rows.add_all(rows, x_hat, acts)
         return x_hat
 
@@ -170,14 +174,22 @@ class SplicedModel:
     """A language model with its unembedding; its rows at one hook can be replaced during a forward pass.
 
     New rows are computed from the rows at `hook`. They replace the rows at `hook_out` if it is given, otherwise the
-    rows at `hook`. If the model does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is
+    rows at `hook`. `others` are further pairs of such hooks, whose rows are replaced in the same pass. If the model
+    does not predict next tokens, the constructor raises `NoLoss` or, if `only_reads` is
     set, sets `has_loss` to False.
     """
 
     def __init__(
-        self, job: ExtractJob, hook: str, device: torch.device, hook_out: str | None = None, *, only_reads: bool = False
+        self,
+        job: ExtractJob,
+        hook: str,
+        device: torch.device,
+        hook_out: str | None = None,
+        *,
+        others: Sequence[tuple[str, str]] = (),
+        only_reads: bool = False,
     ) -> None:
-        hooks = [hook] if hook_out is None else [hook, hook_out]
+        hooks = [hook] if hook_out is None else [hook, hook_out, *itertools.chain(*others)]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
         # Results cached by token count: the text, and the ablation sums for both selections of rows.
@@ -202,11 +214,14 @@ class SplicedModel:
         return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
 
     @torch.inference_mode()
-    def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> PatchedModel:
+    def measure(
+        self, *reconstructs: Reconstruct, mean: Tensor | None = None, n_tokens: int | None = None
+    ) -> PatchedModel:
         """Measure an SAE on about `n_tokens` tokens: first replace the extracted rows, then all rows, as in SAELens.
 
-        `reconstruct` takes rows [n, d_in] in fp32 and their targets. `mean` [d_out] is the mean of the targets; it must
-        be the same in each call. `n_tokens` defaults to `MODEL_TOKENS` for the device. Ablations are measured only in
+        Each of `reconstructs`, one for each output that is replaced, takes rows [n, d_in] in fp32 and their targets.
+        The model calls them in this order. `mean` [d_out] is the mean of the targets; it must be the same in each call.
+        `n_tokens` defaults to `MODEL_TOKENS` for the device. Ablations are measured only in
         the first call, so later calls need three passes instead of six. Raise `UserError` if no rows remain.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
@@ -216,8 +231,8 @@ class SplicedModel:
         text, is_unseen = self._texts[wanted]
         known = self._ablated.get(wanted, ({}, {}))
         own, whole = (
-            PatchedSums(reconstruct, names, mean, known[0]),
-            PatchedSums(reconstruct, names[:2], known=known[1]),
+            PatchedSums(reconstructs, names, mean, known[0]),
+            PatchedSums(reconstructs, names[:2], known=known[1]),
         )
         left_out = self._left_out()
         n_passes = 1 + len(own.changes) + (len(whole.changes) if left_out else 0)
@@ -244,6 +259,7 @@ class SplicedModel:
             all_tokens=AllTokens(**of_all.losses(), rows=of_all.rows.text_rows()),
             rows=own.rows.text_rows(),
             ce_with_mean=own.of_each["mean"].ce if mean is not None else None,
+            n_replaced=len(reconstructs),
             **own.losses(),
         )
 
@@ -256,8 +272,8 @@ class SplicedModel:
 
     def _splice(self, view: PatchedSums, batch: ContextBatch, reading: ReadContexts) -> None:
         """Run the model on a batch once for each change in `view`, and add the results."""
-        for name, change in view.changes.items():
-            with self._model.replacing(partial(_replaced, reading.counts, change)):
+        for name, changes in view.changes.items():
+            with self._model.replacing(*(partial(_replaced, reading.counts, change) for change in changes)):
                 view.of_each[name].add(reading, self._model.logits(batch))
             advance()
 

@@ -29,6 +29,7 @@ from trainer.contract.settings.model_size import model_size
 from trainer.contract.wording import plural
 from trainer.extraction.hook_points import (
     BlockList,
+    HookPoint,
     drop_blocks_above,
     find_blocks,
     find_point,
@@ -173,13 +174,25 @@ class LanguageModel:
         return None if ending is None else folded(ending)
 
     @contextlib.contextmanager
-    def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Replace the tensor at the last hook with `change(read, written)` whenever the model runs in the `with` block.
+    def replacing(self, *changes: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Replace tensors whenever the model runs in the `with` block.
 
-        `written` is the tensor at the last hook, and `read` is the tensor at the first hook. The first and the last
-        hook may be the same.
+        With a single change, replace the tensor at the last hook with `change(read, written)`. `written` is the tensor
+        at the last hook, and `read` is the tensor at the first hook. The first and the last hook may be the same. With
+        several changes, the hooks are pairs, one for each change, in the order in which the model runs them.
         """
-        first, last = self.points[0], self.points[-1]
+        pairs = [(self.points[0], self.points[-1])]
+        if len(changes) > 1:
+            pairs = list(zip(self.points[::2], self.points[1::2], strict=True))
+        with contextlib.ExitStack() as stack:
+            for (first, last), change in zip(pairs, changes, strict=True):
+                stack.enter_context(self._replacing_one(first, last, change))
+            yield
+
+    @contextlib.contextmanager
+    def _replacing_one(
+        self, first: HookPoint, last: HookPoint, change: Callable[[Tensor, Tensor], Tensor]
+    ) -> Iterator[None]:
         taken: dict[int, Tensor] = {}
 
         def take(number: int, tensor: Tensor) -> None:

@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,12 +28,34 @@ from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_par
 
 # The metadata key for the dimension scales, {dimension: factor}. In a crosscoder, they are relative to a part's scale.
 SCALES = "dimension_scales"
+# The metadata key for the place of a layer in a cross-layer transcoder.
+CROSS_LAYER = "cross_layer"
 # The model card that `eval` writes next to the weights, and its first line.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # The sentence in the model card that refers to `card.json`.
 CARD_REST = " `card.json` has all figures."
 # The maximum length of an architecture name; longer names in imported files are truncated.
 _LONGEST_NAME = 60
+
+
+class LayerPlace(msgspec.Struct, frozen=True):
+    """A layer of a cross-layer transcoder: its number, from 0, and the number of layers."""
+
+    layer: Annotated[int, msgspec.Meta(ge=0)]
+    n_layers: Annotated[int, msgspec.Meta(ge=2)]
+
+    @property
+    def n_targets(self) -> int:
+        """The number of layers that its latents write to."""
+        return self.n_layers - self.layer
+
+
+def layer_place(metadata: Mapping[str, Any]) -> LayerPlace | None:
+    """Return the layer of a cross-layer transcoder from metadata, or None if the metadata names none."""
+    with contextlib.suppress(msgspec.ValidationError):
+        place = msgspec.convert(metadata.get(CROSS_LAYER), LayerPlace)
+        return place if place.layer < place.n_layers else None
+    return None
 
 
 class Firings(NamedTuple):
@@ -90,6 +113,12 @@ class SharedSae(NamedTuple):
     def parts(self) -> tuple[Part, ...]:
         """The parts that a crosscoder's rows are joined from; () for other SAEs."""
         return () if self.is_transcoder else parts_in(self.metadata, self.d_in)
+
+    @property
+    def layer(self) -> LayerPlace | None:
+        """The place of this layer in a cross-layer transcoder; None for other SAEs."""
+        place = layer_place(self.metadata) if self.is_transcoder else None
+        return place if place and self.d_out % place.n_targets == 0 else None
 
     @property
     def trained_as(self) -> str:
@@ -226,8 +255,10 @@ def _are_scales(factors: dict[Any, Any], d_out: int) -> bool:
     return all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in factors.values())
 
 
-def without_crosscoders(sae: SharedSae, tool: str) -> str | None:
-    """Return why a tool's format refuses a crosscoder, or None for another SAE."""
+def refusal_of_several_hooks(sae: SharedSae, tool: str) -> str | None:
+    """Return why a tool's format refuses a crosscoder or a cross-layer transcoder, or None for another SAE."""
+    if sae.layer:
+        return f"{tool} has no cross-layer transcoders; use --format circuit-tracer"
     of = " + ".join(str(part.width) for part in sae.parts)
     return f"{tool} has no crosscoders (this one reads {of} dimensions); use --format saelens" if of else None
 

@@ -17,16 +17,18 @@ from torch import Tensor
 from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
+from trainer.contract.wording import join_words
 from trainer.saes.base import saelens_name
 from trainer.sharing.base import (
     NOTHING_GIVEN,
     Format,
     Given,
+    LayerPlace,
     SharedSae,
     folder_of,
     forget_card,
     holds,
-    without_crosscoders,
+    refusal_of_several_hooks,
 )
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
@@ -47,13 +49,22 @@ _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
-    """Stores sets of transcoders with d_in = d_out and a ReLU, JumpReLU or TopK activation, with one file per layer."""
+    """Stores sets of transcoders with d_in = d_out and a ReLU, JumpReLU or TopK activation, with one file per layer.
 
-    files = (CONFIG, "layer_*.safetensors")
+    A cross-layer transcoder, with a ReLU or JumpReLU activation, has two files per layer.
+    """
+
+    files = (CONFIG, "layer_*.safetensors", "W_enc_*.safetensors", "W_dec_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
 
     def refusal(self, sae: SharedSae) -> str | None:
-        if reason := without_crosscoders(sae, "circuit-tracer"):
+        if sae.layer:
+            return (
+                None
+                if sae.form in ("standard", "jumprelu")
+                else f"circuit-tracer has no {sae.form} cross-layer transcoders"
+            )
+        if reason := refusal_of_several_hooks(sae, "circuit-tracer"):
             return reason
         if not sae.is_transcoder:
             return (
@@ -71,9 +82,15 @@ class CircuitTracer(Format):
         return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[SharedSae], folder: Path) -> None:
-        """Write transcoders for different layers as one set, atomically; the caller must check `refusal` for each."""
+        """Write transcoders for different layers as one set, atomically.
+
+        The caller must check `refusal` for each transcoder, and `refusal_of_set`.
+        """
         with fill_folder(folder, last=CONFIG) as temporary:
             for sae in saes:
+                if sae.layer:
+                    _write_layer(sae, sae.layer, temporary)
+                    continue
                 write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
                 write_whole(temporary / CONFIG, _config(sae))
             sync(temporary / CONFIG)
@@ -141,23 +158,34 @@ class Member(NamedTuple):
     k: int | None
     config: str
     l0: float | None = None
+    place: LayerPlace | None = None
 
 
 def member_of(sae: SharedSae) -> Member:
     """Return the properties of a transcoder that matter for its set."""
     l0 = sae.metadata.get("heldout_l0")
     known = float(l0) if isinstance(l0, int | float) else None
-    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae), known)
+    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae), known, sae.layer)
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
     """Return why the transcoders cannot form a set, or None if they can."""
+    if places := [one.place for one in members if one.place]:
+        is_whole = [place.layer for place in places] == [*range(places[0].n_layers)]
+        if not is_whole or len(places) < len(members):
+            return "a cross-layer transcoder is exported with all its layers; leave out --only, and export one run"
+        return _difference(members)
     layers = [one.layer for one in members]
     if None in layers:
         number = layers.index(None) + 1
         return f"the data of transcoder {number} does not name its layer; export it separately and rename it"
     if twice := [layer for layer in layers if layers.count(layer) > 1]:
         return f"several transcoders belong to layer {twice[0]}; give one run for each layer"
+    return _difference(members)
+
+
+def _difference(members: Sequence[Member]) -> str | None:
+    """Return why transcoders with different properties cannot form a set, or None if all properties match."""
     for name in ("d_in", "d_sae", "has_skip", "k"):
         if len(values := {getattr(one, name) for one in members}) > 1:
             listed = " and ".join(sorted(map(str, values)))
@@ -174,6 +202,8 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
     negative ones.
     """
     layers = [one.layer for one in members]
+    if members[0].place:
+        return _notes_of_layers(layers)
     notes = ["the data does not name its layer; rename layer_0.safetensors after the layer"] if None in layers else []
     known = {layer for layer in layers if layer is not None}
     if missing := sorted(set(range(max(known, default=0))) - known):
@@ -189,6 +219,13 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
             "circuit-tracer keeps them, but they were 0 in training"
         )
     return [*notes, _OF_TOPK]
+
+
+def _notes_of_layers(layers: Sequence[int | None]) -> list[str]:
+    if layers == [*range(len(layers))]:
+        return []
+    named = "unknown layers" if None in layers else f"layers {join_words([*map(str, layers)])}"
+    return [f"circuit-tracer numbers the layers of a cross-layer transcoder from 0, but these are {named} of the model"]
 
 
 def layer_of(sae: SharedSae) -> int | None:
@@ -213,11 +250,23 @@ def _tensors(sae: SharedSae) -> dict[str, Tensor]:
     return tensors
 
 
+def _write_layer(sae: SharedSae, place: LayerPlace, folder: Path) -> None:
+    """Write the two files of a layer; decoder rows [d_sae, n_targets, d_out] start with the layer's own target."""
+    number, weights = place.layer, sae.weights
+    d_out = sae.d_out // place.n_targets
+    own = {"W_enc": weights["W_enc"].T, "b_enc": weights["b_enc"], "b_dec": weights["b_dec"][:d_out]}
+    own |= {"threshold": weights["threshold"]} if "threshold" in weights else {}
+    decoder = weights["W_dec"].reshape(sae.d_sae, place.n_targets, d_out)
+    write_tensors(folder / f"W_enc_{number}.safetensors", {f"{name}_{number}": one for name, one in own.items()})
+    write_tensors(folder / f"W_dec_{number}.safetensors", {f"W_dec_{number}": decoder})
+    write_whole(folder / CONFIG, _config(sae))
+
+
 def _config(sae: SharedSae) -> str:
     """Return a transcoder set's settings as YAML; JSON strings are valid YAML strings."""
     facts = sae.metadata
     settings = {
-        "model_kind": "transcoder_set",
+        "model_kind": "cross_layer_transcoder" if sae.layer else "transcoder_set",
         "model_name": facts.get("model_name", ""),
         "feature_input_hook": _site(facts.get("hook_name")),
         "feature_output_hook": _site(facts.get("hook_name_out")),

@@ -13,7 +13,7 @@ from trainer.checkpoints.atomic_folder import fill_folder, write_json
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, forget_card, holds, without_crosscoders
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, forget_card, holds, refusal_of_several_hooks
 from trainer.sharing.origins import of_submodule, origin_of
 from trainer.sharing.reading import (
     checked,
@@ -107,7 +107,7 @@ class DictionaryLearning(Format):
     reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: SharedSae) -> str | None:
-        if reason := without_crosscoders(sae, "dictionary_learning"):
+        if reason := refusal_of_several_hooks(sae, "dictionary_learning"):
             return reason
         if sae.is_transcoder:
             return "dictionary_learning has no transcoders"

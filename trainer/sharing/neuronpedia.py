@@ -10,7 +10,7 @@ import msgspec
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.contract.files import write_whole
 from trainer.contract.runs.features import ActivatingExample, Feature, Features, LogitChange
-from trainer.sharing.base import Format, SharedSae, without_crosscoders
+from trainer.sharing.base import Format, SharedSae, refusal_of_several_hooks
 
 # SAEDashboard's batch size.
 LATENTS_IN_A_BATCH = 128
@@ -24,7 +24,7 @@ class Neuronpedia(Format):
     files = ("batch-*.json",)
 
     def refusal(self, sae: SharedSae) -> str | None:
-        if reason := without_crosscoders(sae, "neuronpedia"):
+        if reason := refusal_of_several_hooks(sae, "neuronpedia"):
             return reason
         if sae.features is None or not sae.features.is_file():
             return "neuronpedia shows max-activating examples, but `sae-train eval` has stored none here"

@@ -9,7 +9,15 @@ from typing import Any
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError, UserError
 from trainer.saes.base import saelens_name
-from trainer.sharing.base import NOTHING_GIVEN, Format, Given, SharedSae, folder_of, forget_card, without_crosscoders
+from trainer.sharing.base import (
+    NOTHING_GIVEN,
+    Format,
+    Given,
+    SharedSae,
+    folder_of,
+    forget_card,
+    refusal_of_several_hooks,
+)
 from trainer.sharing.origins import cleaned, of_module, origin_of
 from trainer.sharing.reading import (
     checked,
@@ -32,7 +40,7 @@ class Sparsify(Format):
     reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: SharedSae) -> str | None:
-        if reason := without_crosscoders(sae, "sparsify"):
+        if reason := refusal_of_several_hooks(sae, "sparsify"):
             return reason
         if sae.form != "topk":
             return f"sparsify supports only TopK, but this SAE is exported as {sae.architecture}"

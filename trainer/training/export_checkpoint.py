@@ -55,7 +55,7 @@ from trainer.saes.topk import TopK
 from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_saes import training_facts
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, layer_in
 from trainer.training.sharded_state import under
 
 CPU = torch.device("cpu")
@@ -385,18 +385,19 @@ def learners_of(
         if label in state.halved.dropped or (labels is not None and label not in labels):
             continue
         own = under(tensors, f"{label}/")
-        d_in = _fitting_width(member, own, state.d_out)
-        learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member))
+        layer = layer_in(job, member)
+        d_in = _fitting_width(member, own, state.d_out, layer.n_targets if layer else 1)
+        learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member), layer)
         learner.state.load(own)
         with learner.evaluating():
             yield label, learner
 
 
-def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
+def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None, n_targets: int) -> int:
     """Return an SAE's d_in; raise `UserError` if the shapes in the checkpoint do not fit the job."""
     d_in, *_ = tensors["sae.W_enc"].shape
     d_sae = job.sae.width(d_in)
-    for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
+    for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else n_targets * d_out))):
         if (shape := tuple(tensors[f"sae.{name}"].shape)) != wanted:
             raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {shape} instead of {wanted}")
     return d_in

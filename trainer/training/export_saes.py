@@ -17,6 +17,7 @@ from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
 from trainer.saes.penalised import Penalised
+from trainer.sharing.base import CROSS_LAYER
 from trainer.sharing.saelens import export_sae
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
@@ -91,4 +92,5 @@ def training_facts(learner: Learner, position: Position, recipe: Recipe | None) 
         "training_tokens": position.tokens,
         **({RECIPE: msgspec.to_builtins(recipe)} if recipe else {}),
         **threshold_facts(learner.sae),
+        **({CROSS_LAYER: {"layer": layer.number, "n_layers": layer.n_layers}} if (layer := learner.layer) else {}),
     }

@@ -114,7 +114,7 @@ def test_losses_match_a_loop_over_individual_documents(gpt2: Path, job: ExtractJ
             if at + 1 < ids.shape[1]:
                 ce["clean"].append(-clean[at, ids[0, at + 1]])
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, mean, n_tokens=10**6)
+    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, mean=mean, n_tokens=10**6)
     for name, value in (("clean", spliced.ce), ("sae", spliced.ce_with_sae), ("zeros", spliced.ce_with_zeros)):
         assert value == pytest.approx(np.mean(ce[name]), rel=1e-4), name
     assert spliced.ce_with_mean == pytest.approx(np.mean(ce["mean"]), rel=1e-4)
@@ -147,7 +147,7 @@ def test_the_standard_errors_of_scores_match_a_bootstrap_over_texts(gpt2: Path, 
         clean, sae, zeros = (by_text[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
         scores.append((zeros - sae)[1] / (zeros - clean)[1])
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
+    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, n_tokens=10**6)
     assert spliced.n_texts == len(lengths)
     assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
     # Zero-ablating the hook barely changes an untrained model's loss, so bootstrapped CE scores would be meaningless.
@@ -181,11 +181,11 @@ def test_a_transcoders_output_replaces_the_output_of_a_different_hook(gpt2: Path
             for name, values in of_each.items():
                 ce[name].append(-values[at, ids[0, at + 1]].item())
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    spliced = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, None, n_tokens=10**6)
+    spliced = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, n_tokens=10**6)
     assert spliced.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
     assert spliced.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
     with pytest.raises(UserError, match="does not run before"):
-        SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(halved, None, n_tokens=10)
+        SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(halved, n_tokens=10)
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
@@ -245,7 +245,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
             return tokens
 
     with torch.no_grad():
-        spliced = SplicedModel(ours, HOOK, CPU).measure(lambda x, _: (sae(x, x).acts, sae(x, x).x_hat), None)
+        spliced = SplicedModel(ours, HOOK, CPU).measure(lambda x, _: (sae(x, x).acts, sae(x, x).x_hat))
     assert (spliced.left_out, spliced.ce_with_mean) == ("special tokens", None)
     for view, ignored in ((spliced, list(spied.tokenizer.all_special_ids)), (spliced.all_tokens, None)):
         expected = evals.get_downstream_reconstruction_metrics(
@@ -263,7 +263,7 @@ def test_losses_and_scores_match_saelens(gpt2: Path, job: ExtractJob, tmp_path: 
 
 
 def test_an_identity_reconstruction_has_perfect_scores(job: ExtractJob) -> None:
-    spliced = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
+    spliced = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x))
     assert (spliced.ce_score, spliced.kl_score) == (pytest.approx(1), pytest.approx(1))
     assert spliced.kl_with_sae == pytest.approx(0, abs=1e-6)
     assert not spliced.is_unseen
@@ -275,18 +275,18 @@ def test_a_hooks_ablations_are_measured_once_for_all_its_saes(job: ExtractJob) -
     read = shared._model.logits
     shared._model.logits = lambda batch: passes.append(batch) or read(batch)  # type: ignore[method-assign]
     reconstructs = [halved, lambda x, _: (DenseActs(x), 0.9 * x)]
-    together = [shared.measure(one, mean) for one in reconstructs]
+    together = [shared.measure(one, mean=mean) for one in reconstructs]
     n_batches = len({id(batch) for batch in passes})
     assert len(passes) == n_batches * (6 + 3)
-    assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
+    assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean=mean) for one in reconstructs]
 
 
 def test_text_beyond_the_extracted_part_is_used_if_there_is_any(job: ExtractJob) -> None:
     run(job)
-    unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
+    unseen = SplicedModel(job, HOOK, CPU).measure(halved)
     assert unseen.is_unseen
     seen = SplicedModel(msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output="/nothing")),
-                        HOOK, CPU).measure(halved, None)  # fmt: skip
+                        HOOK, CPU).measure(halved)  # fmt: skip
     assert not seen.is_unseen
     assert unseen.n_tokens < seen.n_tokens
 

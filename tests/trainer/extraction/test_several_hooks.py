@@ -281,7 +281,7 @@ def test_the_spliced_loss_is_measured_in_the_model_that_the_run_streams_from(
     for hook, spliced in zip(TRANSCODERS, told, strict=True):
         ends = list(ends_of(hook))
         job = msgspec.structs.replace(make(hooks=ends), text=TextSettings(path=str(long_text), context=32))
-        clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x, y: (DenseActs(x), torch.zeros_like(y)), None)
+        clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x, y: (DenseActs(x), torch.zeros_like(y)))
         assert (spliced["n_tokens"], spliced["text"]) == (clean.n_tokens, str(long_text))
         assert spliced["ce"] == pytest.approx(clean.ce, rel=1e-5)
         assert spliced["kl_with_zeros"] == pytest.approx(clean.kl_with_zeros, rel=1e-4)

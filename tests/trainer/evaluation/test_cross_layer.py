@@ -1,0 +1,245 @@
+"""Tests cross-layer transcoders after training: report cards, patched language models and exports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from support.extractions import CPU, extraction_job, run
+from support.layered_rows import LAYERS, D, write_layers
+from support.saes import peer
+from support.tiny_models import D_IN, make_model, sentences
+from torch import Tensor
+
+from trainer.cli import main
+from trainer.contract.errors import UsageError, UserError
+from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.runs.report_card import read_card
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
+from trainer.evaluation.cross_layer import ExportedLayers, read_layers
+from trainer.evaluation.evaluate_folder import cards_in
+from trainer.evaluation.spliced import SplicedModel
+from trainer.training.export_set import export_set
+
+SAE = {"cross_layer": True, "architecture": "batch_topk", "d_sae": 48, "k": 3}
+LABELS = [f"layer={layer}" for layer in LAYERS]
+
+
+@pytest.fixture
+def finished(make_job: Callable[..., JobConfig], start_ranks: Callable[..., Any], tmp_path: Path) -> Path:
+    """Return the folder of a finished run on planted rows, with report cards."""
+    write_layers(tmp_path / "rows")
+    data = {"path": str(tmp_path / "rows"), "hook": "mlp.2-4"}
+    ranks = start_ranks(make_job(data=data, sae=SAE, train={"n_steps": 60, "report_card": True}), 1)
+    assert ranks.wait() == [EXIT_FINISHED]
+    return Path(ranks.spec.run_dir)
+
+
+def x_hats(folders: list[Path], xs: list[Tensor]) -> list[Tensor]:
+    """Return the reconstruction of each layer's target by the definition, in float64."""
+    weights = [
+        {name: one.double() for name, one in load_file(folder / "sae_weights.safetensors").items()}
+        for folder in folders
+    ]
+    found = []
+    acts = []
+    for own, x in zip(weights, xs, strict=True):
+        pre_acts = x.double() @ own["W_enc"] + own["b_enc"]
+        acts.append(pre_acts * (pre_acts > own["threshold"]))
+    d = xs[0].shape[1]
+    for target, own in enumerate(weights):
+        x_hat = own["b_dec"][:d].expand(len(xs[0]), d)
+        for source in range(target + 1):
+            first = (target - source) * d
+            x_hat = x_hat + acts[source] @ weights[source]["W_dec"][:, first : first + d]
+        found.append(x_hat)
+    return found
+
+
+def rows_at(run_dir: Path, site: str) -> list[Tensor]:
+    folder = run_dir.parent / "rows"
+    return [load_file(folder / f"{site}.{layer}" / "shard-00000.safetensors")["activations"] for layer in LAYERS]
+
+
+def test_each_layer_has_a_report_card_with_the_fvu_of_its_own_target(finished: Path) -> None:
+    assert main(["eval", str(finished), "--device", "cpu"]) == 0
+    cards = [read_card(finished / "sae" / label) for label in LABELS]
+    for number, card in enumerate(cards):
+        assert card is not None
+        assert (card.figures.d_in, card.figures.d_sae) == (D, 48)
+        assert card.figures.layer is not None
+        assert (card.figures.layer.layer, card.figures.layer.n_layers) == (number, 3)
+        stated = json.loads((finished / "sae" / LABELS[number] / "cfg.json").read_text())["metadata"]
+        # Thresholds are fitted on the other half of the held-out rows in both measurements.
+        assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=2e-3)
+        assert card.figures.l0 == pytest.approx(stated["heldout_l0"], rel=2e-3)
+
+
+def test_the_share_from_earlier_layers_is_that_of_what_their_latents_write(finished: Path) -> None:
+    layers = read_layers({label: finished / "sae" / label for label in LABELS}, CPU)
+    xs = rows_at(finished, "mlp_in")
+    folders = [finished / "sae" / label for label in LABELS]
+    found = [layers.reconstruct(number, torch.cat(xs, dim=1))[1] for number in range(3)]
+    for one, wanted in zip(found, x_hats(folders, xs), strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-4)
+    first, *later = [cast("Any", read_card(folder)) for folder in folders]
+    assert first.figures.layer.from_earlier == 0
+    assert all(one.figures.layer.from_earlier > 0.05 for one in later)
+
+
+def test_the_folder_of_a_layer_is_evaluated_with_the_earlier_layers(finished: Path) -> None:
+    whole = {one.card.label: one.card for one in cards_in(finished / "sae", CPU)}
+    (alone,) = cards_in(finished / "sae" / LABELS[2], CPU)
+    assert alone.card.figures.fvu == pytest.approx(whole[LABELS[2]].figures.fvu, rel=1e-6)
+    with pytest.raises(UsageError, match="is a layer of a cross-layer transcoder; evaluate its run"):
+        list(cards_in(finished / "sae" / LABELS[2], CPU, [str(finished.parent / "rows" / "mlp_in.4")]))
+
+
+def test_layers_of_different_transcoders_are_not_combined(finished: Path) -> None:
+    folders = {label: finished / "sae" / label for label in reversed(LABELS)}
+    with pytest.raises(UserError, match="is not layer 0 of a cross-layer transcoder of 3 layers"):
+        read_layers(folders, CPU)
+
+
+def test_circuit_tracer_computes_the_same_reconstructions(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = peer(monkeypatch, "circuit_tracer.transcoder.cross_layer_transcoder")
+    answer = export_set([finished], tmp_path / "set", form="circuit-tracer", best=False, force=False)
+    (note,) = answer["notes"]
+    assert note.startswith("circuit-tracer numbers the layers of a cross-layer transcoder from 0")
+    loaded = tracer.load_clt(str(tmp_path / "set"), dtype=torch.float32, device=CPU)
+    xs = rows_at(finished, "mlp_in")
+    folders = [finished / "sae" / label for label in LABELS]
+    with torch.no_grad():
+        found = loaded.decode(loaded.encode(torch.stack(xs)).to_sparse())
+    for one, wanted in zip(found, x_hats(folders, xs), strict=True):
+        torch.testing.assert_close(one.double(), wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_circuit_tracer_export_has_the_layout_of_its_repository(finished: Path, tmp_path: Path) -> None:
+    # Read from github.com/decoderesearch/circuit-tracer at commit 4bb8c0e, `CrossLayerTranscoder.to_safetensors`.
+    export_set([finished], tmp_path / "set", form="circuit-tracer", best=False, force=False)
+    assert 'model_kind: "cross_layer_transcoder"\n' in (tmp_path / "set" / "config.yaml").read_text()
+    for number in range(3):
+        encoder = load_file(tmp_path / "set" / f"W_enc_{number}.safetensors")
+        decoder = load_file(tmp_path / "set" / f"W_dec_{number}.safetensors")
+        shapes = {name.removesuffix(f"_{number}"): tuple(one.shape) for name, one in (encoder | decoder).items()}
+        own = {"W_enc": (48, D), "b_enc": (48,), "b_dec": (D,), "threshold": (48,)}
+        assert shapes == own | {"W_dec": (48, 3 - number, D)}
+
+
+def test_a_cross_layer_transcoder_is_exported_only_as_a_whole(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is exported with all its layers"):
+        export_set([finished], tmp_path / "set", form="circuit-tracer", best=False, force=False, only=[LABELS[1]])
+    assert not (tmp_path / "set").exists()
+    for form in ("sparsify", "neuronpedia", "dictionary_learning"):
+        assert main(["export", str(finished), "--out", str(tmp_path / form), "--format", form]) == 1
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "gpt2", "gpt2")
+
+
+def test_the_loss_with_all_mlps_replaced_matches_a_loop_over_documents(
+    gpt2: Path, make_job: Callable[..., JobConfig], start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(40)))
+    extraction = extraction_job(gpt2, text, tmp_path / "rows", hooks=["mlp.0-1"], context=64, n_tokens=400)
+    run(extraction)
+    data = {"path": str(tmp_path / "rows"), "hook": "mlp"}
+    ranks = start_ranks(make_job(data=data, sae=SAE, train={"batch_size": 64}), 1)
+    assert ranks.wait() == [EXIT_FINISHED]
+    run_dir = Path(ranks.spec.run_dir)
+    labels = ["layer=0", "layer=1"]
+    folders = [run_dir / "sae" / label for label in labels]
+    layers = read_layers(dict(zip(labels, folders, strict=True)), CPU)
+    hooks = [("mlp_in.0", "mlp_out.0"), ("mlp_in.1", "mlp_out.1")]
+    patched = patched_model(extraction, hooks, layers)
+    ce, ce_with_sae = losses_of_a_loop(gpt2, folders)
+    assert patched.ce == pytest.approx(np.mean(ce), rel=1e-4)
+    assert patched.ce_with_sae == pytest.approx(np.mean(ce_with_sae), rel=1e-4)
+    assert patched.n_replaced == 2
+    assert main(["eval", str(run_dir), "--device", "cpu", "--model", "auto", "--tokens", "200"]) == 0
+    card = read_card(folders[1])
+    assert card is not None
+    assert card.together is not None
+    assert card.spliced is None
+    assert card.together.n_replaced == 2
+
+
+def patched_model(extraction: Any, hooks: list[tuple[str, str]], layers: ExportedLayers) -> Any:
+    # With the extraction's own folder, only text that it has not read would be measured.
+    elsewhere = msgspec.structs.replace(extraction.extract, output="/nothing")
+    job = msgspec.structs.replace(extraction, extract=elsewhere)
+    first, *others = hooks
+    return SplicedModel(job, first[0], CPU, first[1], others=others).measure(*layers.in_turn(), n_tokens=10**6)
+
+
+def losses_of_a_loop(folder: Path, saes: list[Path]) -> tuple[list[float], list[float]]:
+    """Return the loss of each prediction without and with all MLPs replaced, one document at a time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    mlps = [block.mlp for block in model.transformer.h]
+    ce: tuple[list[float], list[float]] = ([], [])
+    stream = [(number, one) for number, text in enumerate(sentences(40)) for one in tokenizer(text)["input_ids"]]
+    for start in range(0, len(stream), 64):
+        context = stream[start : start + 64]
+        for number in dict.fromkeys(number for number, _ in context):
+            ids = torch.tensor([[one for of, one in context if of == number]])
+            for values, replaces in zip(ce, (False, True), strict=True):
+                handles = replacing(mlps, saes) if replaces else []
+                with torch.inference_mode():
+                    logits = model(input_ids=ids).logits.double().log_softmax(-1)[0]
+                for handle in handles:
+                    handle.remove()
+                # The first token of a document is neither patched nor included.
+                values += [-logits[at, ids[0, at + 1]].item() for at in range(1, ids.shape[1] - 1)]
+    return ce
+
+
+def replacing(mlps: list[Any], saes: list[Path]) -> list[Any]:
+    read: list[Tensor] = []
+
+    def before(number: int, arguments: tuple[Tensor, ...]) -> None:
+        if number == 0:
+            read.clear()
+        read.append(arguments[0][0, 1:])
+
+    def after(number: int, output: Tensor) -> Tensor:
+        *_, x_hat = x_hats(saes[: number + 1], read[: number + 1])
+        return torch.cat([output[:, :1], x_hat[None].to(output)], 1)
+
+    handles = []
+    for number, mlp in enumerate(mlps[: len(saes)]):
+        handles.append(mlp.register_forward_pre_hook(lambda _, arguments, number=number: before(number, arguments)))
+        handles.append(mlp.register_forward_hook(lambda _, __, output, number=number: after(number, output)))
+    return handles
+
+
+def test_a_cross_layer_transcoder_trains_on_rows_streamed_from_a_model(
+    gpt2: Path, start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "corpus.txt").write_text("\n\n".join(sentences(400)))
+    data = {"source": "model", "model": str(gpt2), "hook": "mlp", "text": str(tmp_path / "corpus.txt"), "context": 32}
+    train = {"batch_size": 64, "n_steps": 20, "report_card": False}
+    job, problems = parse_job(
+        {"data": data | {"held_out_tokens": 200, "shuffle_tokens": 500}, "sae": SAE, "train": train}
+    )
+    assert job is not None, problems
+    ranks = start_ranks(job, 1)
+    assert ranks.wait() == [EXIT_FINISHED]
+    for label, n_targets in (("layer=0", 3), ("layer=1", 2), ("layer=2", 1)):
+        weights = load_file(ranks.spec.run_dir / "sae" / label / "sae_weights.safetensors")
+        assert tuple(weights["W_dec"].shape) == (48, n_targets * D_IN)
