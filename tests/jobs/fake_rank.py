@@ -193,6 +193,10 @@ def _writer(run_dir, rank, mute):
     series.close()
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> int:
     ctypes.CDLL(None).prctl(15, b"fake-rank", 0, 0, 0)
-    sys.exit(main(sys.argv[1]))
+    return main(arguments[0])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
