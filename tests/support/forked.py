@@ -15,16 +15,10 @@ from typing import Any
 # A forked rank calls this function with the rank's number before it starts working.
 Prepare = Callable[[int], object]
 
-TRAINER = Path(__file__).parents[2] / "trainer"
 RANK = ["trainer.ranks.rank", "trainer.ranks.training_work", "trainer.training.loop", "trainer.reporting.progress"]
-# The modules that a rank imports for its job. Most ranks use no Triton.
-OF_JOBS = [
-    ".".join(file.relative_to(TRAINER.parent).with_suffix("").parts)
-    for folder in ("activations", "checkpoints", "optimizers", "parallel", "saes")
-    for file in sorted((TRAINER / folder).rglob("[a-z]*.py"))
-    if "triton" not in file.name
-]
-LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK, *OF_JOBS]
+# Modules that are imported late: by ranks when they end, and by `torch.testing.assert_close`.
+LATE = ["trainer.evaluation.at_end", "numpy.random", "torch.distributed.tensor"]
+LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK, *LATE]
 
 
 def loaded_context() -> ForkServerContext:

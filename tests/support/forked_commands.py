@@ -27,10 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 TESTS = Path(__file__).parents[1]
-# Prefixes of variables that may differ between commands. Any other variable may affect how modules are imported.
-FREE = ("SAE_TUI_", "PYTEST_")
-# Prefixes of variables that affect how Python starts or which libraries it loads.
-_OF_PYTHON = ("PYTHON", "LD_", "LC_", "LANG")
+# Prefixes of variables that affect how Python starts, which libraries it loads, or what modules read at import.
+_AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "TQDM_")
 # The functions that do the same as these programs, which are given as the arguments after Python's path.
 _COMMAND = ("-m", "sae_tui")
 _PROGRAMS = {
@@ -44,7 +42,7 @@ _PROGRAMS = {
 _LATE = ("sae_tui.jobs.supervisor.end_hook", "sae_tui.jobs.supervisor.program")
 # The longest command line that a forked process can show in /proc.
 _LONGEST_LINE = 8000
-# The environment of the preloaded process for detached programs; tests change the environment of this process later.
+# The environment of the preloaded process; tests change the environment of this process later.
 _AT_START = dict(os.environ)
 # The socket of the preloaded process, in its forks.
 _socket = ""
@@ -55,17 +53,17 @@ def run_command(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m sae_tui` with these arguments and return its exit code and output.
 
-    The command is forked if its environment equals that of the preloaded process, except for `FREE` variables.
+    The command is forked unless it has other values than the preloaded process for the variables in `_AT_IMPORT`.
     Otherwise, a new Python process is started.
     """
     argv = [sys.executable, *_COMMAND, *arguments]
-    if _loading(env) != _loading(os.environ):
+    if _read_at_import(env) != _read_at_import(_AT_START):
         return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=dict(env), cwd=cwd)
     with contextlib.ExitStack() as pipes:
         readers, writers = zip(*(os.pipe() for _ in range(2)), strict=True)
         outputs = [pipes.enter_context(os.fdopen(reader, "rb")) for reader in readers]
         connection = pipes.enter_context(socket.socket(socket.AF_UNIX))
-        _send(connection, _server(tuple(sorted(_loading(env).items()))), argv, env, cwd, writers, timeout)
+        _send(connection, _server(), argv, env, cwd, writers, timeout)
         for writer in writers:
             os.close(writer)
         stdout, stderr = _read_both(outputs)
@@ -83,11 +81,11 @@ class ForkingSubprocess:
     def run(argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         """Run a program that detaches itself; fork it if its environment allows that."""
         env = {os.fsdecode(name): os.fsdecode(value) for name, value in options["env"].items()}
-        if _program(argv) is None or _of_python(env) != _of_python(_AT_START):
+        if _program(argv) is None or _read_at_import(env) != _read_at_import(_AT_START):
             return subprocess.run(argv, **options)
         with socket.socket(socket.AF_UNIX) as connection:
             outputs = [options["stdout"], options["stderr"]]
-            path = _socket or _server(tuple(sorted(_loading(_AT_START).items())))
+            path = _socket or _server()
             try:
                 _send(connection, path, argv, env, options["cwd"], outputs, options["timeout"], detached=True)
                 code = int(connection.makefile().read())
@@ -108,12 +106,8 @@ def _program(argv: Sequence[str]) -> tuple[str, ...] | None:
     return next((one for one in _PROGRAMS if tuple(argv[: len(one) + 1]) == (sys.executable, *one)), None)
 
 
-def _loading(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if not name.startswith(FREE)}
-
-
-def _of_python(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(_OF_PYTHON)}
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name.startswith(_AT_IMPORT)}
 
 
 def _send(
@@ -152,12 +146,12 @@ def _read_both(outputs: Sequence[BinaryIO]) -> list[str]:
 
 
 @functools.cache
-def _server(environment: tuple[tuple[str, str], ...]) -> str:
-    """Start the preloaded process in this environment and return the path of its socket."""
+def _server() -> str:
+    """Start the preloaded process, and return the path of its socket."""
     folder = tempfile.TemporaryDirectory(prefix="sae-tui-")
     path = f"{folder.name}/socket"
     argv = [sys.executable, __file__, path, _LONGEST_LINE * " "]
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=dict(environment))
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=_AT_START)
     assert process.stdout
     assert process.stdout.readline() == b"listens\n"
     owner = os.getpid()
