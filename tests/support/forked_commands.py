@@ -31,13 +31,16 @@ TESTS = Path(__file__).parents[1]
 _AT_IMPORT = ("PYTHON", "LD_", "LC_", "LANG", "TQDM_")
 # The functions that do the same as these programs, which are given as the arguments after Python's path.
 _COMMAND = ("-m", "sae_tui")
+_FAKE_SUPERVISOR, _FAKE_QUEUE = (str(TESTS / "jobs" / f"fake_{name}.py") for name in ("supervisor", "queue"))
 _PROGRAMS = {
     _COMMAND: "sae_tui.cli:main",
     ("-P", "-m", "sae_tui.jobs.supervisor.supervise"): "sae_tui.jobs.supervisor.supervise:main",
     ("-P", "-m", "sae_tui.jobs.queue_process"): "sae_tui.jobs.queue_process:main",
-    (str(TESTS / "jobs" / "fake_supervisor.py"),): "tests.jobs.fake_supervisor:run",
-    (str(TESTS / "jobs" / "fake_queue.py"),): "tests.jobs.fake_queue:run",
+    (_FAKE_SUPERVISOR,): "tests.jobs.fake_supervisor:run",
+    (_FAKE_QUEUE,): "tests.jobs.fake_queue:run",
 }
+# If this variable is set, jobs launched by a forked command have fake ranks, which saves two core-seconds per rank.
+FAKE_RANKS = "FAKE_RANKS"
 # The modules that these programs import late.
 _LATE = ("sae_tui.jobs.supervisor.end_hook", "sae_tui.jobs.supervisor.program")
 # The longest command line that a forked process can show in /proc.
@@ -212,7 +215,16 @@ def _become(outputs: Sequence[int], argv: list[str], env: dict[str, str], cwd: s
         os.dup2(output, descriptor)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.path[0:1] = [cwd] if program == _COMMAND else []
+    if env.get(FAKE_RANKS):
+        _fake_ranks()
     become(argv, env, cwd, _function(program), argv[len(program) + 1 :])
+
+
+def _fake_ranks() -> None:
+    from sae_tui.jobs import detach
+
+    for start, program in ((detach.start, _FAKE_SUPERVISOR), (detach.start_queue, _FAKE_QUEUE)):
+        start.__defaults__ = ((sys.executable, program),)
 
 
 def become(
