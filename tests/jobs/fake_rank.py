@@ -73,6 +73,8 @@ def _train(spec, rank, run_dir, words, told, write):
             _last_word(spec, rank, run_dir, "connection closed by peer")
             return 1
         if "deaf" not in words and (told or _asked_to_stop(spec)):
+            # Like a real rank, report the step that is saved.
+            write(step, total, last=True)
             _save(run_dir, rank, step)
             return 3
         if step % _number(words, "save", total + 1) == 0:

@@ -53,8 +53,6 @@ class IntervalRecorder:
         start: Position,
     ) -> None:
         self._job, self._source, self._parallel = job, source, parallel
-        # Its members are parsed only once, which takes 2 ms per SAE.
-        self._layout = Layout(job, parallel.world_size)
         self._learners, self._outliers = learners, outliers
         self._report, self._bad_rows, self._skips = report, bad_rows, Skips(report)
         self._pace, self._data_wait = Pace(parallel), DataWait()
@@ -125,8 +123,9 @@ class IntervalRecorder:
 
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
         """Report the fraction of rows left out at each hook."""
+        members = Layout(self._job, self._parallel.world_size).members
         for name, settings in self._job.hooks.items():
-            of_hook = [label for label, one in self._layout.members.items() if one.data.settings == settings]
+            of_hook = [label for label, one in members.items() if one.data.settings == settings]
             labels = [label for label in of_hook if label in self._report.values] if name else [""]
             self._report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
