@@ -92,6 +92,7 @@ def _latent(app: Any) -> object:
 
 
 LONGER, SHORTER = "greater_than_sign", "less_than_sign"
+# The keys of a scene are pressed in this order. The log of the second rank, which `r` shows, has too few lines for `f`.
 OLD_KEYS = (
     OldKey("Dashboard", "e", "X", "dashboard, one job", _screen),
     OldKey("Dashboard", "v", "V", "dashboard, one job", lambda app: app.screen.panels.view),
@@ -100,8 +101,8 @@ OLD_KEYS = (
     OldKey("JobsFinder", "x", "U", "dashboard, one job", _marked, ("space",)),
     OldKey("JobScreen", "c", "b", "job, running", _screen),
     OldKey("JobScreen", "r", "right_square_bracket", "job, running", lambda app: app.screen.log_rank),
-    OldKey("LogScreen", "r", "right_square_bracket", "log", lambda app: app.screen.source),
     OldKey("LogScreen", "f", "end", "log", lambda app: app.screen.query_one(LogView).follows, ("slash", "1", "enter")),
+    OldKey("LogScreen", "r", "right_square_bracket", "log", lambda app: app.screen.source),
     OldKey("FeaturesScreen", "s", "o", "features", lambda app: app.screen.order),
     OldKey("FeaturesScreen", "g", "colon", "features", _screen),
     OldKey("FeaturesScreen", "n", "equals_sign", "features", _latent),
