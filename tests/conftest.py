@@ -6,6 +6,7 @@ examples in every run, so that only code changes cause failures. `make explore` 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from support.forked_commands import fork_detached_programs
 
 from sae_tui.jobs.gpus.locks import lock_holder
 from sae_tui.threads import THREAD_NAME
@@ -63,7 +65,13 @@ def _no_queue_left(request: pytest.FixtureRequest) -> Iterator[None]:
     for depth in ("*", "*/*", "*/*/*"):
         for lock in folder.glob(f"{depth}/locks/queue-*.lock") if folder else ():
             if (pid := lock_holder(lock)) and pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forked_programs() -> None:
+    fork_detached_programs()
 
 
 @pytest.hookimpl(trylast=True)

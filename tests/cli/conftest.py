@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.answers import check_output
 from support.driver import build_drivers
-from support.forked_commands import run_command
+from support.forked_commands import FAKE_RANKS, run_command
 
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError
@@ -114,3 +114,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     shell = Shell(tmp_path)
     yield shell
     shell.end_everything()
+
+
+@pytest.fixture
+def fake_ranks(shell: Shell) -> None:
+    """Launch jobs whose ranks do not need torch. Use this fixture if a test is not about training."""
+    shell.env |= {FAKE_RANKS: "1"}

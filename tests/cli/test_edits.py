@@ -247,6 +247,7 @@ def test_commands_work_in_a_deleted_working_folder(shell):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("fake_ranks")
 def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
     job_id = shell.json(
         "launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000", "--tag", "later"

@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 from cli.conftest import Shell
 from jobs.conftest import wait_for
+from support.box import wait_for_state
 from support.extractions import extraction_job, run, run_ranks
 from support.tiny_models import make_model, sentences
 
@@ -68,7 +69,7 @@ def test_a_killed_stopped_and_resumed_extraction_writes_the_same_rows(
     stored = len(digests(rows))
     wait_for(lambda: len(digests(rows)) > stored, "another shard", 120)
     shell.run("stop", 1)
-    wait_for(lambda: shell.json("job", 1)["state"] == "stopped", "the end")
+    wait_for_state(shell.data, 1, "stopped")
     n_stored = n_stored_rows(job)
     stopped = shell.json("job", 1)
     assert 0 < stopped["step"] < N_ROWS
@@ -131,7 +132,7 @@ def test_a_training_job_waits_for_its_extraction_and_reports_too_few_rows(shell:
     assert (waiting["state"], waiting["after"]) == ("queued", [wanted])
     Path(job.text.path or "").write_text("\n\n".join(sentences(60)))
     shell.run("release", wanted)
-    wait_for(lambda: shell.json("job", 2)["state"] == "failed", "the end of the training", 120)
+    wait_for_state(shell.data, 2, "failed")
     n_rows = shell.json("job", wanted)["step"]
     assert 100 < n_rows < 10_000
     failed = shell.json("job", 2)["error"]

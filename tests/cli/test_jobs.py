@@ -580,6 +580,7 @@ def test_commands_import_no_torch_numpy_or_textual(shell):
 # GPUs used by others
 
 
+@pytest.mark.usefixtures("fake_ranks")
 def test_a_job_waits_for_a_gpu_in_use_unless_it_may_share_it(shell):
     output = shell.run("launch", shell.job_file, "--gpus", "3").stdout
     assert output.startswith("job 1 waits: GPU 3 is used by mallory (pid 31415, python train.py); `sae-tui job 1`")
@@ -694,6 +695,7 @@ def test_new_jobs_use_the_configured_python_and_clones_use_their_parents_python(
 # Watching
 
 
+@pytest.mark.usefixtures("fake_ranks")
 def test_watching_jobs_prints_a_line_per_change_and_ends_when_the_pipe_is_closed(shell):
     process = shell.start("jobs", "--watch", "--json")
     assert json.loads(process.stdout.readline()) == []

@@ -198,6 +198,12 @@ def _locked_store(
     return locked_store
 
 
+@pytest.fixture
+def no_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start supervisors and queue processes as new Python processes, as outside tests."""
+    monkeypatch.setattr(detach, "subprocess", subprocess)
+
+
 @pytest.fixture(name="wait_for")
 def _wait_for() -> Callable[..., None]:
     return wait_for

@@ -9,5 +9,10 @@ from sae_tui.jobs.queue_process import main
 
 FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
 
+
+def run(arguments: list[str]) -> int:
+    return main(arguments, functools.partial(detach.start, command=FAKE_SUPERVISOR))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], functools.partial(detach.start, command=FAKE_SUPERVISOR)))
+    sys.exit(run(sys.argv[1:]))

@@ -10,6 +10,8 @@ from sae_tui.jobs.launchers import early_ranks, local
 from sae_tui.jobs.supervisor import supervise
 from sae_tui.jobs.supervisor.supervise import main
 
+FAKE_RANK = Path(__file__).with_name("fake_rank.py")
+
 
 def plant_a_mistake() -> None:
     """Make the supervisor's code raise an error after the ranks have taken a few steps."""
@@ -30,7 +32,7 @@ def shorten_idle_times(idle_s: float) -> None:
     idle.CHECK_EVERY_S = idle_s / 4
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> int:
     if idle_s := os.environ.get("FAKE_IDLE_S"):
         shorten_idle_times(float(idle_s))
     if os.environ.get("FAKE_BUG"):
@@ -39,5 +41,8 @@ if __name__ == "__main__":
         early_ranks.NEEDED_BYTES = 2**62
     supervise.RESTART_AFTER_S = 0.1
     local.KILL_AFTER_S = float(os.environ.get("FAKE_KILL_AFTER_S", local.KILL_AFTER_S))
-    fake_rank = Path(__file__).with_name("fake_rank.py")
-    sys.exit(main(sys.argv[1:], command=lambda spec: [sys.executable, str(fake_rank), str(spec)]))
+    return main(arguments, command=lambda spec: [sys.executable, str(FAKE_RANK), str(spec)])
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

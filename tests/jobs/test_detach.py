@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def test_systemd_is_not_used_if_lingering_is_not_enabled(box, session, monkeypat
     monkeypatch.setenv("USER", "bob")
     assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED
     assert not log.exists()
+
+
+@pytest.mark.parametrize("starts", ["by fork", "as a new process"])
+def test_a_forked_supervisor_looks_like_a_started_one(box, request, starts):
+    if starts == "as a new process":
+        request.getfixturevalue("no_forks")
+    job_id = box.launch("steps=1", place={"hold": True})
+    supervisor = Path(f"/proc/{box.job(job_id).supervisor.pid}")
+    argv = [*FAKE_SUPERVISOR, str(box.data.root), str(job_id)]
+    assert (supervisor / "cmdline").read_bytes().rstrip(b"\0") == b"\0".join(map(str.encode, argv))
+    assert (supervisor / "cwd").readlink() == Path("/")
+    assert [(supervisor / "fd" / name).readlink() for name in "12"] == [box.data.run(job_id).supervisor_log] * 2
+    assert os.getsid(int(supervisor.name)) not in (0, os.getsid(0))
 
 
 def test_a_supervisor_that_is_slow_to_start_is_not_started_twice(box, session, tmp_path, monkeypatch):

@@ -221,6 +221,7 @@ def store_use(box, utilization: int) -> None:
         )
 
 
+@pytest.mark.usefixtures("no_forks")
 def test_a_job_that_does_not_use_its_gpu_is_reported_and_then_asked_to_stop(box, monkeypatch):
     monkeypatch.setenv("FAKE_IDLE_S", "1")
     set_policy(box, 'stop_idle_after = "3s"')
@@ -237,6 +238,7 @@ def test_a_job_that_does_not_use_its_gpu_is_reported_and_then_asked_to_stop(box,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_forks")
 def test_without_a_policy_an_idle_job_is_only_reported_and_a_busy_job_is_not(box, monkeypatch):
     monkeypatch.setenv("FAKE_IDLE_S", "1")
     idle = box.launch("steps=100000", gpus=(0,))

@@ -176,6 +176,7 @@ def test_if_the_store_is_deleted_rows_of_queued_jobs_are_restored_with_later_edi
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
+@pytest.mark.usefixtures("no_forks")
 def test_a_job_starts_in_the_environment_of_its_launch_rather_than_that_of_the_queue(box, monkeypatch):
     box.start_queue()
     monkeypatch.setenv("OF_THE_LAUNCH", "yes")

@@ -16,7 +16,9 @@ from typing import Any
 Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.ranks.training_work", "trainer.training.loop", "trainer.reporting.progress"]
-LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
+# Modules that are imported late: by ranks when they end, and by `torch.testing.assert_close`.
+LATE = ["trainer.evaluation.at_end", "numpy.random", "torch.distributed.tensor"]
+LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK, *LATE]
 
 
 def loaded_context() -> ForkServerContext:
@@ -35,11 +37,19 @@ def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
 class ForkedRank:
     """A forked rank with the subset of the `subprocess.Popen` interface that the tests use."""
 
-    def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
+    def __init__(
+        self,
+        spec_file: Path,
+        environment: Mapping[str, str],
+        prepare: Prepare | None = None,
+        *,
+        measures_in_full: bool = False,
+    ) -> None:
         context = loaded_context()
         self._said = TemporaryFile("w+")  # noqa: SIM115
         error_file = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
-        self._process = context.Process(target=_run, args=(spec_file, dict(environment), error_file, prepare))
+        arguments = spec_file, dict(environment), error_file, prepare, measures_in_full
+        self._process = context.Process(target=_run, args=arguments)
         self._process.start()
 
     @property
@@ -66,7 +76,24 @@ class ForkedRank:
         self._said.close()
 
 
-def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
+def sleep_at_once() -> None:
+    """Let ranks sleep while they wait for each other. Polling would take time from the other tests on these cores."""
+    from trainer.parallel import rendezvous
+
+    vars(rendezvous)["AWAKE_S"] = 0.0
+
+
+def measure_briefly() -> None:
+    """Measure the speeds of this machine with little data. With the usual amount, a rank takes 0.5 core-seconds."""
+    from trainer.parallel import calibrate
+
+    brief = {"_PRODUCT": {"cpu": (128, 96, 512)}, "_COPIED": {"cpu": 2**19}, "_SUMMED": {"cpu": 2**18}}
+    vars(calibrate).update(brief, WINDOW_S=0.004)
+
+
+def _run(
+    spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None, measures_in_full: bool
+) -> None:
     """Do the same as `python -m trainer rank` in a process with torch loaded."""
     os.environ.clear()
     os.environ.update(environment)
@@ -75,6 +102,9 @@ def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepa
     from trainer.contract.runs.rank_spec import read_spec
     from trainer.ranks.rank import main
 
+    sleep_at_once()
+    if not measures_in_full:
+        measure_briefly()
     if prepare:
         prepare(int(environment["RANK"]))
     main(read_spec(spec_file))

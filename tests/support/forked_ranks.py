@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from support.forked import LOADED
+from support.forked import LOADED, measure_briefly, sleep_at_once
 
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, read_spec
 
@@ -36,4 +36,6 @@ def codes_of(spec_file: Path) -> list[int]:
 if __name__ == "__main__":
     for name in LOADED:
         importlib.import_module(name)
+    sleep_at_once()
+    measure_briefly()
     sys.exit(any([code for file in sys.argv[1:] for code in codes_of(Path(file))]))

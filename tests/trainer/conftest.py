@@ -168,14 +168,20 @@ def kept() -> Kept:
 class Ranks:
     """The rank processes in one attempt, and the spec they share."""
 
-    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
+    def __init__(
+        self,
+        spec: RankSpec,
+        command: Callable[[Path], list[str]] | None,
+        prepare: Prepare | None,
+        measures_in_full: bool,
+    ) -> None:
         self.spec = spec
         file = write_spec(spec)
         environments = [rank_environment(spec, rank) for rank in range(spec.n_processes)]
         self.processes: list[Any] = [
             subprocess.Popen(command(file), env=environment, stderr=subprocess.PIPE, text=True, cwd="/")
             if command
-            else ForkedRank(file, environment, prepare)
+            else ForkedRank(file, environment, prepare, measures_in_full=measures_in_full)
             for environment in environments
         ]
 
@@ -189,7 +195,8 @@ class Ranks:
 def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     """Yield a function that starts the ranks for a job, and kill all surviving ranks after the test.
 
-    Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first.
+    Without `command`, each rank is forked from a process that has imported torch, and calls `prepare` first. The rank
+    measures the speed of this machine with little data unless `measures_in_full` is true.
     """
     started: list[Ranks] = []
 
@@ -201,6 +208,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         attempt: int = 1,
         command: Callable[[Path], list[str]] | None = None,
         prepare: Prepare | None = None,
+        measures_in_full: bool = False,
         **options: Any,
     ) -> Ranks:
         run_dir.mkdir(exist_ok=attempt > 1)
@@ -214,7 +222,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             as_one_process=job.parallel.mode in ONE_PROCESS,
             **options,
         )
-        started.append(Ranks(spec, command, prepare))
+        started.append(Ranks(spec, command, prepare, measures_in_full))
         return started[-1]
 
     yield start

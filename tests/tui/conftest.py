@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.segment import Segment
 from support.scenes import same_everywhere, still_app
 from support.tui import StillMonitor
+from textual.cache import FIFOCache
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
+from textual.strip import Strip
 
 from sae_tui.app import SaeApp
 from sae_tui.hosts.hosts import Hosts
@@ -32,15 +35,45 @@ def _parse_css_once() -> Iterator[None]:
     """Keep parsed CSS for later apps with the same theme. Parsing would take a tenth of the test time."""
     parsed: dict[tuple[object, ...], list[RuleSet]] = {}
     parse = Stylesheet._parse_rules
+    theme: tuple[dict[str, str], frozenset[tuple[str, str]]] = {}, frozenset()
 
     def parse_once(sheet: Stylesheet, *arguments: Any, **options: Any) -> list[RuleSet]:
-        key = (arguments, *options.items(), frozenset(sheet._variables.items()))
+        nonlocal theme
+        if theme[0] is not sheet._variables:
+            theme = sheet._variables, frozenset(sheet._variables.items())
+        key = (arguments, *options.items(), theme[1])
         if key not in parsed:
             parsed[key] = parse(sheet, *arguments, **options)
         return parsed[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stylesheet, "_parse_rules", parse_once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _create_caches_late() -> Iterator[None]:
+    """Create each of a strip's seven caches when it is first used. Most never are, and creating them would take 7 % of
+    the test time.
+    """
+    whole = Strip([])
+    caches = {name: getattr(whole, name) for name in Strip.__slots__}
+    sizes = {name: cache._maxsize for name, cache in caches.items() if isinstance(cache, FIFOCache)}
+
+    def start(strip: Strip, segments: Iterable[Segment], cell_length: int | None = None) -> None:
+        strip._segments, strip._cell_length = list(segments), cell_length
+        strip._render_cache = strip._link_ids = strip._cell_count = None
+
+    def create(strip: Strip, name: str) -> FIFOCache[Any, Any]:
+        if name not in sizes:
+            raise AttributeError(name)
+        cache: FIFOCache[Any, Any] = FIFOCache(sizes[name])
+        setattr(strip, name, cache)
+        return cache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Strip, "__init__", start)
+        patch.setattr(Strip, "__getattr__", create, raising=False)
         yield
 
 

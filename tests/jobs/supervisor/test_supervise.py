@@ -85,6 +85,7 @@ def test_launch_returns_before_the_job_has_run_and_leaves_no_child(box):
         os.waitpid(supervisor.pid, os.WNOHANG)
 
 
+@pytest.mark.usefixtures("no_forks")
 def test_a_waiting_supervisor_uses_little_memory(box):
     first = box.launch("steps=1000", gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))

@@ -34,6 +34,7 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
             make_job(),
             world_size,
             prepare=functools.partial(starve, mib, world_size - 1),
+            measures_in_full=True,
             box_file=tmp_path / "box.json",
         )
         assert ranks.wait() == [EXIT_FINISHED] * world_size, [one.stderr.read() for one in ranks.processes]

@@ -15,10 +15,11 @@ from trainer.parallel import group
 
 KINDS = ("topk", "batch_topk", "jumprelu")
 MODES = ("ddp", "tensor", "hybrid")
-# Two ranks are too few for hybrid mode. On the CPU path, a group's calls do not depend on the number of ranks.
+# Two ranks are too few for hybrid mode. On the CPU path, a group's calls do not depend on the number of ranks, and four
+# ranks take half the time of eight.
 USUAL = [
     Case(size, path, {"architecture": kind}, {"mode": mode})
-    for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
+    for size, path in ((8, "gpu"), (4, "cpu"), (2, "gpu"))
     for kind in KINDS
     for mode in MODES[: 2 if size == 2 else 3]
 ]

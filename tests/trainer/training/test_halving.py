@@ -32,7 +32,7 @@ MakeTrainer = Callable[..., Any]
 
 # With these rates, the lowest is always the worst, since it barely changes the weights.
 RATES = [0.02, 0.01, 1e-5]
-STEPS = 200
+STEPS = 160
 # Enough steps for tests in which only the order of the SAEs matters.
 FEW_STEPS = 100
 FIRST, LAST = rungs(STEPS, len(RATES))
@@ -201,27 +201,28 @@ def test_the_evaluation_of_copies_does_not_count_as_training_time(
     assert {FIRST.end, LAST.end} <= {*steps}
 
 
-@pytest.mark.parametrize("stop", [FIRST.begin + 3, FIRST.end + 3, LAST.begin + 3, LAST.end + 20])
 def test_a_resumed_run_drops_the_same_saes_and_ends_with_the_same_weights(
-    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, stop: int
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = sweep(make_job)
     make_trainer(job).run()
-    progress, parts = StopAt(stop), {"checkpoints": tmp_path / "parts", "output": tmp_path / "resumed"}
-    assert not make_trainer(job, progress, stop=progress.event_of_step, **parts).run()
-    saved = newest_whole(tmp_path / "parts")
-    state = read_state(saved)
-    assert FIRST.end < LAST.begin
-    assert state.halved.n_rungs == (stop > FIRST.end) + (stop > LAST.end)
-    assert [*state.halved.dropped.items()][:1] == [("lr=1e-05", FIRST.end)] * (stop > FIRST.end)
-    resumed = make_trainer(job, resume_from=saved, **parts)
-    assert resumed.run()
     (label,) = (folder.name for folder in (tmp_path / "sae").iterdir())
-    assert [*resumed.learners] == [label]
-    # The stopped run exported all SAEs that it had.
-    assert [folder.name for folder in (tmp_path / "resumed").iterdir()] == [label]
-    same_weights(tmp_path / "resumed" / label, tmp_path / "sae" / label)
-    assert read_state(newest_whole(tmp_path / "parts")).halved.n_rungs == 2
+    assert FIRST.end < LAST.begin
+    for stop in (FIRST.begin + 3, FIRST.end + 1, LAST.begin + 3, LAST.end + 20):
+        folder = tmp_path / str(stop)
+        progress, parts = StopAt(stop), {"checkpoints": folder / "parts", "output": folder / "resumed"}
+        assert not make_trainer(job, progress, stop=progress.event_of_step, **parts).run()
+        saved = newest_whole(folder / "parts")
+        state = read_state(saved)
+        assert state.halved.n_rungs == (stop > FIRST.end) + (stop > LAST.end), stop
+        assert [*state.halved.dropped.items()][:1] == [("lr=1e-05", FIRST.end)] * (stop > FIRST.end), stop
+        resumed = make_trainer(job, resume_from=saved, **parts)
+        assert resumed.run()
+        assert [*resumed.learners] == [label], stop
+        # The stopped run exported all SAEs that it had.
+        assert [one.name for one in (folder / "resumed").iterdir()] == [label], stop
+        same_weights(folder / "resumed" / label, tmp_path / "sae" / label)
+        assert read_state(newest_whole(folder / "parts")).halved.n_rungs == 2, stop
 
 
 def test_a_run_that_is_asked_to_finish_early_drops_no_more_saes(
