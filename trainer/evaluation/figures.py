@@ -239,6 +239,7 @@ def _figures(rows: RowFigures, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: 
         dense_10=float((density > 0.1).double().mean()),
         density_histogram=histogram(density),
         max_decoder_cosine=largest_cosines(w_dec),
+        l0_below_most=float((rows.l0 < rows.l0.max()).double().mean()),
     )
 
 

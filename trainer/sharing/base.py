@@ -28,6 +28,8 @@ from trainer.sharing.parts import PARTS, Part, parts_in, parts_of, scales_of_par
 
 # The metadata key for the dimension scales, {dimension: factor}. In a crosscoder, they are relative to a part's scale.
 SCALES = "dimension_scales"
+# The metadata key for the share of held-out rows with fewer than k positive pre-activations, for a TopK SAE.
+BELOW_K = "heldout_rows_below_k"
 # The metadata key for the place of a layer in a cross-layer transcoder.
 CROSS_LAYER = "cross_layer"
 # The model card that `eval` writes next to the weights, and its first line.

@@ -20,6 +20,7 @@ from trainer.contract.hub_cache import is_plain_file
 from trainer.contract.wording import join_words
 from trainer.saes.base import saelens_name
 from trainer.sharing.base import (
+    BELOW_K,
     NOTHING_GIVEN,
     Format,
     Given,
@@ -38,7 +39,7 @@ _THRESHOLD = "activation_function.threshold"
 _TOPK, _K, _MOST_DIGITS = "topk", "k", 10
 # Unless the activation is TopK, it is a JumpReLU if there is a threshold tensor, and otherwise a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
-# Below this share, negative activations are too rare to mention.
+# Below this share, rows with negative activations are too rare to mention.
 _LEAST_SHARE = 1e-4
 _OF_TOPK = (
     "circuit-tracer reads TopK transcoders from config.yaml since April 2026, but the package on PyPI is a fork that "
@@ -148,7 +149,7 @@ def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
 class Member(NamedTuple):
     """The properties of a transcoder that must be equal within a set, and its layer, which must be unique.
 
-    `l0` is the mean number of positive activations on held-out rows, or None if it is unknown.
+    `below_k` is the share of held-out rows with fewer than k positive pre-activations, or None if it is unknown.
     """
 
     layer: int | None
@@ -157,14 +158,14 @@ class Member(NamedTuple):
     has_skip: bool
     k: int | None
     config: str
-    l0: float | None = None
+    below_k: float | None = None
     place: LayerPlace | None = None
 
 
 def member_of(sae: SharedSae) -> Member:
     """Return the properties of a transcoder that matter for its set."""
-    l0 = sae.metadata.get("heldout_l0")
-    known = float(l0) if isinstance(l0, int | float) else None
+    share = sae.metadata.get(BELOW_K)
+    known = float(share) if isinstance(share, int | float) else None
     return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae), known, sae.layer)
 
 
@@ -212,11 +213,11 @@ def notes_of_set(members: Sequence[Member]) -> list[str]:
         notes.append(f"circuit-tracer loads sets that start at layer 0 and have no gaps, but {lacking}")
     if not (of_topk := [one for one in members if one.k is not None]):
         return notes
-    shares = [1 - one.l0 / one.k for one in of_topk if one.k and one.l0 is not None]
+    shares = [one.below_k for one in of_topk if one.below_k is not None]
     if (largest := max(shares, default=0.0)) >= _LEAST_SHARE:
         notes.append(
-            f"on held-out rows, up to {100 * largest:.2g} % of a layer's k largest pre-activations are negative; "
-            "circuit-tracer keeps them, but they were 0 in training"
+            f"on up to {100 * largest:.2g} % of a layer's held-out rows, fewer than k pre-activations are positive; "
+            "circuit-tracer also keeps the negative ones, which were 0 in training"
         )
     return [*notes, _OF_TOPK]
 

@@ -41,6 +41,7 @@ from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
@@ -52,7 +53,7 @@ from trainer.contract.store.seeds import by_seeds
 from trainer.contract.store.twins import without_twins
 from trainer.parallel.base import Parallel
 from trainer.saes.topk import TopK
-from trainer.sharing.base import MODEL_CARD, Firings, Format, SharedSae, shared_form
+from trainer.sharing.base import BELOW_K, MODEL_CARD, Firings, Format, SharedSae, shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner, layer_in
@@ -264,6 +265,9 @@ def shared_saes(
             # Decoder directions do not depend on k, but the activations do.
             no_rows: dict[str, Any] = {"firing_correlation": None, "n_rows": 0, "rows": ""} if has_other_k else {}
             training[STABILITY] = msgspec.to_builtins(msgspec.structs.replace(card.stability, **no_rows))
+        is_topk = isinstance(learner.sae, TopK) and not ARCHITECTURES[learner.architecture].per_batch
+        if card and card.data.is_held_out and is_topk and not has_other_k:
+            training[BELOW_K] = card.figures.l0_below_most
         if card and card.twins and not has_other_k:
             training[TWINS] = msgspec.to_builtins(card.twins)
         if has_other_k:

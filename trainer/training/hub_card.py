@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors import safe_open
@@ -41,7 +41,8 @@ def hub_card(
         str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in _chosen(job, labels)
     }
     kind = "transcoder" if any(state.d_out is not None for *_, state in runs) else "sparse-autoencoder"
-    facts = {"library_name": form, "tags": [kind, form]}
+    kinds = dict.fromkeys([*_special_kinds(job for _, job, _ in runs), kind])
+    facts = {"library_name": form, "tags": [*kinds, form]}
     if len(models) == 1 and is_on_the_hub(model := models.pop()):
         facts["base_model"] = model
     # JSON strings and lists are valid YAML.
@@ -50,6 +51,15 @@ def hub_card(
     body = "\n".join(sections)
     load = f"run `hf download {name} --local-dir my-sae`, and then, in {form}, `{catalog.FORMATS[form].use}`."
     return f"---\n{front}---\n\n{body}\nTo load it, {load}\n"
+
+
+def _special_kinds(jobs: Iterable[JobConfig]) -> Iterator[str]:
+    """Yield hub tags for the kinds of SAEs that need more than an SAE's or a transcoder's code."""
+    for job in jobs:
+        if job.n_layers > 1:
+            yield "cross-layer-transcoder"
+        elif any(len(settings.parts()) > 1 for settings in job.hooks.values()):
+            yield "crosscoder"
 
 
 def local_paths(checkpoints: Sequence[Path]) -> list[str]:

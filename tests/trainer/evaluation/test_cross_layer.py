@@ -21,14 +21,16 @@ from torch import Tensor
 
 from trainer.cli import main
 from trainer.contract.errors import UsageError, UserError
+from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
-from trainer.contract.runs.report_card import read_card
+from trainer.contract.runs.report_card import facts, read_card, remarks
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.evaluation.cross_layer import ExportedLayers, read_layers
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.spliced import SplicedModel
 from trainer.training.export_set import export_set
+from trainer.training.hub_card import hub_card
 
 SAE = {"cross_layer": True, "architecture": "batch_topk", "d_sae": 48, "k": 3}
 LABELS = [f"layer={layer}" for layer in LAYERS]
@@ -78,6 +80,8 @@ def test_each_layer_has_a_report_card_with_the_fvu_of_its_own_target(finished: P
         assert (card.figures.d_in, card.figures.d_sae) == (D, 48)
         assert card.figures.layer is not None
         assert (card.figures.layer.layer, card.figures.layer.n_layers) == (number, 3)
+        for texts in (dict(facts(card)), dict(remarks(card))):
+            assert texts["cross-layer"].startswith(f"layer {number + 1} of 3; its latents ")
         stated = json.loads((finished / "sae" / LABELS[number] / "cfg.json").read_text())["metadata"]
         # Thresholds are fitted on the other half of the held-out rows in both measurements.
         assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=2e-3)
@@ -144,6 +148,11 @@ def test_a_cross_layer_transcoder_is_exported_only_as_a_whole(finished: Path, tm
     assert not (tmp_path / "set").exists()
     for form in ("sparsify", "neuronpedia", "dictionary_learning"):
         assert main(["export", str(finished), "--out", str(tmp_path / form), "--format", form]) == 1
+
+
+def test_the_hub_finds_it_as_a_cross_layer_transcoder(finished: Path) -> None:
+    card = hub_card(newest_first(finished / "checkpoints")[:1], "circuit-tracer", "ada/my-set")
+    assert '"cross-layer-transcoder", "transcoder", "circuit-tracer"' in card.split("---")[1]
 
 
 @pytest.fixture(scope="module")

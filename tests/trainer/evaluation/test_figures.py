@@ -76,6 +76,7 @@ def test_every_figure_matches_a_naive_loop(rows: Tensor, w_dec: Tensor, acts: Te
     assert told.cosine == pytest.approx(sum(cosines) / N, rel=1e-6)
     assert told.l0 == pytest.approx(l0.mean())
     assert told.l0_quantiles == pytest.approx(list(np.quantile(l0, QUANTILES)))
+    assert told.l0_below_most == pytest.approx(np.mean(np.asarray(l0) < np.max(l0)))
     ratios = np.linalg.norm(y, axis=1) / np.linalg.norm(x, axis=1)
     assert told.l2_ratio == pytest.approx(ratios.mean(), rel=1e-6)
     assert told.relative_reconstruction_bias == pytest.approx((y**2).sum() / (x * y).sum(), rel=1e-6)

@@ -20,7 +20,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import FORMATS
 from trainer.saes.base import Sae
 from trainer.saes.topk import TopK
-from trainer.sharing.base import Format, SharedSae, shared_form
+from trainer.sharing.base import BELOW_K, Format, SharedSae, shared_form
 from trainer.sharing.circuit_tracer import member_of, notes_of_set
 
 SCALE = 0.4
@@ -155,12 +155,14 @@ def test_a_circuit_tracer_topk_may_store_its_k_in_the_layers_file(tmp_path: Path
     assert form_of("circuit-tracer").read(tmp_path).k == 8
 
 
-@pytest.mark.parametrize(("l0", "notes"), [(8.0, 0), (7.6, 1), (None, 0)])
-def test_an_export_reports_how_many_activations_circuit_tracer_keeps_as_negative(l0: float | None, notes: int) -> None:
-    shared = shared_form(made("topk", 32), {"hook_layer": 0} | ({} if l0 is None else {"heldout_l0": l0}))
+@pytest.mark.parametrize(("share", "notes"), [(0.0, 0), (0.05, 1), (None, 0)])
+def test_an_export_reports_on_how_many_rows_circuit_tracer_keeps_negative_values(
+    share: float | None, notes: int
+) -> None:
+    shared = shared_form(made("topk", 32), {"hook_layer": 0} | ({} if share is None else {BELOW_K: share}))
     found = [note for note in notes_of_set([member_of(shared)]) if "negative" in note]
     assert len(found) == notes
-    assert not notes or "up to 5 % of a layer's k largest" in found[0]
+    assert not notes or "on up to 5 % of a layer's held-out rows, fewer than k" in found[0]
 
 
 @pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])

@@ -201,6 +201,7 @@ _FIGURES = typed(
         "density_histogram": "Histogram of the logarithm of the latents' densities.",
         "max_decoder_cosine": "Mean over latents of the largest cosine similarity with any other decoder direction;"
         " null if undefined.",
+        "l0_below_most": "Share of rows with fewer active latents than the row with the most; null if unknown.",
         "fvu_all_dimensions": "FVU of raw rows, if training left out or scaled dimensions; null otherwise.",
         "by_k": "The FVU for each k that the SAE is trained for; empty for most SAEs.",
         "crosscoder": "The figures of a crosscoder's parts; null for other SAEs.",

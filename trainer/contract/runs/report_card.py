@@ -121,8 +121,9 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     that fires on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows). `dense_1` and `dense_10` are the
     shares that fire on more than 1 % and more than 10 % of the rows. `density_histogram` is a histogram of log10 of the
     share of rows on which a latent fires, in `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` to 0; it excludes
-    latents that never fire. `max_decoder_cosine` is the mean over latents of the largest cosine between the latent's
-    decoder direction and the direction of any other latent.
+    latents that never fire. `l0_below_most` is the share of rows with fewer active latents than the row with the most:
+    for TopK, the rows with fewer than k positive pre-activations. `max_decoder_cosine` is the mean over latents of the
+    largest cosine between the latent's decoder direction and the direction of any other latent.
 
     If training left out dimensions or scaled them down, all metrics are measured on rows transformed in the same way,
     and `fvu_all_dimensions` is the FVU on the raw rows. Otherwise, `fvu_all_dimensions` is None.
@@ -149,6 +150,7 @@ class Figures(Reconstruction, frozen=True, kw_only=True):
     dense_10: float
     density_histogram: list[int]
     max_decoder_cosine: float = math.nan
+    l0_below_most: float | None = None
     fvu_all_dimensions: float | None = None
     by_k: tuple[AtK, ...] = ()
     crosscoder: Crosscoder | None = None
@@ -765,9 +767,10 @@ def remarks(card: Card) -> list[tuple[str, str]]:
         *([("measured", of_parts(card))] if card.parts else []),
         *([("dimensions", dimensions)] if dimensions else []),
         *(part_remarks(card.figures.crosscoder) if card.figures.crosscoder else []),
+        *([("cross-layer", layer.words)] if (layer := card.figures.layer) else []),
         *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         *([("families", _families(card))] if card.families else []),
-        *([("model read", _text_read(card.spliced))] if card.spliced else []),
+        *([("model read", _text_read(read))] if (read := card.spliced or card.together) else []),
         *([("probed on", _probed_on(card.probing))] if card.probing else []),
         *_of_run(card),
     ]
