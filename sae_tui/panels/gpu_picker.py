@@ -117,6 +117,32 @@ class GpuPicker(KeyedTable):
         allowed = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(allowed))
 
+    def start_at(self, gpus: list[int] | str) -> None:
+        """Put the cursor on the first of these GPUs, in the format of `launch.gpus`, even if it is not available.
+
+        Otherwise the first space on a job's clone would move it to GPU 0.
+        """
+        named = sorted(gpus) if isinstance(gpus, list) else sorted(self.chosen)
+        present = {choice.index for choice in self.choices}
+        row = (
+            "cpu"
+            if self.cpu_processes
+            else _ANY
+            if self.any_gpus
+            else next((str(one) for one in named if one in present), "")
+        )
+        if row:
+            self.select(row)
+
+    @property
+    def has_every_free_gpu(self) -> bool:
+        """Whether the selected GPUs are exactly the free ones."""
+        return bool(self.chosen) and self.chosen == set(self._free)
+
+    @property
+    def _free(self) -> list[int]:
+        return [choice.index for choice in self.choices if choice.may_be_offered]
+
     def action_toggle(self) -> None:  # type: ignore[override]
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
         if self.cursor == _ANY:
@@ -143,7 +169,7 @@ class GpuPicker(KeyedTable):
 
     def action_available(self) -> None:
         if not self.elsewhere:
-            self.choose([choice.index for choice in self.choices if choice.may_be_offered])
+            self.choose(self._free)
 
     def action_best(self, always: bool = False) -> None:
         if not self.elsewhere:

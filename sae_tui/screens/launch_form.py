@@ -369,6 +369,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             usable = {choice.index for choice in picker.choices if choice.state == "available"}
             picker.choose(usable & set(gpus))
             self._tell_missing(sorted(set(gpus) - usable))
+        picker.start_at(gpus)
 
     def _tell_missing(self, indices: list[int]) -> None:
         if indices:
@@ -546,7 +547,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._want_best()
         elif default == "available":
             picker.action_available()
-            self._offer_best(picker.choices)
+            # Wait for a clone or a job file that names its own GPUs.
+            self.call_after_refresh(self._offer_best, picker)
             if not picker.gpus:
                 picker.choose_any(1)  # the job waits in the queue
         elif default == "all":
@@ -594,8 +596,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.session.settings = msgspec.structs.replace(self.session.settings, default_gpu_selection="best")
             self.notify("Saved: new jobs start with the best GPUs (setting default_gpu_selection).")
 
-    def _offer_best(self, choices: Sequence[GpuChoice]) -> None:
+    def _offer_best(self, picker: GpuPicker) -> None:
         """Offer once, on a machine with many GPUs or other users, to select the best GPUs from now on."""
+        choices = picker.choices
+        if not picker.has_every_free_gpu:
+            return
         is_shared = len(choices) > _MANY_GPUS or any(map(_is_of_another_user, choices))
         mark = self.session.data.root / f"best-offered-{os.getuid()}"
         if not is_shared or self.session.readonly or os.path.lexists(mark):

@@ -25,6 +25,7 @@ from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
 from sae_tui.jobs.shard_headers import ShardHeaders
+from sae_tui.panels import gpu_picker
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.memory_bar import MemoryBar
@@ -167,6 +168,30 @@ async def test_a_clone_keeps_its_gpus_if_the_best_gpus_are_the_default(make_app,
         await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and job_of(app.screen))
         assert app.screen.query_one(GpuPicker).chosen == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "row", "after"),
+    [("'cpu'", "cpu", "cpu:2"), ("'auto:2'", "any", "auto:3"), ("[1, 2]", "1", [2]), ("[3, 2]", "2", [])],
+)
+async def test_space_in_a_clone_changes_the_devices_that_the_job_used(
+    make_app, data, monkeypatch, gpus, row, after
+) -> None:
+    monkeypatch.setattr(gpu_picker, "_cores", lambda: 4)
+    config = f'name = "first"\n[data]\npath = "data/sample"\n[launch]\ngpus = {gpus}\n'
+    record_job(data, "first", JobState.FINISHED, config=config)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.summary)
+        picker = app.screen.query_one(GpuPicker)
+        await pilot.press("f2")
+        assert picker.cursor == row
+        await pilot.press("space")
+        assert picker.gpus == after
+        offered = [note.message for note in app._notifications if note.message.startswith("All free GPUs are selected")]
+        assert not offered
 
 
 async def test_on_a_shared_machine_the_best_gpus_are_offered_once_as_the_default(make_app, data) -> None:
