@@ -25,9 +25,9 @@ class SaeTable(KeyedTable):
     """A table with one row per compared setting or result. The left and right keys scroll columns that do not fit."""
 
     BINDINGS = [
-        Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),
+        Binding("left", "shift(-1)", show=False),
         Binding("right", "shift(1)", "Other runs", key_display="← →", id="compare.right",
-                tooltip="The runs further right"),
+                tooltip="Scroll to the runs that do not fit"),
     ]  # fmt: skip
     heading = ""
     # Sentences below the rows.
