@@ -46,6 +46,7 @@ from trainer.contract.settings.consent import COMMAND, Consent, refused, without
 from trainer.contract.settings.declare import Setting
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import to_table
+from trainer.contract.settings.sections import meanings_of
 from trainer.contract.settings.sweep import may_differ
 from trainer.contract.wording import plural
 
@@ -637,6 +638,6 @@ def _fields(values: dict[str, Any]) -> list[Field]:
     fields = job_form.form_fields(values)
     names = Counter(setting.name for _, setting, _ in fields)
     return [
-        Field(path, setting, choices, may_differ(path), label=_label(path, setting, names))
+        Field(path, setting, choices, may_differ(path), _label(path, setting, names), meanings=meanings_of(path))
         for path, setting, choices in fields
     ]

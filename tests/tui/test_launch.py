@@ -18,6 +18,7 @@ from support.environments import stand_in
 from support.tui import StillMonitor, put_into_row, record_job, wait_until
 from textual.widgets import Button, Input, Static
 
+from sae_tui.format import wrap
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
@@ -38,7 +39,7 @@ from sae_tui.widgets.setting_form import FieldHelp, SettingForm, SettingRow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, SOURCES
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job_file import load_as, load_job, members
@@ -786,6 +787,31 @@ async def test_the_help_for_the_focused_field_is_shown_in_full_below_the_form(ma
         assert row.size.height == 1
         await pilot.press("f2")
         await wait_until(pilot, lambda: not below.display)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_the_help_below_the_form_says_what_each_source_reads(make_app, size) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        below = screen.query_one(FieldHelp)
+        screen.query_one("#row-data-source", SettingRow).focus()
+        await wait_until(pilot, lambda: below.display and below.size.height)
+        text = str(below.content)
+        assert all(f'"{name}": {entry.summary}' in text for name, entry in SOURCES.items())
+        assert len(wrap(text, below.content_size.width)) == below.content_size.height
+
+
+async def test_the_help_explains_the_current_choice_if_all_choices_need_too_much_space(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app)
+        below = screen.query_one(FieldHelp)
+        screen.query_one("#row-sae-architecture", SettingRow).focus()
+        await wait_until(pilot, lambda: ARCHITECTURES["topk"].summary in str(below.content))
+        assert ARCHITECTURES["gated"].summary not in str(below.content)
+        await put_into_row(pilot, "sae-architecture", "gated")
+        await wait_until(pilot, lambda: ARCHITECTURES["gated"].summary in str(below.content))
 
 
 async def test_a_wide_window_shows_all_settings_in_columns(make_app) -> None:
