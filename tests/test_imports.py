@@ -134,6 +134,15 @@ NEEDS_NO_PLAN = (
     "trainer.contract.planning.check_job",
     "trainer.contract.settings.extract",
 )
+NEEDS_ONLY_ROWS = (
+    "hashlib",
+    "sae_tui.cli_commands.job",
+    "sae_tui.cli_commands.selection",
+    "sae_tui.jobs.bulk",
+    "sae_tui.jobs.evaluation.report_card",
+    "sae_tui.jobs.view.past_runs",
+    "trainer.contract.runs.report_card",
+)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +153,8 @@ NEEDS_NO_PLAN = (
         (["--version"], NEEDS_NO_JOBS),
         (["completion", "bash"], NEEDS_NO_JOBS),
         (["TAB"], NEEDS_NO_JOBS),
-        (["gpus"], NEEDS_NO_PLAN),
-        (["jobs"], NEEDS_NO_PLAN),
+        (["gpus"], (*NEEDS_NO_PLAN, *NEEDS_ONLY_ROWS, "sae_tui.gpu.aggregate")),
+        (["jobs"], (*NEEDS_NO_PLAN, *NEEDS_ONLY_ROWS)),
     ],
 )
 def test_a_command_loads_only_what_it_needs(arguments: list[str], spared: Sequence[str], tmp_path: Path) -> None:
