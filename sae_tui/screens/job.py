@@ -256,7 +256,9 @@ class JobScreen(Evaluates, FramedScreen):
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Curves" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
-        return FooterOffer(_KEYS, frozenset(hidden), words)
+        # In a sweep, the other SAEs come before what can be done with this one.
+        first = [*_KEYS[:1], "job.member", *_KEYS[1:]] if is_sweep(job) else _KEYS
+        return FooterOffer(first, frozenset(hidden), words)
 
     def action_stop_job(self) -> None:
         self.session.actions.stop(self.job_id)

@@ -26,6 +26,7 @@ from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.metrics import MetricsScreen
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
 from sae_tui.widgets.reading import Page, TextScreen
 from trainer.contract.planning.plan import Plan
@@ -430,6 +431,17 @@ async def test_m_shows_the_next_sae_in_a_sweep_and_is_hidden_for_a_single_sae(ma
         await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings
+
+
+async def test_the_key_for_the_next_sae_of_a_sweep_is_in_a_narrow_footer(make_app, data) -> None:
+    sweep = record_job(data, "two", JobState.RUNNING, total_steps=400, config=job_file(k=[8, 16]))
+    record_metrics(data, sweep)
+    with closing(SeriesWriter(data.run(sweep).metrics_db)) as writer:
+        writer.write([MetricRow(f"fvu@k={k}", step, 0.1) for k in (8, 16) for step in (10, 20)])
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, sweep)
+        await wait_until(pilot, lambda: screen.query_one(Footer).plain.startswith(" esc Back  m SAE "))
 
 
 async def test_a_sweep_over_seeds_shows_means_with_deviations_and_no_best_sae(make_app, data) -> None:
