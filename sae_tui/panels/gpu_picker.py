@@ -70,7 +70,10 @@ class GpuPicker(KeyedTable):
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
         """Draw the current state of the GPUs; a lost GPU is deselected."""
+        had_gpus = bool(self.choices)
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
+        if had_gpus != bool(choices):
+            self.refresh_bindings()
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
             self._choose(self.chosen & usable)
@@ -85,6 +88,7 @@ class GpuPicker(KeyedTable):
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
+        self.refresh_bindings()
         # A number of GPUs per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
@@ -142,6 +146,10 @@ class GpuPicker(KeyedTable):
     @property
     def _free(self) -> list[int]:
         return [choice.index for choice in self.choices if choice.may_be_offered]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the keys for several GPUs only if this machine has GPUs to choose from."""
+        return action not in ("available", "best") or bool(self.choices)
 
     def action_toggle(self) -> None:  # type: ignore[override]
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)

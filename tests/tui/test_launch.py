@@ -360,6 +360,8 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
         await reviewed(pilot, screen, "1 CPU process, single")
         await wait_until(pilot, lambda: job_of(screen) is not None)
         assert job_of(screen).launch.gpus == "cpu"
+        assert "Toggle" in shown_bindings(screen).values()
+        assert not {"All free", "Best"} & {*shown_bindings(screen).values()}
 
 
 async def test_every_preset_is_a_valid_job(make_app, data) -> None:
