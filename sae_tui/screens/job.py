@@ -323,7 +323,7 @@ class JobScreen(Evaluates, FramedScreen):
         self._n_copied += 1
         other = snippets[self._n_copied % len(snippets)].library
         self.app.copy_to_clipboard(snippet.code)
-        title = f"Python that loads the SAE with {snippet.library}, also sent to the terminal's clipboard"
+        title = f"Load the SAE with {snippet.library}; sent to the terminal's clipboard"
         code = [((line, "text"),) for line in snippet.code.splitlines()]
         more = [((" ", "text"),), ((f"Close this and press L again to load it with {other}.", "dim"),)]
         self.app.push_screen(TextScreen(title, lambda _: [*code, *(more if len(snippets) > 1 else [])]))

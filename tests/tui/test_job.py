@@ -718,13 +718,16 @@ async def test_keys_copy_the_command_that_launches_the_job_and_python_that_loads
     for name in ("cfg.json", "sae_weights.safetensors"):
         (folder / name).write_text("{}")
     app = make_app(4)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
         await pilot.press("Y")
         assert app.clipboard == "sae-tui launch /dev/null --set name=minilm --set data.path=data/sample"
         await pilot.press("L")
         assert app.clipboard == f"from sae_lens import SAE\n\nsae = SAE.load_from_disk('{folder}')\n"
         assert isinstance(app.screen, TextScreen)
+        await pilot.pause()
+        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert "Load the SAE with SAELens; sent to the terminal's clipboard" in shown
         assert "sae = SAE.load_from_disk(" in app.screen.query_one(Page).plain
         await pilot.press("escape", "L")
         assert "load_file('" in app.clipboard
