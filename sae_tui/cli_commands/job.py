@@ -74,8 +74,8 @@ _OF_CARD = (
     "weights", "parts",
 )  # fmt: skip
 _KEY_FACTS = (
-    "training", "overfitting", "FVU", "latents by part", "latent scaling", "L0", "latents", "CE score", "KL score",
-    "probing (AUC)",
+    "training", "overfitting", "FVU", "dimensions", "latents by part", "latent scaling", "L0", "latents", "CE score",
+    "KL score", "probing (AUC)",
 )  # fmt: skip
 
 
