@@ -145,6 +145,13 @@ NEEDS_ONLY_ROWS = (
 )
 
 
+def test_a_command_does_not_look_for_garbage_in_its_modules_as_it_ends(tmp_path: Path) -> None:
+    code = "import gc; from sae_tui.cli import main; main(); print(gc.get_freeze_count())"
+    environ = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data")}
+    done = subprocess.run([sys.executable, "-c", code, "jobs"], env=environ, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "spared"),
     [
