@@ -30,8 +30,8 @@ from sae_tui.screens import export as export_screen
 from sae_tui.screens.evaluate import EvaluateDialog
 from sae_tui.screens.export import ExportDialog, ImportDialog
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.menu import Menu
 from sae_tui.widgets.tick import Tick
 from trainer.contract.locks import FileLock
