@@ -34,15 +34,23 @@ if TYPE_CHECKING:
 
 # When the shell requests completions, it sets the first variable, and sets the second one to the command line.
 _ASKED, _LINE = "_ARGCOMPLETE", "COMP_LINE"
+_GARBAGE = 10_000  # new objects before garbage is collected
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Print each user error on one line."""
     take_back_signals()
     keep_own_access()
+    is_process = argv is None
+    if is_process:
+        # At the usual threshold, a short command looks for garbage dozens of times while it loads its modules.
+        gc.set_threshold(_GARBAGE)
     code = run_command(lambda: _main(argv), teller="sae-tui: error: ")
     if is_stuck():
         os._exit(code)
+    if is_process:
+        # Otherwise the process would look for garbage in all modules before it ends.
+        gc.freeze()
     return code
 
 

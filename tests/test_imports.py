@@ -134,6 +134,22 @@ NEEDS_NO_PLAN = (
     "trainer.contract.planning.check_job",
     "trainer.contract.settings.extract",
 )
+NEEDS_ONLY_ROWS = (
+    "hashlib",
+    "sae_tui.cli_commands.job",
+    "sae_tui.cli_commands.selection",
+    "sae_tui.jobs.bulk",
+    "sae_tui.jobs.evaluation.report_card",
+    "sae_tui.jobs.view.past_runs",
+    "trainer.contract.runs.report_card",
+)
+
+
+def test_a_command_does_not_look_for_garbage_in_its_modules_as_it_ends(tmp_path: Path) -> None:
+    code = "import gc; from sae_tui.cli import main; main(); print(gc.get_freeze_count())"
+    environ = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data")}
+    done = subprocess.run([sys.executable, "-c", code, "jobs"], env=environ, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) > 10_000
 
 
 @pytest.mark.parametrize(
@@ -144,8 +160,8 @@ NEEDS_NO_PLAN = (
         (["--version"], NEEDS_NO_JOBS),
         (["completion", "bash"], NEEDS_NO_JOBS),
         (["TAB"], NEEDS_NO_JOBS),
-        (["gpus"], NEEDS_NO_PLAN),
-        (["jobs"], NEEDS_NO_PLAN),
+        (["gpus"], (*NEEDS_NO_PLAN, *NEEDS_ONLY_ROWS, "sae_tui.gpu.aggregate")),
+        (["jobs"], (*NEEDS_NO_PLAN, *NEEDS_ONLY_ROWS)),
     ],
 )
 def test_a_command_loads_only_what_it_needs(arguments: list[str], spared: Sequence[str], tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.job_files import consent_of, read_job
-from sae_tui.cli_commands.jobs import EXITS, wait_until_ended
 from sae_tui.cli_commands.launching import record_all
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table, warn
+from sae_tui.cli_commands.waiting import EXITS, wait_until_ended
 from sae_tui.compare.tables import BEST, SAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.states import ENDED

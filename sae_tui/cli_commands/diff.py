@@ -13,10 +13,10 @@ from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.edits import print_job_file
 from sae_tui.cli_commands.evaluation import evaluated
 from sae_tui.cli_commands.job_files import overrides_of
-from sae_tui.cli_commands.jobs import EXITS, wait_until_ended
 from sae_tui.cli_commands.launching import launch_all, record_all
 from sae_tui.cli_commands.output import say, show_json, show_table, warn
 from sae_tui.cli_commands.parser import make_parser
+from sae_tui.cli_commands.waiting import EXITS, wait_until_ended
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.reader import JobView

@@ -15,7 +15,6 @@ import msgspec
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.job_files import overrides_of
-from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.selection import (
@@ -29,6 +28,7 @@ from sae_tui.cli_commands.selection import (
     tell,
 )
 from sae_tui.cli_commands.values import Selector, selector, selector_in
+from sae_tui.cli_commands.waiting import wait_for
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.asking import stored_with
 from sae_tui.jobs.bulk import Change, NothingToDo, attempt, unless_ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +12,6 @@ from typing import Any
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from sae_tui.cli_commands.snapshot import Snapshot
-from sae_tui.gpu.aggregate import Aggregate
 from sae_tui.gpu.base import PUBLIC, Condition, GpuSample, columns
 from sae_tui.gpu.sensors import Sensor, exported, public_values
 from sae_tui.gpu.visible import ranges
@@ -21,8 +21,6 @@ from trainer.contract.exits import Exit
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
-# Maps each exported sensor's JSON name to the sensor.
-SENSORS = {one.public: one for kind in (GpuSample, Condition, Aggregate) for one in exported(kind).values()}
 
 
 def show_gpus(context: CommandContext, flags: argparse.Namespace) -> int:
@@ -138,8 +136,17 @@ def with_unit(name: str, value: float | dict[str, int] | None) -> str:
         return UNKNOWN
     if isinstance(value, dict):
         return ", ".join(f"{part} {count}" for part, count in value.items())
-    sensor = SENSORS.get(name)
+    sensor = _sensors().get(name)
     return _in_units(sensor, value) if sensor and sensor.unit else str(value)
+
+
+@functools.cache
+def _sensors() -> dict[str, Sensor]:
+    """Return a dict mapping each exported sensor's JSON name to the sensor."""
+    # A list of GPUs contains no totals.
+    from sae_tui.gpu.aggregate import Aggregate
+
+    return {one.public: one for kind in (GpuSample, Condition, Aggregate) for one in exported(kind).values()}
 
 
 def _field_text(name: str, value: Any) -> object:

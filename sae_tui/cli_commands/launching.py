@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from sae_tui.cli_commands.context import CommandContext
 from sae_tui.cli_commands.job_files import consent_of, examine_job, read_job
-from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.cli_commands.selection import named_jobs
+from sae_tui.cli_commands.waiting import wait_for
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import environment
 from sae_tui.jobs.gpus.availability import GpuChoice

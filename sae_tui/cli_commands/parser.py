@@ -37,7 +37,9 @@ Command = Callable[["CommandContext", argparse.Namespace], int]
 Add = Callable[[str, str, str], "CommandParser"]
 # Modules with commands acting on jobs or their GPUs. Before any of these commands runs, the states of crashed jobs are
 # corrected.
-_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running", "diff"})
+_ABOUT_JOBS = frozenset(
+    {"edits", "job", "jobs", "launching", "evaluation", "gpus", "metrics", "recommend", "running", "diff"}
+)
 # The shells that support completion.
 SHELLS = ("bash", "zsh", "fish")
 # Runs a command with `--host` on that host.
@@ -624,9 +626,9 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 
 def _add_job_commands(add: Add) -> None:
     _add_finding(add)
-    show = add("job", "jobs.show_job", "Show one job with its events")
-    stop = add("stop", "jobs.stop", "Ask jobs to save a checkpoint and stop")
-    logs = add("logs", "jobs.show_logs", "Show the log of a job")
+    show = add("job", "job.show_job", "Show one job with its events")
+    stop = add("stop", "job.stop", "Ask jobs to save a checkpoint and stop")
+    logs = add("logs", "job.show_logs", "Show the log of a job")
     for command in (show, logs):
         _job_id(command)
     _job_ids(stop)

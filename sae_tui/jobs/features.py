@@ -76,10 +76,10 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Describe the latents' families, like `23 dense (> 10% of rows), 410 on one token, 3 never fire`."""
+    """Describe the latents' families, like `23 dense (> 10%), 410 on one token, 3 never fire`."""
     n = Counter(features.families)
     bound = [f"{n[family]:,} {words}" for family, words in _BOUND_WORDS.items() if n[family]]
-    return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%} of rows)", *bound, f"{n['silent']:,} never fire"])
+    return ", ".join([f"{n['dense']:,} dense (> {DENSE:.0%})", *bound, f"{n['silent']:,} never fire"])
 
 
 def stability_words(feature: Feature) -> str:

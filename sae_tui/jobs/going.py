@@ -21,8 +21,9 @@ from trainer.contract.progress import Reached
 from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import JobId, Time
 
-# The kinds of events about an evaluation.
+# The kinds of events about an evaluation, and those that end it.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
+ENDS = (DONE, FAILED, STOPPED)
 # A running evaluation's file is written at least this often.
 HEARTBEAT_S = 5.0
 # An evaluation on another machine is presumed to have ended if it has written nothing for this long.

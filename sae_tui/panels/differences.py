@@ -25,9 +25,10 @@ class SaeTable(KeyedTable):
     """A table with one row per compared setting or result. The left and right keys scroll columns that do not fit."""
 
     BINDINGS = [
-        Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),
-        Binding("right", "shift(1)", "Right", show=False, id="compare.right", tooltip="The runs further right"),
-    ]
+        Binding("left", "shift(-1)", show=False),
+        Binding("right", "shift(1)", "Other runs", key_display="← →", id="compare.right",
+                tooltip="Scroll to the runs that do not fit"),
+    ]  # fmt: skip
     heading = ""
     # Sentences below the rows.
     notes: Sequence[str] = ()
@@ -48,6 +49,10 @@ class SaeTable(KeyedTable):
 
     def on_resize(self) -> None:
         self._lay_out()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the keys for scrolling only if some columns do not fit."""
+        return action != "shift" or self._fitting(0) < len(self._saes)
 
     def action_shift(self, by: int) -> None:
         self._first = max(0, min(self._first + by, len(self._saes) - self._fitting(self._first)))
@@ -75,6 +80,7 @@ class SaeTable(KeyedTable):
             for place, note in enumerate(["", *notes] if notes else [])
         ]
         self.show_rows([*(_row(line, shown) for line in self._lines_shown), *below])
+        self.refresh_bindings()
 
     @property
     def _title_width(self) -> int:

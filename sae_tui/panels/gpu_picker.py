@@ -70,7 +70,10 @@ class GpuPicker(KeyedTable):
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
         """Draw the current state of the GPUs; a lost GPU is deselected."""
+        had_gpus = bool(self.choices)
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
+        if had_gpus != bool(choices):
+            self.refresh_bindings()
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
             self._choose(self.chosen & usable)
@@ -85,6 +88,7 @@ class GpuPicker(KeyedTable):
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
+        self.refresh_bindings()
         # A number of GPUs per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
@@ -117,6 +121,36 @@ class GpuPicker(KeyedTable):
         allowed = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(allowed))
 
+    def start_at(self, gpus: list[int] | str) -> None:
+        """Put the cursor on the first of these GPUs, in the format of `launch.gpus`, even if it is not available.
+
+        Otherwise the first space on a job's clone would move it to GPU 0.
+        """
+        named = sorted(gpus) if isinstance(gpus, list) else sorted(self.chosen)
+        present = {choice.index for choice in self.choices}
+        row = (
+            "cpu"
+            if self.cpu_processes
+            else _ANY
+            if self.any_gpus
+            else next((str(one) for one in named if one in present), "")
+        )
+        if row:
+            self.select(row)
+
+    @property
+    def has_every_free_gpu(self) -> bool:
+        """Whether the selected GPUs are exactly the free ones."""
+        return bool(self.chosen) and self.chosen == set(self._free)
+
+    @property
+    def _free(self) -> list[int]:
+        return [choice.index for choice in self.choices if choice.may_be_offered]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the keys for several GPUs only if this machine has GPUs to choose from."""
+        return action not in ("available", "best") or bool(self.choices)
+
     def action_toggle(self) -> None:  # type: ignore[override]
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
         if self.cursor == _ANY:
@@ -143,7 +177,7 @@ class GpuPicker(KeyedTable):
 
     def action_available(self) -> None:
         if not self.elsewhere:
-            self.choose([choice.index for choice in self.choices if choice.may_be_offered])
+            self.choose(self._free)
 
     def action_best(self, always: bool = False) -> None:
         if not self.elsewhere:

@@ -13,14 +13,14 @@ from textual.message import Message
 
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.evaluation.report_card import OtherCard, other_cards, whole_cards
-from sae_tui.jobs.features import features_of_job
+from sae_tui.jobs.features import features_of_job, has_features
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.card import CardPanel, CardSheet
 from sae_tui.screens.evaluate import Evaluates
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.session import Session
 from sae_tui.widgets.find import Find
-from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.footer import Footer, FooterOffer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -98,6 +98,11 @@ class CardScreen(Evaluates, FramedScreen):
 
     def on_resize(self) -> None:
         self._title()
+
+    def keys_offered(self) -> FooterOffer:
+        """Hide the key for features if there are none; it still works, and then explains why there are none."""
+        has_some = has_features(self.session.data, self.job_id)
+        return FooterOffer(hidden=frozenset() if has_some else frozenset({"card.features"}))
 
     def show_gpus(self) -> None:
         """Do nothing because this screen shows no GPUs."""

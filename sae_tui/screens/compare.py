@@ -34,6 +34,8 @@ from trainer.contract.store.rows import Job
 
 MOST_RUNS = 8
 VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
+# The actions that change only the curves.
+_OF_CURVES = frozenset({"next_metric", "next_axis", "next_smoothing", "toggle_log"})
 _ALL_FROM = 100, 35  # minimum width and height to show all views at once
 
 
@@ -66,6 +68,8 @@ class CompareScreen(FramedScreen):
         old_key("l", "toggle_log"),
         old_key("E", "export"),
     ]  # fmt: skip
+    # Otherwise a table that is not shown could have the focus, and its keys would be in the footer.
+    AUTO_FOCUS = ""
     DEFAULT_CSS = """
     CompareScreen #tabs { height: 1; background: $panel; }
     CompareScreen #views { height: 1fr; }
@@ -184,16 +188,23 @@ class CompareScreen(FramedScreen):
         entitle(self.query_one(DifferencesPanel), "Settings that differ")
         entitle(self.query_one(ResultsPanel), "Results")
         self._draw_tabs()
+        self.refresh_bindings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the keys for views only if there are several."""
+        """Offer the keys for views only if there are several, and the keys for curves only if curves are shown."""
+        if action in _OF_CURVES:
+            return self.has_class("-all") or self.chosen == "curves"
         return action != "view" or not self._only_curves
 
     def action_view(self, name: str) -> None:
         self.alone = name == self.chosen and not self.alone
         self.chosen = name
         self._arrange()
-        view = self.query_one(f"#{name}")
+        # A view can take the focus only once it is displayed.
+        self.call_after_refresh(self._focus_chosen)
+
+    def _focus_chosen(self) -> None:
+        view = self.query_one(f"#{self.chosen}")
         self.set_focus(view if view.focusable else None)
 
     def action_next_metric(self, by: int) -> None:

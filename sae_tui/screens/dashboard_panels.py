@@ -178,8 +178,9 @@ class DashboardPanels:
             entitle(panel, "Other hosts")
 
     def _keys(self, panel: Widget) -> str:
-        """Return the keys that act on the panel, and the legend of a map."""
-        always, focused = _KEYS.get(panel.id or "", ("", ""))
+        """Return the keys that act on the panel, and the legend of a map; without GPUs, their keys do nothing."""
+        is_empty = panel.id == "gpus" and not self._session.monitor.latest()
+        always, focused = ("", "") if is_empty else _KEYS.get(panel.id or "", ("", ""))
         is_map = panel.id == "gpus" and self._applied is not None and self._applied[1] == "map"
         is_lower = self.rows is not None and panel.id == self._lowest()
         parts = [

@@ -105,7 +105,8 @@ def arrange(width: int, height: int, contents: Contents, lower: Lower = "") -> P
     for wish in wishes:
         larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
         rows = larger if larger.height <= space else rows
-    takes_rest = "processes" if rows.processes and not contents.is_running else "jobs"
+    hides_only_jobs = rows.jobs <= contents.n_jobs and rows.processes > contents.n_processes
+    takes_rest = "processes" if rows.processes and not (contents.is_running or hides_only_jobs) else "jobs"
     rest = lower or ("preview" if rows.preview and not rows.is_side_by_side else takes_rest)
     rows = replace(rows, **{rest: getattr(rows, rest) + max(0, space - rows.height)})
     return replace(rows, preview=rows.jobs) if rows.is_side_by_side and contents.previews else rows

@@ -40,6 +40,9 @@ WORDS: dict[Order, str] = {
 }
 
 
+_OF_LATENTS = frozenset({"search", "next_order", "go_to", "go_to_nearest"})
+
+
 class Opened(Message):
     """The feature files for a job's SAEs were opened; `opened` maps each SAE's label to its feature file.
 
@@ -258,5 +261,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._show()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for switching between SAEs only if there are several."""
+        """Offer the keys for latents only if there are some, and for switching between SAEs if there are several."""
+        if action in _OF_LATENTS:
+            return bool(self._opened)
         return action != "next_member" or len(self._opened) > 1

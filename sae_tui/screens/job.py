@@ -256,7 +256,9 @@ class JobScreen(Evaluates, FramedScreen):
         words = {f"job.{verb}": word for verb, word in verbs.items()}
         words["job.metrics"] = "Curves" if is_sweep(job) else "Curve"
         words["job.settings"] = "Settings" if self.has_class("-side-by-side") else "Info"
-        return FooterOffer(_KEYS, frozenset(hidden), words)
+        # In a sweep, the other SAEs come before what can be done with this one.
+        first = [*_KEYS[:1], "job.member", *_KEYS[1:]] if is_sweep(job) else _KEYS
+        return FooterOffer(first, frozenset(hidden), words)
 
     def action_stop_job(self) -> None:
         self.session.actions.stop(self.job_id)
@@ -321,7 +323,7 @@ class JobScreen(Evaluates, FramedScreen):
         self._n_copied += 1
         other = snippets[self._n_copied % len(snippets)].library
         self.app.copy_to_clipboard(snippet.code)
-        title = f"Python that loads the SAE with {snippet.library}, also sent to the terminal's clipboard"
+        title = f"Load the SAE with {snippet.library}; sent to the terminal's clipboard"
         code = [((line, "text"),) for line in snippet.code.splitlines()]
         more = [((" ", "text"),), ((f"Close this and press L again to load it with {other}.", "dim"),)]
         self.app.push_screen(TextScreen(title, lambda _: [*code, *(more if len(snippets) > 1 else [])]))

@@ -46,6 +46,7 @@ from trainer.contract.settings.consent import COMMAND, Consent, refused, without
 from trainer.contract.settings.declare import Setting
 from trainer.contract.settings.job import AnyJob
 from trainer.contract.settings.job_file import to_table
+from trainer.contract.settings.sections import meanings_of
 from trainer.contract.settings.sweep import may_differ
 from trainer.contract.wording import plural
 
@@ -369,6 +370,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             usable = {choice.index for choice in picker.choices if choice.state == "available"}
             picker.choose(usable & set(gpus))
             self._tell_missing(sorted(set(gpus) - usable))
+        picker.start_at(gpus)
 
     def _tell_missing(self, indices: list[int]) -> None:
         if indices:
@@ -546,7 +548,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._want_best()
         elif default == "available":
             picker.action_available()
-            self._offer_best(picker.choices)
+            # Wait for a clone or a job file that names its own GPUs.
+            self.call_after_refresh(self._offer_best, picker)
             if not picker.gpus:
                 picker.choose_any(1)  # the job waits in the queue
         elif default == "all":
@@ -594,8 +597,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.session.settings = msgspec.structs.replace(self.session.settings, default_gpu_selection="best")
             self.notify("Saved: new jobs start with the best GPUs (setting default_gpu_selection).")
 
-    def _offer_best(self, choices: Sequence[GpuChoice]) -> None:
+    def _offer_best(self, picker: GpuPicker) -> None:
         """Offer once, on a machine with many GPUs or other users, to select the best GPUs from now on."""
+        choices = picker.choices
+        if not picker.has_every_free_gpu:
+            return
         is_shared = len(choices) > _MANY_GPUS or any(map(_is_of_another_user, choices))
         mark = self.session.data.root / f"best-offered-{os.getuid()}"
         if not is_shared or self.session.readonly or os.path.lexists(mark):
@@ -632,6 +638,6 @@ def _fields(values: dict[str, Any]) -> list[Field]:
     fields = job_form.form_fields(values)
     names = Counter(setting.name for _, setting, _ in fields)
     return [
-        Field(path, setting, choices, may_differ(path), label=_label(path, setting, names))
+        Field(path, setting, choices, may_differ(path), _label(path, setting, names), meanings=meanings_of(path))
         for path, setting, choices in fields
     ]

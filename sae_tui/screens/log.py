@@ -16,7 +16,7 @@ from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import EVALUATION, LogLine, LogReader, log_sources
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
-from sae_tui.widgets.footer import Footer, FooterOffer
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from sae_tui.widgets.log_view import HINT, LogView
 from sae_tui.widgets.old_keys import old_key
@@ -84,10 +84,6 @@ class LogScreen(FramedScreen):
     def on_unmount(self) -> None:
         if self._reader:
             self._reader.stop()
-
-    def keys_offered(self) -> FooterOffer:
-        """Return the keys to show, with the key for going back before the keys of the log itself."""
-        return FooterOffer(["logs.back"])
 
     def show_gpus(self) -> None:
         """Do nothing because this screen shows no GPUs."""

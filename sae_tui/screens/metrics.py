@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.widgets import Input
 
-from sae_tui.format import count
+from sae_tui.format import count, wrap
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.metric_grid import MetricGrid, MetricSeries, metrics_of
@@ -20,6 +20,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen
+from sae_tui.widgets.lines import LineView
 from trainer.contract.settings.series import USAGE
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
@@ -35,7 +36,13 @@ class MetricsList(Filtered):
 
     def compose(self) -> ComposeResult:
         yield self.filter_line()
+        yield LineView(id="nothing")
         yield MetricGrid(id="metric-grid")
+
+    def explain(self, text: str) -> None:
+        """Say below the line why there are no plots; "" if there are some."""
+        width = max(10, self.query_one("#nothing", LineView).width - 4)
+        self.query_one("#nothing", LineView).show([((f"  {part}", "dim"),) for part in wrap(text, width) if text])
 
     def focus_rows(self) -> None:
         self.query_one(MetricGrid).focus()
@@ -122,7 +129,8 @@ class MetricsScreen(FramedScreen):
         grid.show_metrics(shown, span, self._cursor, None if self._alone else self._chosen - first)
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
         steps = f"steps {count(self._span[0])} to {count(self._span[1])}" if self._span else ""
-        nothing = "" if found else "no such metric" if detail.series else self._why_empty(detail.view)
+        nothing = "no such metric" if detail.series and not found else ""
+        listed.explain("" if detail.series else self._why_empty(detail.view))
         is_part = len(shown) < len(found)
         more = "↓ ↑ more" if is_part and not self._alone else ""
         listed.say(problem or " · ".join(filter(None, [nothing, place if is_part else "", more, steps])))
@@ -131,8 +139,8 @@ class MetricsScreen(FramedScreen):
     def _why_empty(job: JobView) -> str:
         """Return why a job has no metrics."""
         if job.state is JobState.IMPORTED:
-            return "its SAE was imported, so it has no curves; press e on the job to evaluate it"
-        return "it has no measurements" if job.state.is_final else "no values yet"
+            return "The SAE was imported, so it has no curves. Press e on the job's screen to evaluate it."
+        return "This job has no values." if job.state.is_final else "No values yet."
 
     def _found(self, pattern: str) -> tuple[list[MetricSeries], str]:
         """Return the metrics matching the expression, or all metrics and the error if the expression is invalid."""

@@ -125,9 +125,10 @@ def _entries(screen: Screen[object]) -> tuple[list[FooterKey], list[FooterKey]]:
     shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
     right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
     order = {name: place for place, name in enumerate(offer.first)}
-    # Unless an order is given, the focused widget's bindings precede the screen's, which precede the app's.
+    # After the given ones, the key for going back comes first, so that a narrow terminal shows it. Otherwise, the
+    # focused widget's bindings precede the screen's, which precede the app's.
     left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
-    left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
+    left.sort(key=lambda one: (order.get(one.binding.id or "", len(order)), one.binding.key != "escape"))
     return [_entry(screen.app, one, offer.words) for one in left], right
 
 

@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from itertools import combinations, groupby, pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ class Field:
     """A setting and its path in the job file, such as `train.lr`; with `several`, a list of values makes a sweep.
 
     `label` is shown before the field; it is the setting's name unless another field has the same name. `section` is the
-    heading above the field, by default the section in the path.
+    heading above the field, by default the section in the path. `meanings` describes choices, each with a sentence.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Field:
     several: bool = False
     label: str = ""
     section: str = ""
+    meanings: Mapping[str, str] = dataclass_field(default_factory=dict)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -124,7 +126,7 @@ class FieldHelp(Static):
 
     def explain(self, row: SettingRow | None) -> None:
         """Show this row's help or problem; keep the row in view, because the form gets shorter."""
-        text = "" if row is None else row.explanation
+        text = "" if row is None else row.explanation_in(self._width)
         if text == str(self.content):
             return
         if row is not None:
@@ -301,12 +303,19 @@ class SettingRow(Horizontal, can_focus=True):
         """Return the style of the first state that the row is in, or else the usual style."""
         return self._form.look(next((state for state in states if self.has_class(f"-{state}")), usual))
 
-    @property
-    def explanation(self) -> str:
-        """The name of the field, its help or problem, and how to type its value."""
-        typing = "" if self._problem else self.field.typing
-        typing = typing and f" {typing[:1].upper()}{typing[1:]}."
-        return f"{self.label}: {self.hint}{typing}"
+    def explanation_in(self, width: int) -> str:
+        """Return the name of the field, its help or problem, and how to type or choose its value.
+
+        If the meanings of all choices need too many lines of this width, only the current choice is explained.
+        """
+        if self._problem:
+            return f"{self.label}: {self.hint}"
+        typing, meanings = self.field.typing, self.field.meanings
+        text = f"{self.label}: {self.hint}{typing and f' {typing[:1].upper()}{typing[1:]}.'}"
+        every = " ".join([text, *(f'"{name}": {meaning}' for name, meaning in meanings.items())])
+        if len(wrap(every, width)) <= _MOST_LINES:
+            return every
+        return f'{text} "{self.text}": {meanings[self.text]}' if self.text in meanings else text
 
     @property
     def hint(self) -> str:

@@ -110,7 +110,11 @@ class KeyedTable(LineView, can_focus=True):
         self._left = 0  # number of cells of the growing columns hidden on the left
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Replace the rows. The cursor stays on its key, or moves to the nearest row if the key is gone."""
+        """Replace the rows. The cursor stays on its key, or moves to the nearest row if the key is gone.
+
+        If the cursor was in view, it stays in view, so that no key acts on a row that cannot be seen.
+        """
+        was_in_view = self._is_in_view(self._cursor_index())
         keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
@@ -122,6 +126,8 @@ class KeyedTable(LineView, can_focus=True):
             self.cursor = keys[nearest] if keys else None
         self.rows = tuple(rows)
         self._draw()
+        if was_in_view and not self._is_in_view(self._cursor_index()):
+            self.call_after_refresh(self._reveal)
 
     def select(self, key: str) -> None:
         """Put the cursor on a row, or wait until the row appears."""
@@ -150,9 +156,13 @@ class KeyedTable(LineView, can_focus=True):
         index, visible = self._cursor_index(), self.size.height - 1
         if all(row.is_heading for row in self.rows[index + 1 :]):
             index = len(self.rows) - 1  # show the notes below the last row too
-        top = round(self.scroll_y)
-        if index < top or index >= top + visible:
+        if not self._is_in_view(index):
+            top = round(self.scroll_y)
             self.scroll_to(y=index if index < top else index - visible + 1, animate=False)
+
+    def _is_in_view(self, index: int) -> bool:
+        top = round(self.scroll_y)
+        return top <= index < top + self.size.height - 1
 
     def on_key(self, event: events.Key) -> None:
         if event.key == "enter" and self.cursor is not None:

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from cli.conftest import Shell
-from support.report_cards import FIGURES, put_card
+from support.report_cards import FIGURES, card_table, put_card
 from support.stores import put_store
 
 from trainer.contract.runs.card_versions import archive
@@ -84,3 +84,10 @@ def test_a_flag_is_named_only_if_it_was_given(shell: Shell, flags: list[str]) ->
 def test_a_word_that_names_no_report_card_is_a_usage_error(shell: Shell, word: str) -> None:
     (line,) = shell.errors("job", 1, "--against", word, code=2)
     assert "--against: must be a number of --cards like 2, or 8: or 8:2 for job 8" in line
+
+
+def test_a_job_with_scaled_dimensions_shows_the_fvu_of_all_dimensions(shell: Shell) -> None:
+    data = card_table()["data"] | {"dimensions": "1 dimension of 576 (number 507) scaled down by up to 13.1"}
+    put_card(shell.data.sae(3), data=data, figures=FIGURES | {"fvu_all_dimensions": 0.0575})
+    text = " ".join(shell.run("job", 3).stdout.split())
+    assert "1 dimension of 576 (number 507) scaled down by up to 13.1; FVU of all dimensions 0.0575" in text

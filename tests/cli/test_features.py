@@ -40,7 +40,7 @@ def put(folder: Path) -> None:
 
 def test_latents_are_listed_in_the_requested_order(shell: Shell, job_id: int) -> None:
     counts, head, *rows = shell.run("features", job_id, "--sort", "density").stdout.splitlines()
-    assert counts == "2 latents on 100 rows: 0 dense (> 10% of rows), 0 never fire"
+    assert counts == "2 latents on 100 rows: 0 dense (> 10%), 0 never fire"
     assert head.split() == ["LATENT", "DENSITY", "LARGEST", "FIRES", "ON"]
     assert [row.split() for row in rows] == [["1", "8.000%", "3.00", "the"], ["0", "3.000%", "4.00", "Lämb"]]
     *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[2:]

@@ -9,7 +9,7 @@ import time
 import pytest
 from support.commands import command_file
 
-from sae_tui.cli_commands.jobs import _fields
+from sae_tui.cli_commands.jobs import json_fields
 from sae_tui.hosts.protocol import far_job
 from sae_tui.jobs import edits, machine
 from sae_tui.jobs.mending import end_jobs_elsewhere
@@ -93,7 +93,7 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
     # JSON output and the app on another host show the same information.
-    assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
+    assert [json_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
     assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)
     one.poll()

@@ -115,7 +115,7 @@ async def tour(camera: Camera) -> int:
     still = len(camera.pictures) - 2
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))
-    await camera.press("o", "home", "down", caption="f: what its latents fire on", seconds=1.0)
+    await camera.press("down", "down", "down", caption="f: what its latents fire on", seconds=1.0)
     await camera.press("escape", caption="back", seconds=0.5)
     await again(camera)
     await compare(camera)

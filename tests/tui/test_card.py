@@ -254,3 +254,18 @@ def test_an_sae_for_several_k_shows_the_fvu_of_each_k_with_a_bar() -> None:
     assert (lengths, lengths[0]) == (sorted(lengths, reverse=True), 12), rows
     nothing = msgspec.convert(card_table(figures=FIGURES | {"by_k": [{"k": 2, "fvu": 0.0}]}), Card)
     assert card_lines(nothing, (), 80)
+
+
+async def test_keys_for_latents_are_offered_only_if_there_are_features(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    put_card(data.sae(job_id))
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app)
+        await wait_until(pilot, lambda: "c Compare" in screen.query_one(Footer).plain)
+        assert "f Features" not in screen.query_one(Footer).plain
+        await pilot.press("f")
+        await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen) and app.screen.query(Footer))
+        await pilot.pause()
+        assert not {"/ Search", "o Order", ": Go to", "= Nearest"} & {*app.screen.query_one(Footer).plain.split("  ")}

@@ -124,6 +124,18 @@ def test_a_key_that_does_not_fit_is_left_out_but_quit_and_help_never_are(width) 
     assert [entry for _, entry in places[:-2]] == left[: len(places) - 2]
 
 
+@pytest.mark.parametrize("keys", [("0",), ("t",), ("enter", "a"), ("enter", "l")])
+async def test_a_narrow_footer_shows_the_key_for_going_back(make_app, data, keys) -> None:
+    record_job(data, "minilm", JobState.FINISHED)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        for key in keys:
+            await pilot.press(key)
+            await pilot.pause()
+        await wait_until(pilot, lambda: footer(app).startswith(" esc Back"))
+
+
 async def test_clicking_a_key_in_the_footer_presses_it(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:

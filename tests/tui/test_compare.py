@@ -14,6 +14,7 @@ from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel, front
 from sae_tui.screens.compare import CompareScreen
+from sae_tui.widgets.footer import Footer
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, MetricRow, SeriesWriter
@@ -354,3 +355,41 @@ async def test_different_l0_values_are_named_below_the_results(make_app, data) -
         results.focus()
         await pilot.press("end")
         assert results.cursor == next(key for key in reversed(keys) if not key.startswith("note"))
+
+
+def footer(app) -> str:
+    return app.screen.query_one(Footer).plain
+
+
+CURVE_KEYS = ("m Metric", "a Axis", "w Smooth", "S Scale")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+async def test_the_footer_shows_the_keys_for_curves_only_while_curves_are_shown(make_app, jobs, size) -> None:
+    app = make_app(2)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(app, pilot, jobs)
+        await wait_until(pilot, lambda: all(key in footer(app) for key in CURVE_KEYS))
+        for key in "234":
+            # On a large terminal, the second press shows this view alone.
+            await pilot.press(*key * (1 if size == (80, 24) else 2))
+            await wait_until(pilot, lambda: not any(key in footer(app) for key in CURVE_KEYS))
+            assert "x Export" in footer(app)
+            before = screen.view
+            await pilot.press("a", "w", "S")
+            assert screen.view is before
+        await pilot.press("1")
+        await wait_until(pilot, lambda: all(key in footer(app) for key in CURVE_KEYS))
+
+
+async def test_the_footer_shows_the_keys_for_other_runs_if_some_do_not_fit(make_app, data) -> None:
+    ids = [record_job(data, f"run-{k}", JobState.FINISHED, config=job_file(k=k)) for k in range(2, 10)]
+    app = make_app(2)
+    async with app.run_test(size=(60, 24)) as pilot:
+        await opened(app, pilot, ids)
+        assert "Other runs" not in footer(app)
+        await pilot.press("3")
+        await pilot.pause()
+        await wait_until(pilot, lambda: "← → Other runs" in footer(app))
+        await pilot.resize_terminal(90, 24)
+        await wait_until(pilot, lambda: "Other runs" not in footer(app))

@@ -251,6 +251,15 @@ async def test_without_gpus_the_panel_shows_the_full_reason_and_the_remedy(make_
         assert "0 GPUs · 0 running" in text(app, StatusLine)
 
 
+async def test_without_gpus_the_panel_names_no_keys_for_gpus(make_app) -> None:
+    for monitor, is_named in ((NoGpus(), False), (StillMonitor(2), True)):
+        app = make_app(monitor=monitor)
+        async with app.run_test(size=(80, 24)) as pilot:
+            await pilot.pause()
+            shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+            assert ("V view · 0…9 one GPU" in shown) is is_named
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 async def test_an_empty_dashboard_shows_the_first_steps_with_their_keys(make_app, monkeypatch, size) -> None:
     async def steps(monitor, **flags) -> list[str]:

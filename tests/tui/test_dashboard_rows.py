@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -33,6 +34,13 @@ def test_the_panels_exactly_fill_any_window(window, of, lower) -> None:
     assert min(rows.totals, rows.preview, rows.plot, rows.processes) >= 0
     assert rows.totals in (0, 4) if not rows.plot else rows.totals == 2 * (rows.plot + 1)
     assert not (rows.preview and not of.previews)
+
+
+def test_an_idle_window_gives_its_last_rows_to_jobs_that_do_not_fit() -> None:
+    idle = Contents(4, 10, n_processes=1, previews=True)
+    rows = arrange(80, 24, idle)
+    assert rows.processes - 1 >= idle.n_processes
+    assert rows.jobs > arrange(80, 24, replace(idle, n_jobs=3)).jobs
 
 
 def test_a_normal_window_shows_running_jobs_a_preview_and_some_processes() -> None:

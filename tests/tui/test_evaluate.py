@@ -30,8 +30,8 @@ from sae_tui.screens import export as export_screen
 from sae_tui.screens.evaluate import EvaluateDialog
 from sae_tui.screens.export import ExportDialog, ImportDialog
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.filter import Found
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.menu import Menu
 from sae_tui.widgets.tick import Tick
 from trainer.contract.locks import FileLock
@@ -154,7 +154,7 @@ async def test_actions_are_offered_only_with_an_sae_and_an_imported_sae_has_a_re
         await wait_until(pilot, lambda: any("not evaluated" in one.plain for one in app.screen.query(Headline)))
         assert "not evaluated yet; press e to measure FVU and L0" in app.screen.query_one(Headline).plain
         await pilot.press("a")
-        await wait_until(pilot, lambda: "its SAE was imported" in app.screen.query_one(Found).plain)
+        await wait_until(pilot, lambda: "The SAE was imported" in app.screen.query_one("#nothing", LineView).plain)
         put_card(data.sae(imported))
         with closing(Control(data.control_db)) as control:
             control.add_event(imported, "evaluated", "was evaluated")

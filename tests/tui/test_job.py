@@ -26,6 +26,7 @@ from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.metrics import MetricsScreen
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
 from sae_tui.widgets.reading import Page, TextScreen
 from trainer.contract.planning.plan import Plan
@@ -432,6 +433,17 @@ async def test_m_shows_the_next_sae_in_a_sweep_and_is_hidden_for_a_single_sae(ma
         assert "m" not in app.screen.active_bindings
 
 
+async def test_the_key_for_the_next_sae_of_a_sweep_is_in_a_narrow_footer(make_app, data) -> None:
+    sweep = record_job(data, "two", JobState.RUNNING, total_steps=400, config=job_file(k=[8, 16]))
+    record_metrics(data, sweep)
+    with closing(SeriesWriter(data.run(sweep).metrics_db)) as writer:
+        writer.write([MetricRow(f"fvu@k={k}", step, 0.1) for k in (8, 16) for step in (10, 20)])
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, sweep)
+        await wait_until(pilot, lambda: screen.query_one(Footer).plain.startswith(" esc Back  m SAE "))
+
+
 async def test_a_sweep_over_seeds_shows_means_with_deviations_and_no_best_sae(make_app, data) -> None:
     job_id = record_job(data, "seeds", JobState.FINISHED, config=job_file(seed=[0, 1]))
     data.run(job_id).create()
@@ -706,13 +718,16 @@ async def test_keys_copy_the_command_that_launches_the_job_and_python_that_loads
     for name in ("cfg.json", "sae_weights.safetensors"):
         (folder / name).write_text("{}")
     app = make_app(4)
-    async with app.run_test(size=(120, 40)) as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
         await pilot.press("Y")
         assert app.clipboard == "sae-tui launch /dev/null --set name=minilm --set data.path=data/sample"
         await pilot.press("L")
         assert app.clipboard == f"from sae_lens import SAE\n\nsae = SAE.load_from_disk('{folder}')\n"
         assert isinstance(app.screen, TextScreen)
+        await pilot.pause()
+        shown = "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+        assert "Load the SAE with SAELens; sent to the terminal's clipboard" in shown
         assert "sae = SAE.load_from_disk(" in app.screen.query_one(Page).plain
         await pilot.press("escape", "L")
         assert "load_file('" in app.clipboard

@@ -18,6 +18,7 @@ from support.environments import stand_in
 from support.tui import StillMonitor, put_into_row, record_job, wait_until
 from textual.widgets import Button, Input, Static
 
+from sae_tui.format import wrap
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
@@ -25,6 +26,7 @@ from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import DataFinding, Inspected, Inspections
 from sae_tui.jobs.shard_headers import ShardHeaders
+from sae_tui.panels import gpu_picker
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.memory_bar import MemoryBar
@@ -37,7 +39,7 @@ from sae_tui.widgets.setting_form import FieldHelp, SettingForm, SettingRow
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, SOURCES
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.inspectors import inspecting_by
 from trainer.contract.settings.job_file import load_as, load_job, members
@@ -167,6 +169,30 @@ async def test_a_clone_keeps_its_gpus_if_the_best_gpus_are_the_default(make_app,
         await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and job_of(app.screen))
         assert app.screen.query_one(GpuPicker).chosen == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "row", "after"),
+    [("'cpu'", "cpu", "cpu:2"), ("'auto:2'", "any", "auto:3"), ("[1, 2]", "1", [2]), ("[3, 2]", "2", [])],
+)
+async def test_space_in_a_clone_changes_the_devices_that_the_job_used(
+    make_app, data, monkeypatch, gpus, row, after
+) -> None:
+    monkeypatch.setattr(gpu_picker, "_cores", lambda: 4)
+    config = f'name = "first"\n[data]\npath = "data/sample"\n[launch]\ngpus = {gpus}\n'
+    record_job(data, "first", JobState.FINISHED, config=config)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.summary)
+        picker = app.screen.query_one(GpuPicker)
+        await pilot.press("f2")
+        assert picker.cursor == row
+        await pilot.press("space")
+        assert picker.gpus == after
+        offered = [note.message for note in app._notifications if note.message.startswith("All free GPUs are selected")]
+        assert not offered
 
 
 async def test_on_a_shared_machine_the_best_gpus_are_offered_once_as_the_default(make_app, data) -> None:
@@ -334,6 +360,8 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
         await reviewed(pilot, screen, "1 CPU process, single")
         await wait_until(pilot, lambda: job_of(screen) is not None)
         assert job_of(screen).launch.gpus == "cpu"
+        assert "Toggle" in shown_bindings(screen).values()
+        assert not {"All free", "Best"} & {*shown_bindings(screen).values()}
 
 
 async def test_every_preset_is_a_valid_job(make_app, data) -> None:
@@ -761,6 +789,31 @@ async def test_the_help_for_the_focused_field_is_shown_in_full_below_the_form(ma
         assert row.size.height == 1
         await pilot.press("f2")
         await wait_until(pilot, lambda: not below.display)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_the_help_below_the_form_says_what_each_source_reads(make_app, size) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        below = screen.query_one(FieldHelp)
+        screen.query_one("#row-data-source", SettingRow).focus()
+        await wait_until(pilot, lambda: below.display and below.size.height)
+        text = str(below.content)
+        assert all(f'"{name}": {entry.summary}' in text for name, entry in SOURCES.items())
+        assert len(wrap(text, below.content_size.width)) == below.content_size.height
+
+
+async def test_the_help_explains_the_current_choice_if_all_choices_need_too_much_space(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app)
+        below = screen.query_one(FieldHelp)
+        screen.query_one("#row-sae-architecture", SettingRow).focus()
+        await wait_until(pilot, lambda: ARCHITECTURES["topk"].summary in str(below.content))
+        assert ARCHITECTURES["gated"].summary not in str(below.content)
+        await put_into_row(pilot, "sae-architecture", "gated")
+        await wait_until(pilot, lambda: ARCHITECTURES["gated"].summary in str(below.content))
 
 
 async def test_a_wide_window_shows_all_settings_in_columns(make_app) -> None:

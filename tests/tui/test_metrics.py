@@ -29,6 +29,12 @@ def titles(app) -> list[str]:
     return [plot.plot_title for plot in plots(app)]
 
 
+def shown(app) -> str:
+    """Return the text on the screen."""
+    screen = app.screen
+    return "\n".join(strip.text.rstrip() for strip in screen._compositor.render_strips())
+
+
 def said(app) -> str:
     return app.screen.query_one(Found).text
 
@@ -118,15 +124,26 @@ async def test_the_grid_fits_any_window_size(make_app, trained, size) -> None:
                 assert plot.render_line(y).cell_length == plot.size.width
 
 
-async def test_a_job_without_values_shows_a_message(make_app, data) -> None:
-    record_job(data, "minilm", JobState.RUNNING)
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        (JobState.RUNNING, "No values yet."),
+        (JobState.FAILED, "This job has no values."),
+        (JobState.IMPORTED, "The SAE was imported, so it has no curves."),
+    ],
+)
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_a_job_without_values_says_so_at_the_left_edge(make_app, data, state, why, size) -> None:
+    record_job(data, "minilm", state)
     app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=size) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("enter")
         await wait_until(pilot, lambda: isinstance(app.screen, JobScreen) and app.session.detail)
         await pilot.press("a")
-        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and said(app) == "no values yet")
+        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and why in shown(app))
+        assert any(line.startswith(f"  {why}") for line in shown(app).splitlines())
+        assert said(app) == ""
 
 
 async def test_metrics_arriving_while_the_screen_is_closing_are_not_drawn(make_app, trained) -> None:

@@ -91,6 +91,22 @@ async def test_the_cursor_stays_visible_in_a_long_list() -> None:
         assert "name 0" in "".join(segment.text for segment in table.render_line(1))
 
 
+async def test_the_cursor_stays_visible_if_rows_are_added_above_it_unless_the_user_has_scrolled_away() -> None:
+    app = TableApp()
+    async with app.run_test(size=(40, 6)) as pilot:
+        shown = app.query_one(KeyedTable)
+        shown.show_rows(rows("a", "b", "c"))
+        await pilot.pause()
+        shown.show_rows(rows("n3", "n2", "n1", "n0", "z9", "z8", "a", "b", "c"))
+        await pilot.pause()
+        assert (shown.cursor, shown.scroll_y) == ("a", 2)
+        shown.scroll_to(y=0, animate=False)
+        await pilot.pause()
+        shown.show_rows(rows("n4", "n3", "n2", "n1", "n0", "z9", "z8", "a", "b", "c"))
+        await pilot.pause()
+        assert (shown.cursor, shown.scroll_y) == ("a", 0)
+
+
 async def test_columns_are_dropped_in_order_and_nothing_wraps() -> None:
     for width, titles in ((60, {"ID", "NAME", "MORE", "MOST"}), (30, {"ID", "NAME", "MORE"}), (16, {"ID", "NAME"})):
         app = TableApp()

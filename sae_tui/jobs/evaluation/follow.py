@@ -22,10 +22,10 @@ import msgspec
 
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
-from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
+from sae_tui.jobs.evaluation.outcome import failure, outcome
 from sae_tui.jobs.evaluation.request import Request, ReservedGpu, idle_gpu
 from sae_tui.jobs.files import is_gone
-from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
+from sae_tui.jobs.going import ENDS, FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
 from sae_tui.jobs.gpus.availability import choices, holders, with_other_users
 from sae_tui.jobs.gpus.locks import GpuLocks, lock_folder
 from sae_tui.jobs.queue.gpu_reader import GpuReader

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
-from sae_tui.jobs.going import DONE, FAILED, STOPPED
+from sae_tui.jobs.going import DONE, FAILED
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.log_tail import last_line
@@ -17,7 +17,6 @@ from trainer.contract.store.seeds import by_seeds, mean, spread_of, without_seed
 from trainer.contract.store.twins import without_twins
 from trainer.contract.wording import plural
 
-ENDS = (DONE, FAILED, STOPPED)
 NO_TOKENS = "it has no max-activating examples, since its data has no token ids"
 _NOT_WRITTEN = "not written: "
 

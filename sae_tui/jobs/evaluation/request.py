@@ -11,8 +11,8 @@ import msgspec
 from sae_tui.jobs import named_python
 from sae_tui.jobs.detach import SlowStart, start_detached
 from sae_tui.jobs.edits import NotApplicable
-from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
-from sae_tui.jobs.going import DONE, STARTED, Evaluations
+from sae_tui.jobs.evaluation.outcome import NO_TOKENS, is_judged
+from sae_tui.jobs.going import DONE, ENDS, STARTED, Evaluations
 from sae_tui.jobs.gpus.availability import GpuChoice
 from sae_tui.jobs.gpus.locks import lock_folder
 from sae_tui.jobs.output import may_tell_tokens, why_no_sae

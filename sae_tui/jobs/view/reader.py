@@ -7,12 +7,11 @@ import heapq
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.evaluation.outcome import ENDS
-from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
-from sae_tui.jobs.going import Evaluations, Going
+from sae_tui.jobs.going import ENDS, Evaluations, Going
 from sae_tui.jobs.gpus.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import elsewhere, is_here, silence
@@ -185,9 +184,7 @@ class JobsReader:
 
     def _imported_view(self, job: Job) -> JobView:
         """Return the view of an imported SAE, with the metrics from its report card."""
-        view = _view(job, None, False)
-        cards = read_cards(self._data.sae(job.id))
-        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
+        return _with_card(_view(job, None, False), self._data.sae(job.id))
 
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that is not running, based on its row.
@@ -231,7 +228,14 @@ class JobsReader:
             self._live[job_id] = LiveRun(self._data.run(job_id))
 
 
-def _with_card(view: JobView, card: ReportCard) -> JobView:
+def _with_card(view: JobView, sae: Path) -> JobView:
+    """Return the view with the metrics from the report card of the SAE with the lowest FVU, if there is one."""
+    # Only imported SAEs have no metrics of their own, and reading report cards takes a tenth of a command's time.
+    from sae_tui.jobs.evaluation.report_card import read_cards
+
+    if not (cards := read_cards(sae)):
+        return view
+    card = min(cards, key=lambda card: card.figures.fvu)
     own = card.figures
     return msgspec.structs.replace(view, heldout_fvu=own.fvu, heldout_l0=own.l0, tokens=card.tokens or view.tokens)
 
@@ -316,8 +320,7 @@ class JobReader:
 
     def _row_view(self, job: Job) -> JobView:
         view = _view(job, self._live, self._asked)
-        cards = read_cards(self._sae) if job.state is JobState.IMPORTED else []
-        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
+        return _with_card(view, self._sae) if job.state is JobState.IMPORTED else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
         """Return the last lines of a rank's log; read only the end of the file."""

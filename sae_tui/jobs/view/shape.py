@@ -64,12 +64,17 @@ def dead_after_words(job: Job) -> str:
     return f"{count(dead_after(asked, total))} tokens"
 
 
-@functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
     """Return a job file's SAE section, or an empty dict if it is missing or invalid."""
     section = _SECTION.search(config)
+    return _parsed(section[1]) if section else {}
+
+
+# Keep sections rather than job files, because the files of many jobs differ only in other sections.
+@functools.lru_cache(maxsize=4096)
+def _parsed(section: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(section[1]) if section else {}
+        return tomllib.loads(section)
     except tomllib.TOMLDecodeError:
         return {}
 

@@ -26,6 +26,14 @@ def test_a_worse_fvu_is_ignored_within_noise_or_if_the_learning_rate_has_risen(
     assert Best(300, 0.134, 0.5, n_rows).is_clearly_below(fvu, lr_share) is is_below
 
 
+@pytest.mark.parametrize(
+    ("passes", "words"), [(18.24, "18.2 passes"), (0.1, "0.1 passes"), (0.0060416, "0.006 passes"), (None, "")]
+)
+def test_a_part_of_a_pass_is_never_shown_as_no_pass(passes: float | None, words: str) -> None:
+    (_, text), *_ = HowFar(step=118, total_steps=118, passes=passes).facts()
+    assert text == "finished after 118 steps" + (f", {words} over the training rows" if words else "")
+
+
 def test_export_metadata_restores_the_progress_of_its_run() -> None:
     whole = HowFar(
         step=500, total_steps=500, lr_share=0.0, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134)

@@ -198,7 +198,7 @@ _FIGURES = (
               condition=_of_data),
     _Declared("recall", "latents", Series("recall", better="higher", format=".3f"), _of("known", "recall"),
               condition=_of_data),
-    _Declared("mcc", "latents", Series("MCC, known features", better="higher", format=".3f"), _of("known", "mcc"),
+    _Declared("mcc", "latents", Series("MCC, features", better="higher", format=".3f"), _of("known", "mcc"),
               condition=_of_data),
     _Declared("uniqueness", "latents", Series("uniqueness", better="higher", format=".3f"), _of("known", "uniqueness"),
               condition=_of_data),

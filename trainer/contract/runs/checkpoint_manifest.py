@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -203,5 +202,8 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def _describe(file: Path) -> dict[str, Any]:
+    # A list of jobs reads manifests, but never hashes a file, and loading OpenSSL takes 2 ms.
+    import hashlib
+
     with open_plain(file) as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -207,6 +206,9 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
 
 def _sample(file: Path, n_blocks: int) -> str:
     """Return the SHA-256 of evenly spaced blocks of a file, including both ends; a small file is hashed entirely."""
+    # Only a trainer hashes rows, and loading OpenSSL takes 2 ms.
+    import hashlib
+
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size

@@ -75,7 +75,11 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield the report card lines about the training, as pairs (title, text)."""
-        passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
+        passes = ""
+        if self.passes is not None:
+            # A short run on many rows reads a small part of them.
+            passes = f", {self.passes:,.1f}" if self.passes >= 0.1 else f", {self.passes:.1g}"
+            passes += " passes over the training rows"
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
             yield OVERFITTING, self.overfitting

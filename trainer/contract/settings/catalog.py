@@ -289,13 +289,13 @@ OPTIMIZERS = {
     ),
 }
 SOURCES = {
-    "shards": SourceEntry("trainer.activations.shards:Shards", "Shards on disk, memory-mapped.", sources.ShardSettings),
+    "shards": SourceEntry("trainer.activations.shards:Shards", "Rows stored in files.", sources.ShardSettings),
     "synthetic": SourceEntry(
-        "trainer.activations.synthetic:Synthetic", "Synthetic, from a known dictionary.", sources.SyntheticSettings
+        "trainer.activations.synthetic:Synthetic", "Random sums of known features.", sources.SyntheticSettings
     ),
     "model": SourceEntry(
         "trainer.extraction.model_stream:ModelStream",
-        "Streamed from a language model without being stored.",
+        "Rows computed by a language model during training; nothing is stored.",
         model_source.ModelSettings,
     ),
 }

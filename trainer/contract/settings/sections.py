@@ -71,6 +71,11 @@ def choices_of(path: str, setting: Setting) -> tuple[str, ...]:
     return open_choices(path) or setting.choices
 
 
+def meanings_of(path: str) -> dict[str, str]:
+    """Return a dict mapping each registry entry that a setting may name to a sentence describing it."""
+    return {name: entry.summary for name, entry in REGISTRIES.get(path, {}).items()}
+
+
 def open_choices(path: str) -> tuple[str, ...]:
     """Return the allowed values for a setting naming a registry entry; empty for other settings."""
     names = tuple(REGISTRIES.get(path, ()))
