@@ -1,6 +1,6 @@
 """Trains a cross-layer transcoder next to a plain dense PyTorch loop on the same rows.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/cross_layer.py ACTIVATIONS [--layers 12-15] [--d-sae 1152] [--k 16] [--steps 200]
+    OMP_NUM_THREADS=1 python tests/benchmarks/cross_layer.py ACTIVATIONS --layers 12-15 --steps 200
 
 `ACTIVATIONS` is an extraction with `hooks = ["mlp"]` or some layers. The loop is the textbook form: dense matmuls in
 both directions, BatchTopK per layer, Adam with the better of two learning rates. Both see the same rows in the same
