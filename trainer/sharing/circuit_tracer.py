@@ -60,11 +60,8 @@ class CircuitTracer(Format):
 
     def refusal(self, sae: SharedSae) -> str | None:
         if sae.layer:
-            return (
-                None
-                if sae.form in ("standard", "jumprelu")
-                else f"circuit-tracer has no {sae.form} cross-layer transcoders"
-            )
+            lacks = "circuit-tracer has no TopK cross-layer transcoders; train with batch_topk or jumprelu"
+            return lacks if sae.form == _TOPK else None
         if reason := refusal_of_several_hooks(sae, "circuit-tracer"):
             return reason
         if not sae.is_transcoder:

@@ -44,6 +44,8 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
+# The architecture of layers of cross-layer transcoders, which SAELens lacks. Only a run's own folder has it.
+_OF_LAYERS = "topk_transcoder"
 # Maps architectures in training checkpoints to our names; SAELens' `save_inference_model` writes them as "jumprelu".
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
 # Maps current setting names to their names in versions 1 to 5.
@@ -84,7 +86,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
     tensors, folds = _without_extras(tensors, config, architecture, weights_file)
     own = "jumprelu" if architecture in _BATCHED else architecture
     sae = SharedSae(
-        {"architecture": own} | ({"k": k} if own == "topk" else {}),
+        {"architecture": own} | ({"k": k} if own in ("topk", _OF_LAYERS) else {}),
         {},
         _metadata(config) | ({"training_architecture": _BATCHED[architecture]} if architecture in _BATCHED else {}),
         is_transcoder=own.endswith("transcoder"),
@@ -92,7 +94,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> SharedSae:
     skip = ("W_skip",) if own.endswith("skip_transcoder") else ()
     names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
     weights = taken(tensors, names, weights_file)
-    k = k if own == "topk" or (type(k) is int and 0 < k <= sae._replace(weights=weights).d_sae) else None
+    k = k if sae.form == "topk" or (type(k) is int and 0 < k <= sae._replace(weights=weights).d_sae) else None
     sae = sae._replace(weights=weights, k=k, l0=positive(sae.metadata.get("l0")))
     sae = checked(positive_thresholds(sae), weights_file)
     return converted(_computed_as_here(sae, config, folds, config_file), weights_file)
@@ -122,7 +124,9 @@ def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:
 def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
     """Return the architecture and k; up to version 5, TopK was an activation function of "standard"."""
     # Before version 6, files without an architecture were "standard" SAEs.
-    wanted(config, file, architecture=(None, *ARCHITECTURES, *_BATCHED), activation_fn=("relu", None, "topk"))
+    wanted(
+        config, file, architecture=(None, *ARCHITECTURES, *_BATCHED, _OF_LAYERS), activation_fn=("relu", None, "topk")
+    )
     architecture, k = config.get("architecture") or "standard", config.get("k")
     kwargs = config.get("activation_fn_kwargs") or {}
     if config.get("activation_fn") == "topk":

@@ -150,6 +150,23 @@ def test_a_cross_layer_transcoder_is_exported_only_as_a_whole(finished: Path, tm
         assert main(["export", str(finished), "--out", str(tmp_path / form), "--format", form]) == 1
 
 
+def test_a_topk_transcoder_is_read_back_but_not_written_for_circuit_tracer(
+    make_job: Callable[..., JobConfig], start_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_layers(tmp_path / "rows")
+    data = {"path": str(tmp_path / "rows"), "hook": "mlp.2-4"}
+    sae = SAE | {"architecture": "topk"}
+    ranks = start_ranks(make_job(data=data, sae=sae, train={"n_steps": 40, "report_card": True}), 1)
+    assert ranks.wait() == [EXIT_FINISHED]
+    folder = Path(ranks.spec.run_dir) / "sae" / LABELS[1]
+    stated = json.loads((folder / "cfg.json").read_text())["metadata"]
+    (_, card, _) = (one.card for one in cards_in(folder.parent, CPU))
+    assert card.figures.fvu == pytest.approx(stated["heldout_fvu"], rel=1e-3)
+    assert card.figures.l0 == pytest.approx(stated["heldout_l0"], rel=1e-3)
+    with pytest.raises(UserError, match="circuit-tracer has no TopK cross-layer transcoders"):
+        export_set([Path(ranks.spec.run_dir)], tmp_path / "set", form="circuit-tracer", best=False, force=False)
+
+
 def test_the_hub_finds_it_as_a_cross_layer_transcoder(finished: Path) -> None:
     card = hub_card(newest_first(finished / "checkpoints")[:1], "circuit-tracer", "ada/my-set")
     assert '"cross-layer-transcoder", "transcoder", "circuit-tracer"' in card.split("---")[1]

@@ -47,7 +47,7 @@ class ArchitectureEntry(SettingsEntry, frozen=True):
     per_batch: bool = False
     # Whether encoder updates can be tied to decoder updates if the optimizer supports this.
     encoder_follows: bool = False
-    # Whether `sae.cross_layer` is supported: a file format exists, and `Sae.reconstruct` decodes all latents at once.
+    # Whether `sae.cross_layer` is supported: `Sae.reconstruct` is called once, and decodes all latents.
     crosses_layers: bool = False
     # For an architecture that keeps all pre-activations on a GPU: the number of fp32 [n_tokens, d_sae] matrices at the
     # peak of a step, and the number of W_dec-sized matrices in addition to W_dec's gradient. Both numbers are 0 for an
@@ -209,6 +209,7 @@ ARCHITECTURES = {
         # token.
         transcodes="one width",
         encoder_follows=True,
+        crosses_layers=True,
         redundant_curves=("loss", "l0"),
     ),
     "hierarchical_topk": ArchitectureEntry(

@@ -523,7 +523,7 @@ def _conflicts_of_layers(sections: Mapping[str, Any]) -> list[Problem]:
     problems = []
     if not ARCHITECTURES[sae.architecture].crosses_layers:
         known = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.crosses_layers)
-        message = f"no format supports cross-layer transcoders with this architecture; use {known}"
+        message = f"cannot train a cross-layer transcoder; use {known}"
         problems.append(Problem("sae.architecture", message))
     given = {
         "sae.skip": sae.skip,
